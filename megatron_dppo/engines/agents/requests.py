@@ -1,4 +1,4 @@
-"""What an agent sends: bodies of OpenAI's chat completions and completions, checked and in one form."""
+"""Requests of agents: bodies of OpenAI's chat completions and completions, checked and normalized."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _ROLES = ("system", "user", "assistant", "tool")
-
-
-_OWN_SAMPLING: Mapping[str, Any] = {
+_IGNORED_SETTINGS: Mapping[str, Any] = {
     "temperature": None,
     "top_p": None,
     "top_k": None,
@@ -25,61 +23,67 @@ _OWN_SAMPLING: Mapping[str, Any] = {
     "reasoning_effort": None,
     "suffix": None,
 }
-"""Settings that would change what is sampled, and the value beside None that changes nothing. Training takes each
-token's log-probability as the run's own settings give it, so they stay the run's."""
+"""Settings that would change the sampling distribution, with the value besides None that has no effect.
+
+They are ignored: training computes each token's log-probability under the settings of the run.
+"""
 
 
 class CallError(Exception):
-    """A call that is refused, in the form of OpenAI's errors.
+    """A rejected call, in the form of OpenAI's errors.
 
     Args:
-        message: what is wrong, and what to do.
-        status: of HTTP.
-        code: a word for programs.
+        message: the problem and its fix.
+        status: HTTP status.
+        code: machine-readable code.
     """
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """JSON body of the error."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 Message = dict[str, Any]
-"""``role``, ``content`` (a string), and where there are any ``tool_calls``, ``tool_call_id``, ``name``; the arguments
-of a tool call as an object, where they are JSON"""
+"""Message with ``role``, ``content`` (a string) and optionally ``tool_calls``, ``tool_call_id`` and ``name``.
+
+The arguments of a tool call are an object if they are JSON.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentRequest:
-    """One request for an answer."""
+    """One request for a response of the policy."""
 
     model: str
     messages: tuple[Message, ...] = ()
     text: str | tuple[int, ...] = ""
-    """of a completion, which has no messages"""
+    """Prompt of a completion, which has no messages: a string or token ids."""
     is_chat: bool
     tools: tuple[Mapping[str, Any], ...] = ()
     reads_tool_calls: bool = False
-    """whether tool calls in the answer are told apart from its text"""
+    """True if tool calls in the response are parsed."""
     limit: int | None = None
-    """tokens of the answer at most"""
+    """Maximum number of response tokens. None: no limit but those of the run."""
     stream: bool = False
     stream_usage: bool = False
     ignored: int = 0
-    """settings that have no effect"""
+    """Number of settings that are ignored."""
 
 
-def read_chat(body: Any) -> AgentRequest:
-    """A body of ``/v1/chat/completions``.
+def read_chat(data: object) -> AgentRequest:
+    """Read a body of ``/v1/chat/completions``.
 
     Raises:
-        CallError: it is none, or asks for what there is not.
+        CallError: the body is invalid, or asks for something unsupported.
     """
+    body = _require_object(data)
     common = _read_common(body)
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise CallError("'messages' is missing, empty or no list")
@@ -87,25 +91,29 @@ def read_chat(body: Any) -> AgentRequest:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
     choice = body.get("tool_choice")
-    forced = choice is not None and choice not in ("auto", "none")
+    is_forced = choice is not None and choice not in ("auto", "none")
     if body.get("functions") or body.get("function_call"):
         raise CallError("'functions' and 'function_call' are not supported; use 'tools'")
     return AgentRequest(
-        messages=tuple(_read_message(message, place) for place, message in enumerate(body["messages"])),
+        messages=tuple(_read_message(message, index) for index, message in enumerate(body["messages"])),
         is_chat=True,
         tools=tuple(tools),
         reads_tool_calls=bool(tools) and choice != "none",
         limit=_limit(body, "max_completion_tokens", "max_tokens"),
-        **common | {"ignored": common["ignored"] + forced},
+        model=common.model,
+        stream=common.stream,
+        stream_usage=common.stream_usage,
+        ignored=common.ignored + is_forced,
     )
 
 
-def read_completion(body: Any) -> AgentRequest:
-    """A body of ``/v1/completions``.
+def read_completion(data: object) -> AgentRequest:
+    """Read a body of ``/v1/completions``.
 
     Raises:
-        CallError: it is none, or asks for what there is not.
+        CallError: the body is invalid, or asks for something unsupported.
     """
+    body = _require_object(data)
     common = _read_common(body)
     text = body.get("prompt")
     if isinstance(text, list) and len(text) == 1 and isinstance(text[0], str | list):
@@ -116,79 +124,96 @@ def read_completion(body: Any) -> AgentRequest:
         raise CallError("'prompt' is missing, empty, or not one string or one list of token ids")
     if body.get("echo"):
         raise CallError("'echo' is not supported; leave it out")
-    return AgentRequest(text=text, is_chat=False, limit=_limit(body, "max_tokens"), **common)
+    return AgentRequest(text=text, is_chat=False, limit=_limit(body, "max_tokens"), **vars(common))
 
 
-def _read_common(body: Any) -> dict[str, Any]:
-    if not isinstance(body, dict):
+@dataclass(frozen=True)
+class _CommonFields:
+    """Fields of both kinds of bodies; see ``AgentRequest``."""
+
+    model: str
+    stream: bool
+    stream_usage: bool
+    ignored: int
+
+
+def _require_object(data: object) -> dict[str, Any]:
+    if not isinstance(data, dict):
         raise CallError("the body is no JSON object")
+    return data
+
+
+def _read_common(body: Mapping[str, Any]) -> _CommonFields:
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise CallError(f"{name!r} = {body[name]!r} is not supported, since an episode is one sequence; ask again")
     if body.get("logprobs") not in (None, False) or body.get("top_logprobs"):
         raise CallError("'logprobs' are not returned; leave them out")
     options = body.get("stream_options") or {}
-    ignored = [name for name, same in _OWN_SAMPLING.items() if body.get(name) not in (None, same, [], {})]
-    return {
-        "model": str(body.get("model", "")),
-        "stream": bool(body.get("stream")),
-        "stream_usage": isinstance(options, dict) and bool(options.get("include_usage")),
-        "ignored": len(ignored),
-    }
+    ignored = [name for name, neutral in _IGNORED_SETTINGS.items() if body.get(name) not in (None, neutral, [], {})]
+    return _CommonFields(
+        model=str(body.get("model", "")),
+        stream=bool(body.get("stream")),
+        stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        ignored=len(ignored),
+    )
 
 
 def _limit(body: Mapping[str, Any], *names: str) -> int | None:
-    found = [(name, body[name]) for name in names if body.get(name) is not None]
-    for name, value in found:
+    limits = [(name, body[name]) for name in names if body.get(name) is not None]
+    for name, value in limits:
         if type(value) is not int or value < 1:
             raise CallError(f"{name!r} = {value!r}, expected a whole number above 0")
-    return min((value for _, value in found), default=None)
+    return min((value for _, value in limits), default=None)
 
 
-def _read_message(message: Any, place: int) -> Message:
+def _read_message(message: Any, index: int) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
     if role not in _ROLES:
-        raise CallError(f"messages[{place}] has the role {role!r}; expected {', '.join(_ROLES)}")
-    found: Message = {"role": role, "content": _text(message.get("content"), place)}
+        raise CallError(f"messages[{index}] has the role {role!r}; expected {', '.join(_ROLES)}")
+    result: Message = {"role": role, "content": _read_content(message.get("content"), index)}
     calls = message.get("tool_calls") or []
     if calls:
-        found["tool_calls"] = [_read_tool_call(call, place) for call in calls]
-    found |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
-    return found
+        result["tool_calls"] = [_read_tool_call(call, index) for call in calls]
+    result |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+    return result
 
 
-def _text(content: Any, place: int) -> str:
+def _read_content(content: Any, index: int) -> str:
     parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise CallError(f"messages[{place}].content = {content!r:.200}, expected a string or a list of parts")
+        raise CallError(f"messages[{index}].content = {content!r:.200}, expected a string or a list of parts")
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise CallError(f"messages[{place}].content has a part that is no text; the policy reads text alone")
+            raise CallError(f"messages[{index}].content has a part that is no text; the policy reads text alone")
     return "".join(part["text"] for part in parts)
 
 
-def _read_tool_call(call: Any, place: int) -> dict[str, Any]:
+def _read_tool_call(call: Any, index: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise CallError(f"messages[{place}].tool_calls has an entry without a function's name")
+        raise CallError(f"messages[{index}].tool_calls has an entry without a function's name")
     arguments = function.get("arguments") or "{}"
-    return tool_call(str(call.get("id", "")), function["name"], arguments)
+    return make_tool_call(str(call.get("id", "")), function["name"], arguments)
 
 
-def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A tool call as templates take it."""
+def make_tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call as chat templates expect it."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
             arguments = parsed if isinstance(parsed, dict) else arguments
         except ValueError:
-            pass  # a model may have called it so; the template gets the text
+            pass  # a model may have written it so; the template gets the text
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
-def identity(messages: Sequence[Message]) -> list[str]:
-    """What makes messages the same: clients leave blanks at the edges of an answer away, and write arguments anew."""
+def message_keys(messages: Sequence[Message]) -> list[str]:
+    """Return keys that are equal for equal messages.
+
+    Clients strip the content of assistant messages and reformat the arguments of tool calls, so both are normalized.
+    """
     return [
         json.dumps(
             [
@@ -202,31 +227,32 @@ def identity(messages: Sequence[Message]) -> list[str]:
     ]
 
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 
 
 def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text before the first call, and the calls; all of it text where a call is no such JSON."""
-    content, *rest = text.split(_OPEN)
-    blocks = [part.split(_CLOSE)[0] for part in rest if _CLOSE in part]
-    calls = [_read(block) for block in blocks]
-    if not blocks or len(blocks) < len(rest) or None in calls:
+    """Return the text before the first tool call, and the calls; the complete text if a call is invalid JSON."""
+    content, *parts = text.split(_OPEN)
+    blocks = [part.split(_CLOSE)[0] for part in parts if _CLOSE in part]
+    calls = [_parse_tool_call(block) for block in blocks]
+    if not blocks or len(blocks) < len(parts) or None in calls:
         return text, []
     return content.strip(), [call for call in calls if call is not None]
 
 
-def _read(block: str) -> dict[str, Any] | None:
+def _parse_tool_call(block: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(block, parse_constant=_refuse)
+        value = json.loads(block, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = found.get("arguments", {})
+    arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return None
-    return tool_call(f"call_{secrets.token_hex(12)}", found["name"], arguments)
+    return make_tool_call(f"call_{secrets.token_hex(12)}", value["name"], arguments)
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")

@@ -1,4 +1,4 @@
-"""Starts an agent for an episode and waits for its end: a program, or a function of the user's."""
+"""Agents: a program or a user function that runs one episode."""
 
 from __future__ import annotations
 
@@ -15,80 +15,82 @@ from typing import Any, Protocol, TypeVar
 from megatron_dppo.engines.agents.episode import Episode
 
 T = TypeVar("T")
-_REST_SECONDS = 2.0
-"""So long the rest of a program's output is waited for when it has ended."""
-_KEPT_OUTPUT = 2000
-"""Bytes of a program's output that are told when it fails."""
+_OUTPUT_SECONDS = 2.0
+"""Time to wait for the remaining output of a program that has exited."""
+_MAX_OUTPUT = 2000
+"""Last bytes of a program's output that an error message shows."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 _RANK_PREFIXES = ("TORCHELASTIC_", "MASTER_PORT")
 
 
-class AgentTooSlow(Exception):
-    """The episode took longer than it may."""
+class AgentTimeout(Exception):
+    """The episode exceeded its time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """What an agent is given."""
+    """Task of one episode."""
 
     prompt: str
-    """the last message of the data row"""
+    """Last message of the data row."""
     messages: Sequence[Mapping[str, Any]]
-    """the row's messages; a plain string is one of the user's"""
+    """Messages of the data row; a plain string becomes a user message."""
     label: str
     metadata: Mapping[str, Any]
-    """the other columns of the row"""
+    """Other columns of the data row."""
     base_url: str
     api_key: str = field(repr=False)
 
 
 @dataclass(frozen=True)
 class AgentExit:
-    """How an agent ended."""
+    """Result of an agent."""
 
     value: Any
-    """1 or 0 for a program's exit status, or what a function returned; None = it has no end of its own"""
+    """1 or 0 by a program's exit status, or the result of a function. None if the agent did not end by itself."""
     failure: str = ""
-    too_slow: bool = False
+    """Error text; empty if the agent succeeded."""
+    has_timed_out: bool = False
 
 
 class Agent(Protocol):
-    """Plays episodes."""
+    """Something that runs episodes."""
 
-    async def play(self, task: AgentTask) -> AgentExit:
-        """One episode; cancelled when it takes too long."""
+    async def run(self, task: AgentTask) -> AgentExit:
+        """Run one episode; the call is canceled at the time limit."""
 
 
-class Program:
-    """A program, started for each episode in a session of its own. What it writes is not read but for a message.
+class ProgramAgent:
+    """A program that is started for each episode, in a new session. Its output is used only for error messages.
 
     Args:
         command: program and arguments.
-        hidden: names of environment variables that it does not get.
+        hidden: names of environment variables that the program does not get.
     """
 
     def __init__(self, command: Sequence[str], hidden: Collection[str]) -> None:
-        self._command, self._hidden = list(command), {*hidden, *_RANK_VARIABLES}
+        self._command = list(command)
+        self._hidden = {*hidden, *_RANK_VARIABLES}
 
-    async def play(self, task: AgentTask) -> AgentExit:
+    async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
         environment = {
             name: value
             for name, value in os.environ.items()
             if name not in self._hidden and not name.startswith(_RANK_PREFIXES)
         } | {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
-        said = bytearray()
+        output = bytearray()
         try:
             process = await self._start(environment)
         except OSError as error:
             return AgentExit(None, f"{self._command[0]} cannot be started: {error}")
         try:
-            given = {name: value for name, value in asdict(task).items() if name not in ("base_url", "api_key")}
-            streams = asyncio.gather(_write(process, given), _read(process, said))
+            fields = {name: value for name, value in asdict(task).items() if name not in ("base_url", "api_key")}
+            streams = asyncio.gather(_write_task(process, fields), _read_output(process, output))
             try:
                 status = await process.wait()
-                with suppress(TimeoutError):  # what it left running may hold its output open
-                    await asyncio.wait_for(streams, _REST_SECONDS)
+                with suppress(TimeoutError):  # a child process that is still running may hold the output open
+                    await asyncio.wait_for(streams, _OUTPUT_SECONDS)
             finally:
                 streams.cancel()
         finally:
@@ -96,11 +98,11 @@ class Program:
                 os.killpg(process.pid, signal.SIGKILL)
         if status == 0:
             return AgentExit(1.0)
-        last = said.decode("utf-8", "replace").strip().replace(task.api_key, "***")
+        last = output.decode("utf-8", "replace").strip().replace(task.api_key, "***")
         return AgentExit(0.0, f"{self._command[0]} ended with status {status}: {last or 'it wrote nothing'}")
 
     async def _start(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-        # The trainer blocks the signals that stop it in all of its threads, and a program would keep that.
+        # The trainer blocks its stop signals in all threads, and a child process would inherit that.
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             pipe = asyncio.subprocess.PIPE
@@ -116,55 +118,57 @@ class Program:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-class Function:
-    """A function of the user's: ``async``, or else in a thread."""
+class FunctionAgent:
+    """A user function; it runs in a thread if it is not ``async``."""
 
     def __init__(self, function: Callable[[AgentTask], Any]) -> None:
         self._function = function
 
-    async def play(self, task: AgentTask) -> AgentExit:
+    async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
         try:
             if inspect.iscoroutinefunction(self._function):
                 return AgentExit(await self._function(task))
             return AgentExit(await asyncio.to_thread(self._function, task))
         except (Exception, SystemExit) as error:
-            return AgentExit(None, f"{type(error).__name__}: {error}".replace(task.api_key, "***")[:_KEPT_OUTPUT])
+            return AgentExit(None, f"{type(error).__name__}: {error}".replace(task.api_key, "***")[:_MAX_OUTPUT])
 
 
-async def within(work: Coroutine[Any, Any, T], episode: Episode, seconds: float) -> T:
-    """What ``work`` gives; it is cancelled when the episode takes longer on its own, or is broken.
+async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, seconds: float) -> T:
+    """Run ``work`` and return its result.
+
+    It is canceled when the agent itself has taken more than ``seconds``, or when the episode is interrupted.
 
     Raises:
-        AgentTooSlow: it took longer.
-        BaseException: what broke the episode.
+        AgentTimeout: the agent exceeded the limit.
+        BaseException: the exception that interrupted the episode.
     """
     task = asyncio.create_task(work)
     try:
         while not task.done():
-            left = seconds - episode.own_seconds()
-            if left <= 0:
-                raise AgentTooSlow
-            either: set[asyncio.Future[Any]] = {task, episode.broken}
-            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if episode.broken.done():
-                episode.broken.result()
+            remaining = seconds - episode.agent_seconds()
+            if remaining <= 0:
+                raise AgentTimeout
+            futures: set[asyncio.Future[Any]] = {task, episode.interrupted}
+            await asyncio.wait(futures, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+            if episode.interrupted.done():
+                episode.interrupted.result()
         return task.result()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _write(process: asyncio.subprocess.Process, given: Mapping[str, Any]) -> None:
+async def _write_task(process: asyncio.subprocess.Process, fields: Mapping[str, object]) -> None:
     assert process.stdin is not None
-    with suppress(ConnectionError):  # it may not read
-        process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
+    with suppress(ConnectionError):  # the program need not read its input
+        process.stdin.write(json.dumps(fields, default=str).encode() + b"\n")
         await process.stdin.drain()
         process.stdin.close()
 
 
-async def _read(process: asyncio.subprocess.Process, said: bytearray) -> None:
+async def _read_output(process: asyncio.subprocess.Process, output: bytearray) -> None:
     assert process.stdout is not None
     while part := await process.stdout.read(1 << 16):
-        said += part
-        del said[:-_KEPT_OUTPUT]
+        output += part
+        del output[:-_MAX_OUTPUT]

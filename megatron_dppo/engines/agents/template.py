@@ -1,4 +1,4 @@
-"""Messages to text by the model's chat template, so that a conversation only ever grows at its end."""
+"""Rendering of messages with the model's chat template, so that a conversation only grows at its end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from megatron_dppo.engines.agents.requests import CallError, Message
 
 
 class ChatTemplate:
-    """The template of a tokenizer.
+    """The chat template of a tokenizer.
 
     Args:
-        tokenizer: of the model.
-        variables: of the template, ``data.chat_template_kwargs``.
+        tokenizer: tokenizer of the model.
+        variables: variables of the template, ``data.chat_template_kwargs``.
     """
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any]) -> None:
-        self._tokenizer, self._variables = tokenizer, variables
-        self._mark = f"mark{secrets.token_hex(12)}"
+        self._tokenizer = tokenizer
+        self._variables = variables
+        self._marker = f"mark{secrets.token_hex(12)}"
+        """Text that stands for a response in a rendered conversation."""
 
     def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = False) -> list[int]:
-        """Tokens of a text, which may hold its special tokens already; tokens are checked.
+        """Return the tokens of a text, which may contain special tokens; token ids are checked and returned.
 
         Raises:
-            CallError: what an agent sent is no text, or there are no such tokens.
+            CallError: the text cannot be encoded, or a token id does not exist.
         """
         if not isinstance(text, str):
             if text and max(text) >= len(self._tokenizer):
@@ -37,50 +39,63 @@ class ChatTemplate:
             raise CallError(f"the text cannot be encoded: {error}") from error
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens that ask for an answer to the messages.
+        """Return the prompt tokens of messages that start a conversation.
 
         Raises:
-            CallError: there is no template, or it refuses the messages.
+            CallError: there is no template, or it rejects the messages.
         """
-        return self.encode(self._render(messages, tools, ask=True))
+        return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
     def continuation(
         self, known: Sequence[Message], new: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str | None:
-        """What the template writes behind the last answer of ``known`` to ask for an answer to ``new``, from the end of
-        that answer's own text on; None where it would write something else before.
+        """Return the text that follows the last response of a conversation, up to the next generation prompt.
 
-        The answer itself is not rendered: a mark stands for it. What was sampled may read otherwise than the template
-        would have it (thoughts that it leaves away, JSON with other blanks), and stays as it is.
+        The response itself is not rendered: a marker stands for it. The sampled text may differ from what the template
+        would write (thoughts that it removes, JSON with other blanks), and stays as it is.
+
+        Args:
+            known: messages so far; the last one is the response.
+            new: messages that follow.
+            tools: tools of the conversation.
+
+        Returns:
+            The text; None if the template would change what comes before it.
 
         Raises:
-            CallError: the template refuses the messages.
+            CallError: the template rejects the messages.
         """
-        *before, answer = known
-        plain = {"role": "assistant", "content": self._mark}
-        end = self._behind_mark(self._render([*before, plain], tools, ask=False))
-        calls, closed = {**answer, "content": self._mark}, end
-        if answer.get("tool_calls"):
-            closed = self._behind_mark(self._render([*before, calls], tools, ask=False))
-        whole = self._behind_mark(self._render([*before, calls, *new], tools, ask=True))
-        if end is None or closed is None or whole is None or not whole.startswith(closed):
+        *before, response = known
+        # 1. End of a message of plain text, as the response was sampled.
+        plain = {"role": "assistant", "content": self._marker}
+        end = self._text_after_marker(self._render([*before, plain], tools, add_generation_prompt=False))
+        # 2. End of the response as the template writes it, with its tool calls.
+        marked = {**response, "content": self._marker}
+        closed = end
+        if response.get("tool_calls"):
+            closed = self._text_after_marker(self._render([*before, marked], tools, add_generation_prompt=False))
+        # 3. The same with the new messages: what follows the end of the response is the continuation.
+        extended = self._text_after_marker(self._render([*before, marked, *new], tools, add_generation_prompt=True))
+        if end is None or closed is None or extended is None or not extended.startswith(closed):
             return None
-        return end + whole[len(closed) :]
+        return end + extended[len(closed) :]
 
-    def _behind_mark(self, text: str) -> str | None:
-        parts = text.split(self._mark)
+    def _text_after_marker(self, text: str) -> str | None:
+        parts = text.split(self._marker)
         return parts[1] if len(parts) == 2 else None
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise CallError("the model's tokenizer has no chat template; use /v1/completions, or another model folder")
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
-                add_generation_prompt=ask,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self._variables,
             )
-        except Exception as error:  # a template is a program of the model's authors and may raise anything
+        except Exception as error:  # a template is a program of the model's authors and may raise any exception
             raise CallError(f"the chat template refuses the messages: {error}") from error

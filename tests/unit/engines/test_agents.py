@@ -19,7 +19,7 @@ from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
-from megatron_dppo.engines.agents.generate import MOST_FAILURES, AgentFunction
+from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
 from megatron_dppo.engines.agents.requests import CallError, read_chat, read_completion, split_tool_calls
 from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.engines.agents.template import ChatTemplate
@@ -357,7 +357,7 @@ def test_an_agent_that_always_fails_ends_the_run(world: World) -> None:
         raise ValueError("no such tool")
 
     engine, how = world.engine(agent), SamplingParams(max_new_tokens=100)
-    assert all(c.failure for c in engine.generate([TASK] * (MOST_FAILURES - 1), how))
+    assert all(c.failure for c in engine.generate([TASK] * (MAX_FAILURES - 1), how))
     with pytest.raises(
         GenerateError, match="64 episodes of the agent failed one after the other; the last: ValueError"
     ):

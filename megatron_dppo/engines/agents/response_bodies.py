@@ -1,0 +1,74 @@
+"""Response bodies of OpenAI's API, complete or as a stream of chunks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_dppo.engines.agents.episode import AgentResponse
+
+MODEL = "policy"
+"""Name of the model if a call names none."""
+
+
+def response_body(response: AgentResponse) -> dict[str, Any]:
+    """Return the complete body of a response."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": response.finish_reason, "logprobs": None}
+    if response.call.is_chat:
+        choice["message"] = {"role": "assistant", "content": _content(response), "refusal": None}
+        if response.tool_calls:
+            choice["message"]["tool_calls"] = _tool_calls(response)
+    else:
+        choice["text"] = response.text
+    head = _head(response, "chat.completion" if response.call.is_chat else "text_completion")
+    return {**head, "choices": [choice], "usage": _usage(response)}
+
+
+def stream_events(response: AgentResponse) -> Iterator[bytes]:
+    """Yield the server-sent events of a complete response."""
+    head = _head(response, "chat.completion.chunk" if response.call.is_chat else "text_completion")
+
+    def event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        body = {**head, "choices": choices} | ({} if usage is None else {"usage": usage})
+        return f"data: {json.dumps(body)}\n\n".encode()
+
+    def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
+        body = {"delta": delta} if response.call.is_chat else {"text": delta.get("content", "")}
+        return event([{"index": 0, **body, "finish_reason": reason, "logprobs": None}])
+
+    if response.call.is_chat:
+        yield chunk({"role": "assistant", "content": ""})
+    if response.text:
+        yield chunk({"content": response.text})
+    for index, call in enumerate(_tool_calls(response)):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, response.finish_reason)
+    if response.call.stream_usage:
+        yield event([], usage=_usage(response))
+    yield b"data: [DONE]\n\n"
+
+
+def _head(response: AgentResponse, kind: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if response.call.is_chat else "cmpl"
+    model = response.call.model or MODEL
+    return {"id": f"{prefix}-{response.name}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _content(response: AgentResponse) -> str | None:
+    return None if response.tool_calls and not response.text else response.text
+
+
+def _tool_calls(response: AgentResponse) -> list[dict[str, Any]]:
+    """Return the tool calls with their arguments as text, as in OpenAI's API."""
+    return [
+        {**call, "function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in response.tool_calls
+    ]
+
+
+def _usage(response: AgentResponse) -> dict[str, int]:
+    prompt = response.prompt_tokens
+    completion = response.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
