@@ -1,4 +1,4 @@
-"""Whether weights and optimizer state are finite, on all ranks."""
+"""Check that weights and optimizer state are finite on all ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from megatron_dppo.mcore.optim import Optimizer, optimizer_tensors
 
 
 def all_finite(models: Sequence[GPTModel], optimizer: Optimizer) -> bool:
-    """Whether no weight, moment or fp32 copy of any rank is infinite or NaN (a collective: one number).
+    """Return True if no weight, moment or main parameter of any rank is infinite or NaN; a collective.
 
-    Every tensor is read once and nothing of its size is allocated.
+    Every tensor is read once, without an allocation of its size.
     """
     weights = [parameter for model in models for parameter in model.parameters()]
     worst = torch.zeros((), dtype=torch.int32, device=weights[0].device)
     for tensor in (*weights, *optimizer_tensors(optimizer)):
-        worst = torch.maximum(worst, _is_broken(tensor).to(worst))
+        worst = torch.maximum(worst, _is_nonfinite(tensor).to(worst))
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return not int(worst)
 
 
-def _is_broken(tensor: Tensor) -> Tensor:
-    smallest, largest = torch.aminmax(tensor.detach())  # both are NaN when one element is
+def _is_nonfinite(tensor: Tensor) -> Tensor:
+    # Both are NaN if one element is.
+    smallest, largest = torch.aminmax(tensor.detach())
     return ~(smallest.isfinite() & largest.isfinite())

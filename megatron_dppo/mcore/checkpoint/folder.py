@@ -1,9 +1,9 @@
-"""The folders of a run's checkpoints: names, states, pruning. One process changes them; every change is one rename.
+"""Folders of a run's checkpoints: names, states and pruning. One process changes them, by one rename each.
 
 step_000004             complete
 step_000005.partial     being written
 step_000003.deleted     being deleted
-step_000006.damaged     was passed over when the run continued from an older one; kept for the user
+step_000006.damaged     skipped when the run resumed from an older one; kept for the user
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PARTIAL, _DELETED = ".partial", ".deleted"
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step_{step:06d}"
 
 
 def step_number(checkpoint: Path) -> int:
-    """The step of a checkpoint, by its folder's name."""
+    """Return the step of a checkpoint, parsed from its folder name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -38,49 +38,51 @@ def checkpoints_folder(run_folder: Path) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints of a run that were completed, oldest first. Whether their files are whole is not looked at."""
-    found = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_number)
+    """Return all complete checkpoints of a run, oldest first. Their files are not checked."""
+    paths = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=step_number)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The run's own state in a checkpoint (step, data cursor, policy version, configuration).
+    """Return the run's state in a checkpoint: step, data cursor, policy version, configuration.
 
     Raises:
-        CheckpointError: the file is not readable.
+        CheckpointError: The file is not readable.
     """
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{checkpoint / STATE} cannot be read: {error}; delete this checkpoint") from error
+        raise CheckpointError(f"{checkpoint / STATE} cannot be read: {error}. Fix: delete this checkpoint.") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{checkpoint / STATE} holds no table; delete this checkpoint")
+        raise CheckpointError(
+            f"Expected a JSON object in {checkpoint / STATE}, got {type(state).__name__}. Fix: delete this checkpoint."
+        )
     return state
 
 
 def is_finite(checkpoint: Path) -> bool:
-    """Whether its weights were finite when they were saved; also False when its state cannot be read."""
+    """Return True if the checkpoint's weights were finite. False if its state cannot be read."""
     try:
         return read_state(checkpoint).get("finite", True) is True
     except CheckpointError:
         return False
 
 
-def begin(partial: Path) -> None:
-    """An empty folder to write a checkpoint to."""
+def create_partial(partial: Path) -> None:
+    """Create the empty folder that a checkpoint is written to."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def partial_path(final: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Return the folder that a checkpoint is written to before it is complete."""
     return final.with_name(final.name + _PARTIAL)
 
 
 def complete(partial: Path, final: Path) -> None:
-    """Give a written checkpoint its name."""
-    # Only a save of the same step, by a run that was resumed from an older one, can stand there.
-    replaced = _hide(final) if final.exists() else None
+    """Rename a written checkpoint to its final name."""
+    # An existing checkpoint of this step is from before the run resumed from an older one.
+    replaced = _mark_deleted(final) if final.exists() else None
     partial.rename(final)
     fsync(final.parent)
     if replaced is not None:
@@ -89,44 +91,44 @@ def complete(partial: Path, final: Path) -> None:
 
 def prune(folder: Path, keep: int, best: int | None) -> None:
     """Delete all but the ``keep`` newest checkpoints, the one of step ``best``, and the newest with finite weights."""
-    found = checkpoints(folder)
-    kept = {*found[-keep:], *[path for path in found if is_finite(path)][-1:]}
+    paths = checkpoints(folder)
+    retained = {*paths[-keep:], *[path for path in paths if is_finite(path)][-1:]}
     if best is not None:
-        kept.add(folder / checkpoint_name(best))
-    for old in found:
-        if old not in kept:
-            shutil.rmtree(_hide(old))
+        retained.add(folder / checkpoint_name(best))
+    for old in paths:
+        if old not in retained:
+            shutil.rmtree(_mark_deleted(old))
 
 
-def _hide(checkpoint: Path) -> Path:
-    """Take a checkpoint's name away before its files go, so that what is left of it after a kill does not count."""
-    hidden = checkpoint.with_name(checkpoint.name + _DELETED)
-    shutil.rmtree(hidden, ignore_errors=True)
-    checkpoint.rename(hidden)
+def _mark_deleted(checkpoint: Path) -> Path:
+    """Rename a checkpoint before its files are deleted, so that a kill leaves no incomplete checkpoint."""
+    deleted = checkpoint.with_name(checkpoint.name + _DELETED)
+    shutil.rmtree(deleted, ignore_errors=True)
+    checkpoint.rename(deleted)
     fsync(checkpoint.parent)
-    return hidden
+    return deleted
 
 
 def write_best(folder: Path, step: int) -> None:
-    """Name the best checkpoint in ``best.json``."""
+    """Write the name of the best checkpoint to ``best.json``."""
     write_synced(folder / "best.json", json.dumps({"checkpoint": checkpoint_name(step)}) + "\n")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed save or prune left behind. No run may be writing there."""
+    """Delete leftovers of a killed save or prune. No run may be writing to the folder."""
     for path in folder.glob("step_*"):
         if _STEP.fullmatch(path.stem) and path.suffix in (_PARTIAL, _DELETED):
             shutil.rmtree(path)
     (folder / "best.json.partial").unlink(missing_ok=True)
 
 
-def set_aside(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint that the run does not continue from to ``step_N.WHY``; the files stay as they are."""
-    target = checkpoint.with_name(f"{checkpoint.name}.{why}")
+def set_aside(checkpoint: Path, reason: str) -> Path:
+    """Rename a checkpoint that the run does not resume from to ``step_N.REASON``, with its files unchanged."""
+    target = checkpoint.with_name(f"{checkpoint.name}.{reason}")
     number = 1
     while target.exists():
         number += 1
-        target = checkpoint.with_name(f"{checkpoint.name}.{why}{number}")
+        target = checkpoint.with_name(f"{checkpoint.name}.{reason}{number}")
     checkpoint.rename(target)
     fsync(checkpoint.parent)
     return target

@@ -1,7 +1,7 @@
-"""Megatron's ``torch_dist`` format, read once by each group of ranks that hold the same.
+"""Reading and writing of Megatron's ``torch_dist`` format, without reading anything twice.
 
-The optimizer's part is one rank's alone; the weights are those of all data-parallel replicas. Of these one reads each
-tensor, and the others receive it over their own network instead of from the file system that all ranks share.
+Each rank has optimizer state of its own; data-parallel replicas share their weights. One of them reads each weight, and
+the others receive it over the network instead of from the shared file system.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from megatron_dppo.files import summarize_error
 from megatron_dppo.mcore.checkpoint.manifest import check_metadata, restricted_loading
 from megatron_dppo.parallel.objects import agreed, from_each
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def read_sharded(template: dict[str, Any], checkpoint: Path, replicas: dist.ProcessGroup | None) -> dict[str, Any]:
-    """What Megatron loads of a checkpoint, in the place of the template's tensors (a collective of all ranks).
+    """Return the template with the tensors of a checkpoint; a collective of all ranks.
 
     Args:
-        template: of this rank.
-        checkpoint: the folder.
-        replicas: ranks that hold the same weights, experts included; None = every rank reads all that it holds.
+        template: Sharded state of this rank.
+        checkpoint: Folder of the checkpoint.
+        replicas: Ranks that hold the same weights, experts included. None makes every rank read all it holds.
 
     Raises:
-        CheckpointError: it cannot be loaded here, or on another rank; the same on all.
+        CheckpointError: A rank cannot load it; the same error on all ranks.
     """
-    strategy = _AgreedLoad()
+    strategy = _CollectiveLoad()
     try:
         agreed(lambda: check_metadata(checkpoint), dist.group.WORLD)
         with restricted_loading():
-            # Between this and the shards Megatron lets the ranks talk to each other.
-            _on_all(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)))
+            # Checked on all ranks first: Megatron runs collectives between this and the shards, and a rank that has
+            # failed here would leave the others waiting.
+            _run_on_all_ranks(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)))
             return dist_checkpointing.load(
                 template,
                 str(checkpoint),
@@ -66,28 +67,35 @@ def read_sharded(template: dict[str, Any], checkpoint: Path, replicas: dist.Proc
         reason = str(error) if isinstance(error, CheckpointError) else summarize_error(error)
         raise CheckpointError(
             f"{checkpoint} cannot be loaded: {reason}. Its files are not those of a checkpoint of this "
-            "model; choose another run.output_dir, or set it aside (rename it) to continue from an older one"
+            "model. Fix: choose another run.output_dir, or rename this checkpoint to resume from an older one."
         ) from error
 
 
-class _AgreedLoad(TorchDistLoadShardedStrategy):
-    """A rank that cannot read says so before the others wait for what it reads. Under Megatron Core 0.19.2 each rank
-    reads by itself; under 0.16.1 torch tells the others."""
+class _CollectiveLoad(TorchDistLoadShardedStrategy):
+    """Megatron's strategy, with read errors of one rank raised on all.
 
-    def load(self, *args: Any, **options: Any) -> Any:
-        """See Megatron's; fails on all ranks, or on none."""
-        return _on_all(lambda: super(_AgreedLoad, self).load(*args, **options))
+    Reason: with 0.19.2 each rank reads by itself, and the others would wait for the tensors of a failed one. With
+        0.16.1 torch raises the error on all ranks.
+    Affected: Megatron Core 0.19.
+    Delete when: Megatron raises read errors on all ranks.
+    """
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as Megatron's strategy does; it fails on all ranks or on none."""
+        return _run_on_all_ranks(lambda: super(_CollectiveLoad, self).load(*args, **kwargs))
 
 
-def _on_all(read: Callable[[], T]) -> T:
-    """What ``read`` returns here.
+def _run_on_all_ranks(read: Callable[[], _T]) -> _T:
+    """Return the result of ``read``; a collective.
 
     Raises:
-        CheckpointError: it has failed on a rank, which the message names where others have not; the same on all.
+        CheckpointError: It failed on a rank; the same error on all ranks. The message names the ranks if it did not
+            fail on all.
     """
-    found, problem = None, ""
+    result = None
+    problem = ""
     try:
-        found = read()
+        result = read()
     except (Exception, CheckpointException) as error:
         problem = summarize_error(error)
     problems = from_each(problem, dist.group.WORLD)
@@ -95,43 +103,47 @@ def _on_all(read: Callable[[], T]) -> T:
     if failed:
         where = "" if len(failed) == len(problems) else f" (on rank {', '.join(map(str, failed))})"
         raise CheckpointError(problems[failed[0]] + where)
-    return found  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
-_COPIED_AHEAD = 10_000_000
-"""bytes"""
+_COPY_AHEAD_BYTES = 10_000_000
+"""Bytes that torch's writer copies from the device ahead of writing."""
 
 
 class StreamedSave(TorchDistSaveShardedStrategy):
-    """Each rank writes one file, without a second copy of what is in it.
+    """Save strategy in which each rank writes one file, without a second copy of its contents in memory.
 
     Args:
-        world: all ranks, in their order; for the plan, which is made of Python objects. None = the default group.
-        staged: copy what this rank writes to host memory in ``async_save``, so that the state may change from then on.
+        world: CPU group of all ranks, in their order, for the plan, which consists of Python objects. None means the
+            default group.
+        staged: Copy this rank's tensors to host memory in ``async_save``, so that the state may change afterwards.
     """
 
     def __init__(self, world: dist.ProcessGroup | None, *, staged: bool = False) -> None:
         super().__init__("torch_dist", 1)
-        self._world, self._staged = world, staged
+        self._world = world
+        self._staged = staged
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, async_strategy: str = ""
     ) -> AsyncRequest:
-        """What writes the shards of which this rank is the main replica: a collective of all ranks when it is called.
+        """Return the request that writes the shards of which this rank is the main replica.
 
-        It raises torch's ``CheckpointException`` when a rank cannot write, with the reason of each. ``async_strategy``
-        is an argument of Megatron Core 0.19.2, for its own writers.
+        Its function is a collective of all ranks. It raises torch's ``CheckpointException``, with the reason of each
+        rank, if one cannot write. ``async_strategy`` is an argument of Megatron Core 0.19 and is ignored.
         """
         for entry in nested_values(sharded_state_dict) if self._staged else ():
             if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
                 entry.data = entry.data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        found, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        main_replicas, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )
         write = partial(
             save_torch_dist,
-            mcore_to_pyt_state_dict(found),
-            # The caller brings the files to the disk. Copying ahead needs the stream of the thread's GPU.
+            mcore_to_pyt_state_dict(main_replicas),
+            # The caller syncs the files. Copying ahead uses the current CUDA stream, so not in a background thread.
             storage_writer=_Writer(
-                checkpoint_dir, sync_files=False, per_thread_copy_ahead=0 if self._staged else _COPIED_AHEAD
+                checkpoint_dir, sync_files=False, per_thread_copy_ahead=0 if self._staged else _COPY_AHEAD_BYTES
             ),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=self._world,
@@ -140,13 +152,16 @@ class StreamedSave(TorchDistSaveShardedStrategy):
 
 
 class _Writer(FileSystemWriter):
-    """Torch's, which leaves the folder's path and a random number out of ``.metadata``: the one is a class that a
-    reader would have to allow, and with the other no two checkpoints of the same state would be the same."""
+    """Torch's writer without the folder's path and the random id in ``.metadata``.
+
+    The path is of a class that the restricted unpickler would have to allow. With the id, two checkpoints of the same
+    state would differ.
+    """
 
     def storage_meta(self) -> None:
         return None
 
 
 def shared_save(world: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None, *, staged: bool) -> Any:
-    """``StreamedSave`` that the ranks of ``replicas`` (data and context parallelism) share where they hold the same."""
+    """Return a ``StreamedSave`` whose work replicas of the same tensors divide (data and context parallelism)."""
     return FullyParallelSaveStrategyWrapper(StreamedSave(world, staged=staged), replicas)

@@ -1,7 +1,7 @@
-"""What a checkpoint's files have to be, byte for byte: ``manifest.json`` with size and SHA-256 of every file.
+"""Manifest of a checkpoint (``manifest.json``, size and SHA-256 of every file) and restricted unpickling.
 
-It is written last and checked before anything of a checkpoint is read. It finds what rots, is cut off or goes missing;
-against someone who writes files *and* manifest it proves nothing: see ``unpickling``.
+The manifest is written last and checked before a checkpoint is read. It detects corrupted, truncated and missing files.
+It does not protect against an attacker who writes files *and* manifest; ``restricted_loading`` does.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ _FORMAT = 1
 
 
 _THREADS = 4
-"""SHA-256 runs without Python's lock: 0.3 to 2 GB/s a core"""
+"""Threads that hash files. SHA-256 releases the GIL and runs at 0.3 to 2 GB/s per core."""
 
 
 class FileRecord(NamedTuple):
-    """One file of a checkpoint."""
+    """Size and hash of one file of a checkpoint."""
 
     size: int
-    """bytes"""
+    """Size in bytes."""
     sha256: str
 
 
 def list_files(folder: Path) -> list[str]:
-    """Every file below a folder but the manifest, sorted.
+    """Return every file below a folder except the manifest, sorted.
 
-    ``.nfs*`` are left out: a network file system keeps a deleted file under such a name while it is open somewhere.
+    ``.nfs*`` files are ignored: NFS keeps a deleted file under such a name while a process has it open.
     """
-    found = [path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
-    names = [path.relative_to(folder).as_posix() for path in found if not path.name.startswith(".nfs")]
+    paths = [path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
+    names = [path.relative_to(folder).as_posix() for path in paths if not path.name.startswith(".nfs")]
     return sorted(name for name in names if name != MANIFEST)
 
 
-def share(sizes: dict[str, int], rank: int, world_size: int) -> list[str]:
-    """The files that one rank reads, so that all ranks read about equally many bytes."""
-    loads, mine = [0] * world_size, []
+def assign_files(sizes: dict[str, int], rank: int, world_size: int) -> list[str]:
+    """Return the files that one rank reads, such that all ranks read about as many bytes."""
+    loads = [0] * world_size
+    assigned = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         least = loads.index(min(loads))
-        # A byte each, so that empty files are spread too.
+        # One more byte per file spreads empty files too.
         loads[least] += sizes[name] + 1
         if least == rank:
-            mine.append(name)
-    return mine
+            assigned.append(name)
+    return assigned
 
 
 def hash_files(folder: Path, names: Sequence[str], *, sync: bool = False) -> dict[str, FileRecord]:
-    """Size and SHA-256 of files, several at a time; ``sync`` also brings them to the disk.
+    """Return size and SHA-256 of files, in several threads; ``sync`` also syncs them to disk.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: A file cannot be read.
     """
 
     def record(name: str) -> FileRecord:
@@ -81,23 +82,23 @@ def hash_files(folder: Path, names: Sequence[str], *, sync: bool = False) -> dic
 
 
 def write_manifest(folder: Path, records: dict[str, FileRecord]) -> None:
-    """Write the manifest of files that are complete, and bring the folder to the disk."""
-    write_synced(folder / MANIFEST, _text({name: list(record) for name, record in records.items()}))
+    """Write the manifest of complete files, and sync their folders to disk."""
+    write_synced(folder / MANIFEST, _serialize({name: list(record) for name, record in records.items()}))
     for inner in {(folder / name).parent for name in records}:
         fsync(inner)
 
 
-def _text(files: dict[str, Any]) -> str:
+def _serialize(files: dict[str, Any]) -> str:
     body = json.dumps(files, sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return json.dumps({"format": _FORMAT, "files": files, "digest": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
-    """The files that a checkpoint should have; None when it has no manifest.
+    """Return the files that a checkpoint must have. None if it has no manifest.
 
     Raises:
-        ValueError: the manifest is damaged; the message says how.
+        ValueError: The manifest cannot be read or is damaged.
     """
     try:
         text = (folder / MANIFEST).read_bytes().decode()
@@ -106,24 +107,25 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
     try:
-        found = json.loads(text)
-        files = {str(name): FileRecord(*record) for name, record in found["files"].items()}
-        is_whole = text == _text(found["files"]) and all(
+        document = json.loads(text)
+        files = {str(name): FileRecord(*record) for name, record in document["files"].items()}
+        # The text must be exactly what was written, digest included.
+        is_intact = text == _serialize(document["files"]) and all(
             type(size) is int and type(sha256) is str for size, sha256 in files.values()
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        is_whole = False
-    if not is_whole:
+        is_intact = False
+    if not is_intact:
         raise ValueError(f"{MANIFEST} is damaged")
     return files
 
 
 def find_name_or_size_problem(folder: Path, expected: dict[str, FileRecord]) -> str:
-    """What is wrong with the folder before a byte is read: missing, extra and cut-off files; empty when nothing."""
-    found = list_files(folder)
-    if missing := sorted(expected.keys() - set(found)):
+    """Return the first missing, extra or truncated file of a folder as a message; empty if there is none."""
+    names = set(list_files(folder))
+    if missing := sorted(expected.keys() - names):
         return f"{missing[0]} is missing"
-    if extra := sorted(set(found) - expected.keys()):
+    if extra := sorted(names - expected.keys()):
         return f"{extra[0]} does not belong to it (move it away if it is yours)"
     for name, record in sorted(expected.items()):
         try:
@@ -136,12 +138,12 @@ def find_name_or_size_problem(folder: Path, expected: dict[str, FileRecord]) -> 
 
 
 def find_content_problem(folder: Path, expected: dict[str, FileRecord], names: Sequence[str]) -> str:
-    """Which of these files has other bytes than the manifest says; empty when none has."""
+    """Return the first of these files whose contents differ from the manifest as a message; empty if none does."""
     try:
-        found = hash_files(folder, names)
+        records = hash_files(folder, names)
     except OSError as error:
         return f"{Path(error.filename or '').name} cannot be read ({error.strerror})"
-    wrong = sorted(name for name in names if found[name] != expected[name])
+    wrong = sorted(name for name in names if records[name] != expected[name])
     return f"{wrong[0]} has other content than was written (SHA-256 differs)" if wrong else ""
 
 
@@ -173,13 +175,13 @@ _ALLOWED = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of a ``.metadata`` file and no others."""
+    """Unpickler that only allows the classes of a ``.metadata`` file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name.
+        """Return an allowed class.
 
         Raises:
-            pickle.UnpicklingError: it is not one of a checkpoint's metadata.
+            pickle.UnpicklingError: The class is not part of a checkpoint's metadata.
         """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _ALLOWED:
@@ -188,25 +190,26 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Read ``.metadata`` once, by the rules above; torch logs a traceback for one that it cannot read.
+    """Check ``.metadata`` by unpickling it; torch would log a traceback for an unreadable one.
 
     Raises:
-        OSError: it cannot be read.
-        pickle.UnpicklingError: it is damaged, or names something else than metadata.
+        OSError: It cannot be read.
+        pickle.UnpicklingError: It is damaged, or contains other classes than metadata.
     """
     with (checkpoint / ".metadata").open("rb") as file:
         try:
-            found = MetadataUnpickler(file).load()
+            metadata = MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, OSError):
             raise
-        except Exception as error:  # a damaged pickle can raise anything
+        # A damaged pickle can raise any exception.
+        except Exception as error:
             raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(found).__name__} instead of a checkpoint's metadata")
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__} instead of a checkpoint's metadata")
 
 
 class _RestrictedPickle:
-    """Stands for the module ``pickle`` where torch reads ``.metadata``."""
+    """Replacement of the module ``pickle`` where torch reads ``.metadata``."""
 
     @staticmethod
     def load(file: IO[bytes]) -> Any:
@@ -218,9 +221,11 @@ class _RestrictedPickle:
 
 @contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Every load of torch and Megatron in this block builds tensors and plain values only."""
+    """Restrict all loading by torch and Megatron in the block to tensors and plain values."""
+    # Megatron calls torch.load with weights_only=False; this variable overrides it.
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before, module = os.environ.get(name), filesystem.pickle  # type: ignore[attr-defined]
+    before = os.environ.get(name)
+    module = filesystem.pickle  # type: ignore[attr-defined]
     os.environ[name] = "1"
     filesystem.pickle = _RestrictedPickle()  # type: ignore[attr-defined,assignment]
     try:

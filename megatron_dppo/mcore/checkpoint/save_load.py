@@ -1,7 +1,7 @@
-"""Megatron torch_dist checkpoints of model, optimizer and random states, complete or absent.
+"""Saving and loading of Megatron torch_dist checkpoints: model, optimizer and random states.
 
-A checkpoint is written to ``step_N.partial``, sealed by a manifest and renamed to ``step_N`` by one rename after every
-rank has finished, so a process that dies in mid-save leaves the older ones untouched. See docs/checkpoints.md.
+A checkpoint is written to ``step_N.partial``, gets a manifest, and is renamed to ``step_N`` after every rank has
+finished. A process that dies during a save leaves older checkpoints untouched. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -46,27 +46,28 @@ __all__ = [
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its files are whole"
-"""What ``find_damage`` says of a checkpoint that an older version or another program wrote."""
+"""Result of ``find_damage`` for a checkpoint that an older version or another program wrote."""
 
 
 class CheckpointSave:
-    """A checkpoint that is written, at once or in the background.
+    """A save of a checkpoint, which may go on in a background thread.
 
     Args:
-        path: its folder when it is complete.
-        is_finite: whether its weights and the optimizer's state are.
-        work: writes it, a collective of all ranks; None = there is nothing to do.
-        in_background: call ``work`` in a thread. Its group must then be its own.
+        path: Folder of the complete checkpoint.
+        is_finite: True if the weights and the optimizer state are finite.
+        work: Writes the checkpoint; a collective of all ranks. None if there is nothing to write.
+        in_background: Call ``work`` in a thread. Its process group must not be used elsewhere.
     """
 
     def __init__(
         self, path: Path, is_finite: bool, work: Callable[[], None] | None = None, *, in_background: bool = False
     ) -> None:
-        self.path, self.is_finite = path, is_finite
+        self.path = path
+        self.is_finite = is_finite
         self._error: BaseException | None = None
         self._thread: Thread | None = None
         if work is not None and in_background:
-            # A daemon: a process that ends by an error does not wait for ranks that are gone.
+            # A daemon thread: a process that ends with an error does not wait for ranks that have died.
             self._thread = Thread(target=self._run, args=(work,), name=f"save {path.name}", daemon=True)
             self._thread.start()
         elif work is not None:
@@ -75,24 +76,25 @@ class CheckpointSave:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # torch's checkpoint errors are no Exception
+        # torch's CheckpointException is a BaseException, not an Exception.
+        except BaseException as error:
             self._error = error
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has nothing left to write; it may have failed."""
+        """True if this rank has finished writing, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until this rank has nothing left to write, whether it could or not."""
+        """Wait until this rank has finished writing, successfully or not."""
         if self._thread is not None:
             self._thread.join()
 
     def wait(self) -> Path:
-        """Where it is, once it is complete on all ranks.
+        """Wait until the checkpoint is complete on all ranks, and return its folder.
 
         Raises:
-            DiskError: the disk is full or cannot be written to; older checkpoints are as they were.
+            DiskError: The disk is full or cannot be written to. Older checkpoints are unchanged.
         """
         self.join()
         if self._error is not None:
@@ -141,15 +143,19 @@ def save_checkpoint(
     is_finite = all_finite(models, optimizer)
     if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), groups.world):
         return CheckpointSave(final, True)
-    world, what = background_group or groups.world, f"the checkpoint of step {step}"
-    with disk_errors(folder, what):
-        agreed(lambda: checkpoint_folder.begin(partial), groups.world)
+    world = background_group or groups.world
+    description = f"the checkpoint of step {step}"
+
+    # Now: create the folder, and stage this rank's tensors if they are written in the background.
+    with disk_errors(folder, description):
+        agreed(lambda: checkpoint_folder.create_partial(partial), groups.world)
         strategy = shared_save(world, groups.dp_cp, staged=background_group is not None)
         tensors = dist_checkpointing.save(
             _sharded_state(models, optimizer, is_loading=False), str(partial), strategy, async_sharded_save=True
         )
         if write_extra is not None:
             write_extra(partial)
+    # Later: write the shards, hash all files, and publish by one rename.
     text = json.dumps({**state, "finite": is_finite}, indent=2)
 
     def publish() -> None:
@@ -159,7 +165,7 @@ def save_checkpoint(
         checkpoint_folder.prune(folder, keep, best)
 
     def write() -> None:
-        with disk_errors(folder, what):
+        with disk_errors(folder, description):
             tensors.async_fn()
             _seal(partial, {STATE: text}, world)
             agreed(publish, world)
@@ -168,50 +174,51 @@ def save_checkpoint(
 
 
 def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) -> None:
-    """Write the last files, bring all to the disk and write their manifest (a collective of all ranks).
+    """Write the last files, sync all files to disk and write their manifest; a collective of all ranks.
 
-    Every rank's files are there: torch's writer has gathered their names.
+    The files of all ranks exist already: torch's writer has gathered their names.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
 
-    def sizes_of_all() -> dict[str, int]:
+    def write_texts() -> dict[str, int]:
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         for name, text in texts.items():
             write_synced(folder / name, text)
         return {name: (folder / name).stat().st_size for name in manifest.list_files(folder)}
 
-    sizes = agreed(sizes_of_all, group)
-    # A rank's own shards are still in the memory of its machine.
+    sizes = agreed(write_texts, group)
+    # Each rank hashes the shards it has written, which are still in its machine's page cache.
     written_by = {name: int(match[1]) for name in sizes if (match := _SHARD.fullmatch(name)) and int(match[1]) < world}
-    others = manifest.share({name: size for name, size in sizes.items() if name not in written_by}, rank, world)
-    mine = [*others, *(name for name, writer in written_by.items() if writer == rank)]
-    parts = from_each(manifest.hash_files(folder, mine, sync=True), group)
+    other_files = manifest.assign_files(
+        {name: size for name, size in sizes.items() if name not in written_by}, rank, world
+    )
+    names = [*other_files, *(name for name, writer in written_by.items() if writer == rank)]
+    parts = from_each(manifest.hash_files(folder, names, sync=True), group)
     records = {name: record for part in parts for name, record in part.items()}
     agreed(lambda: manifest.write_manifest(folder, records), group)
 
 
 def find_damage(checkpoint: Path) -> str:
-    """Why a checkpoint's files are not those that were written; empty when they are (a collective of all ranks).
+    """Return how a checkpoint's files differ from those that were written; a collective of all ranks.
 
-    A dry run has no process groups, and reads all of them alone.
-
-    Every rank reads its share of the files, whoever needs them; the answer is the same on all.
+    Every rank reads a share of the files. Without process groups, in a dry run, this process reads all of them.
 
     Returns:
-        One line; ``NO_MANIFEST`` when there is nothing to compare with.
+        One line, equal on all ranks. Empty if nothing differs, ``NO_MANIFEST`` if there is no manifest.
     """
     everyone = dist.group.WORLD if dist.is_initialized() else None
     rank, world = (0, 1) if everyone is None else (dist.get_rank(), dist.get_world_size())
-    problem, records = agreed(lambda: _look_at(checkpoint), everyone)
+    problem, records = agreed(lambda: _compare_names_and_sizes(checkpoint), everyone)
     if problem:
         return problem
     sizes = {name: record.size for name, record in records.items()}
-    mine = manifest.share(sizes, rank, world)
-    problems = from_each(manifest.find_content_problem(checkpoint, records, mine), everyone)
+    names = manifest.assign_files(sizes, rank, world)
+    problems = from_each(manifest.find_content_problem(checkpoint, records, names), everyone)
     return next((problem for problem in problems if problem), "")
 
 
-def _look_at(checkpoint: Path) -> tuple[str, dict[str, manifest.FileRecord]]:
+def _compare_names_and_sizes(checkpoint: Path) -> tuple[str, dict[str, manifest.FileRecord]]:
     try:
         records = manifest.read_manifest(checkpoint)
         if records is None:
@@ -229,16 +236,17 @@ def load_checkpoint(
     groups: ParallelGroups,
     same_layout: bool = True,
 ) -> None:
-    """Restore model and optimizer and, on the same layout, random states (a collective of all ranks).
+    """Restore model, optimizer and, on the same layout, random states; a collective of all ranks.
 
-    Ranks that hold the same weights share their reading. ``find_damage`` is the caller's.
+    Ranks that hold the same weights divide the reading. The caller checks the files with ``find_damage`` first.
 
     Raises:
-        CheckpointError: Megatron cannot load it into this model.
+        CheckpointError: Megatron cannot load the checkpoint into this model.
     """
     template = _sharded_state(models, optimizer, is_loading=True)
     if not same_layout:
-        del template["random_states"]  # one a rank, and the ranks are others now
+        # Random states exist once per rank and do not fit other ranks.
+        del template["random_states"]
     loaded = read_sharded(template, checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
         trainable_module(model).load_state_dict(loaded[key])
@@ -248,15 +256,15 @@ def load_checkpoint(
 
 
 def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) -> None:
-    """Write the weights alone, and text files beside them, to a new folder (a collective of all ranks).
+    """Write the weights alone, and text files beside them, to a new folder; a collective of all ranks.
 
     Raises:
-        DiskError: the disk is full or cannot be written to.
+        DiskError: The disk is full or cannot be written to.
     """
     partial = checkpoint_folder.partial_path(folder)
 
     with disk_errors(folder, "the weights"):
-        agreed(lambda: checkpoint_folder.begin(partial), dist.group.WORLD)
+        agreed(lambda: checkpoint_folder.create_partial(partial), dist.group.WORLD)
         dist_checkpointing.save(
             _sharded_model(models), str(partial), StreamedSave(None), async_sharded_save=True
         ).async_fn()
@@ -265,17 +273,17 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
 
 
 def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: ParallelGroups) -> str:
-    """Restore the weights alone, from a checkpoint of any layout (a collective of all ranks).
+    """Restore the weights alone, from a checkpoint of any layout; a collective of all ranks.
 
     Returns:
-        What the user should know: that there is no manifest. Mostly empty.
+        A warning if there is no manifest, else an empty string.
 
     Raises:
-        CheckpointError: its files are damaged, or Megatron cannot load it into this model.
+        CheckpointError: The files are damaged, or Megatron cannot load the checkpoint into this model.
     """
     damage = find_damage(checkpoint)
     if damage and damage != NO_MANIFEST:
-        raise CheckpointError(f"{checkpoint} is damaged: {damage}. Take a copy, or an older checkpoint")
+        raise CheckpointError(f"{checkpoint} is damaged: {damage}. Fix: use a copy of it, or an older checkpoint.")
     loaded = read_sharded(_sharded_model(models), checkpoint, groups.edp)
     for key, model in zip(_model_keys(models), models, strict=True):
         trainable_module(model).load_state_dict(loaded[key])
@@ -296,6 +304,7 @@ def _sharded_state(models: Sequence[GPTModel], optimizer: Optimizer, *, is_loadi
     state = _sharded_model(models)
     model_state = state["model"] if len(models) == 1 else dict(state)
     state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(_METADATA))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     state["random_states"] = ShardedObject("random_states", random_states(), (world,), (rank,))
     return state

@@ -14,12 +14,12 @@ from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, prune, remove_leftovers, set_aside
 from megatron_dppo.mcore.checkpoint.manifest import (
     MANIFEST,
+    assign_files,
     find_content_problem,
     find_name_or_size_problem,
     hash_files,
     list_files,
     read_manifest,
-    share,
     write_manifest,
 )
 
@@ -79,7 +79,7 @@ def test_files_are_shared_evenly_and_each_once() -> None:
     dice = random.Random(0)
     for world_size in (1, 2, 7, 32):
         sizes = {f"file{i}": dice.choice([0, 10, dice.randrange(10**9)]) for i in range(100)}
-        parts = [share(sizes, rank, world_size) for rank in range(world_size)]
+        parts = [assign_files(sizes, rank, world_size) for rank in range(world_size)]
         assert sorted(name for part in parts for name in part) == sorted(sizes)
         loads = [sum(sizes[name] for name in part) for part in parts]
         assert max(loads) - min(loads) <= max(sizes.values()) + len(sizes)
