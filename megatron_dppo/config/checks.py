@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
@@ -92,7 +92,7 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, 
         )
 
 
-def check_router_weights(replay: str, engine: str, transformer: Mapping[str, Any]) -> None:
+def check_router_weights(replay: str, engine: str, transformer: Mapping[str, object]) -> None:
     """Check that there are combine weights to replay, with the same meaning in engine and trainer.
 
     Args:

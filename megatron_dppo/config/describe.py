@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any
+from typing import TypeGuard
 
 from pydantic.fields import FieldInfo
 
@@ -21,7 +21,7 @@ from megatron_dppo.errors import ConfigError
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: object) -> str:
     """Return a short name of a field's type."""
     if typing.get_origin(annotation) is typing.Literal:
         return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
@@ -54,7 +54,7 @@ def toml_value(value: object) -> str:
     return str(value)
 
 
-def is_section(kind: Any) -> bool:
+def is_section(kind: object) -> TypeGuard[type[Section]]:
     """Return True if a type is a section."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
@@ -68,7 +68,7 @@ def sections(model: type[Section] = Config, name: str = "") -> Iterator[tuple[st
     for key, field in model.known_fields().items():
         below = f"{name}.{key}" if name else key
         if is_section(field.annotation):
-            yield from sections(typing.cast(type[Section], field.annotation), below)
+            yield from sections(field.annotation, below)
         elif (inner := typing.get_args(field.annotation)[1:]) and is_section(inner[0]):
             yield from sections(inner[0], f"{below}.NAME")
 
@@ -170,7 +170,7 @@ def _prose(text: str) -> str:
     return " ".join(text.partition("\n\n    Example:")[0].replace("``", "").split())
 
 
-_RESOLVERS: Mapping[str, Callable[[Config, Layout], Any]] = {
+_RESOLVERS: Mapping[str, Callable[[Config, Layout], object]] = {
     "parallel.expert_tensor_parallel_size": lambda config, layout: layout.etp,
     "parallel.sequence_parallel": lambda config, layout: layout.sequence_parallel,
     "parallel.overlap_p2p_comm": lambda config, layout: layout.overlap_p2p_comm,
@@ -181,7 +181,7 @@ _RESOLVERS: Mapping[str, Callable[[Config, Layout], Any]] = {
 """Functions that compute the value in effect of a key whose default depends on other keys."""
 
 
-def resolved_defaults(config: Config, layout: Layout) -> dict[str, Any]:
+def resolved_defaults(config: Config, layout: Layout) -> dict[str, object]:
     """Return the value in effect of each key that is not set and has an effect in this run.
 
     Example: ``{"loss.divergence_threshold_low": 0.15, "parallel.sequence_parallel": False}`` and more for

@@ -20,9 +20,10 @@ from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.paths import read_tables
 from megatron_dppo.config.removed import removed_key_hint, removed_value_hint
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.section import TomlTable
 from megatron_dppo.errors import ConfigError
 
-_ALIASES: dict[str, tuple[str, str, Any]] = {
+_ALIASES: dict[str, tuple[str, str, object]] = {
     "bf16": ("model", "dtype", "bf16"),
     "no_bf16": ("model", "dtype", "fp32"),
     "seed": ("run", "seed", None),
@@ -85,7 +86,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
     return _read_values(values, problems)
 
 
-def _read_values(values: dict[str, Any], problems: list[str]) -> LoadedConfig:
+def _read_values(values: TomlTable, problems: list[str]) -> LoadedConfig:
     """Validate repeatedly, and replace what is wrong each time, until nothing is wrong or nothing helps."""
     unreliable_sections: set[str] = set()
     while True:
@@ -105,7 +106,7 @@ def _read_values(values: dict[str, Any], problems: list[str]) -> LoadedConfig:
         unreliable_sections |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
 
 
-_PLACEHOLDERS: dict[str, dict[str, Any]] = {
+_PLACEHOLDERS: dict[str, TomlTable] = {
     "run": {"output_dir": ".", "num_steps": 1},
     "model": {"path": "."},
     "data": {"train": "task:chain_sum"},
@@ -115,7 +116,7 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 """Values for missing or wrong keys without a default, so that the other sections can be checked."""
 
 
-def _replace(values: dict[str, Any], location: tuple[int | str, ...]) -> bool:
+def _replace(values: TomlTable, location: tuple[int | str, ...]) -> bool:
     """Remove a key from nested tables, or set its placeholder. Return False if nothing changes."""
     path = [part for part in location if isinstance(part, str)]
     if not path:
@@ -139,7 +140,7 @@ def _replace(values: dict[str, Any], location: tuple[int | str, ...]) -> bool:
     return before is not None
 
 
-def validate(values: dict[str, Any], origin: str) -> Config:
+def validate(values: TomlTable, origin: str) -> Config:
     """Return a ``Config`` from nested dictionaries.
 
     Raises:
@@ -151,7 +152,7 @@ def validate(values: dict[str, Any], origin: str) -> Config:
         raise invalid_config(origin, [_explain(detail) for detail in error.errors()]) from error
 
 
-def config_problems(values: dict[str, Any]) -> list[str]:
+def config_problems(values: TomlTable) -> list[str]:
     """Return the problems of nested dictionaries as a configuration, each once; they stay unchanged."""
     return _read_values(copy.deepcopy(values), []).problems
 
@@ -161,7 +162,7 @@ def dump_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
-def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
+def _insert(values: TomlTable, section: str, key: str, value: object) -> None:
     table = values
     for part in section.split("."):
         table = table.setdefault(part, {})
@@ -173,9 +174,9 @@ def _insert(values: dict[str, Any], section: str, key: str, value: Any) -> None:
         table[key] = value
 
 
-def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any]], list[str]]:
+def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, object]], list[str]]:
     """Return ``(section, key, value)`` of each flag in order, and the problems of the others."""
-    result: list[tuple[str, str, Any]] = []
+    result: list[tuple[str, str, object]] = []
     problems: list[str] = []
     remaining = list(arguments)
     while remaining:
@@ -206,7 +207,7 @@ def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, Any
     return result, problems
 
 
-def _locate(name: str) -> tuple[str, str, Any]:
+def _locate(name: str) -> tuple[str, str, object]:
     """Return section and key of a flag; the third part is its value if the flag takes none."""
     if "." in name:
         section, _, key = name.rpartition(".")
@@ -222,7 +223,7 @@ def _locate(name: str) -> tuple[str, str, Any]:
     return "model.transformer", key, None
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str) -> object:
     """Return a TOML value, None for ``null`` (which TOML lacks), or the text itself."""
     if text == "null":
         return None

@@ -194,7 +194,7 @@ class LossConfig(Section):
             reasons["token_weights"] = "loss.aggregation" if self.aggregation else "loss.name"
         return reasons
 
-    def resolved_defaults(self) -> dict[str, Any]:
+    def resolved_defaults(self) -> dict[str, object]:
         """Return the value in effect for each key whose ``None`` stands for a default of the loss."""
         return {
             "form": self.resolved_form,
@@ -263,7 +263,7 @@ class LossConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _keys_belong_to_the_loss(cls, values: Any) -> Any:
+    def _keys_belong_to_the_loss(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
         values = expand_alias(values)
@@ -274,7 +274,7 @@ class LossConfig(Section):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _name_is_known(cls, name: Any) -> Any:
+    def _name_is_known(cls, name: object) -> object:
         if isinstance(name, str) and not is_loss_name(name):
             raise ValueError(unknown_loss_message(name))
         return name
@@ -300,7 +300,7 @@ class LossConfig(Section):
         return self
 
 
-def _validated(values: Any) -> Any:
+def _validated(values: object) -> LossConfig:
     if isinstance(values, LossConfig):
         return values
     if not isinstance(values, dict):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_dppo.config.section import TomlTable
+
 _VERL = {"divergence_threshold_low": 0.2, "divergence_threshold_high": 0.2, "ratio_cap": 3.0}
 _TRL = {"divergence_threshold_low": 0.15, "divergence_threshold_high": 0.15, "ratio_cap": 20.0}
 _PRIME_RL_KL = {"form": "ratio", "kl_coef": 0.002, "kl_estimator": "k2", "kl_anchor": "rollout"}
@@ -62,7 +64,7 @@ comparison is always with the rollout's own log-probabilities, also if the frame
 """
 
 
-def expand_alias(values: dict[str, Any]) -> dict[str, Any]:
+def expand_alias(values: TomlTable) -> TomlTable:
     """Return a ``[loss]`` table with the keys of its alias filled in; keys that are set take precedence."""
     name = values.get("name")
     if not isinstance(name, str) or name not in LOSS_ALIASES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -50,7 +50,7 @@ class DivergenceThresholds(LossConfig):
                 )
         super().check()
 
-    def resolved_defaults(self) -> dict[str, Any]:
+    def resolved_defaults(self) -> dict[str, object]:
         """Add the limits."""
         low, high = self.thresholds
         limits = {"divergence_threshold_low": low, "divergence_threshold_high": high}
@@ -75,7 +75,7 @@ class RatioClipping(LossConfig):
         default_low, default_high = self.default_clip_ratios
         return (default_low if low is None else low, default_high if high is None else high)
 
-    def resolved_defaults(self) -> dict[str, Any]:
+    def resolved_defaults(self) -> dict[str, object]:
         """Add the limits."""
         low, high = self.clip_ratios
         return {"clip_ratio_low": low, "clip_ratio_high": high} | super().resolved_defaults()
@@ -98,6 +98,6 @@ class RatioCap(LossConfig):
             return (0.0, float("inf"))
         return (0.0, self.default_cap if self.ratio_cap is None else self.ratio_cap)
 
-    def resolved_defaults(self) -> dict[str, Any]:
+    def resolved_defaults(self) -> dict[str, object]:
         """Add the cap."""
         return {"ratio_cap": self.ratio_limits[1]} | super().resolved_defaults()

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
 from megatron_dppo.config.user_functions import reload_if_changed
@@ -50,7 +50,7 @@ def user_loss_class() -> type[LossConfig]:
     return kind
 
 
-def is_loss_name(name: Any) -> bool:
+def is_loss_name(name: object) -> TypeGuard[str]:
     """Return True for the name of a built-in loss, or the path of a user's function or class."""
     return isinstance(name, str) and (name in loss_classes() or is_function_name(name))
 
@@ -65,7 +65,7 @@ def unknown_loss_message(name: str) -> str:
     )
 
 
-def loss_class_for(values: Mapping[str, Any]) -> type[LossConfig]:
+def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
     """Return the class that ``name`` selects.
 
     An unknown name gives the class of the default loss, which then rejects the name.
@@ -84,7 +84,7 @@ def loss_class_for(values: Mapping[str, Any]) -> type[LossConfig]:
     return value if isinstance(value, type) and hasattr(value, "required_inputs") else user_loss_class()
 
 
-def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, object]) -> dict[str, Any]:
     """Return the keys without those of other losses that have their default.
 
     Recorded configurations of earlier versions have every key of every loss in one table.
@@ -95,7 +95,9 @@ def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, Any])
     return {key: value for key, value in values.items() if not _is_unset_key_of_another_loss(kind, key, value, values)}
 
 
-def _is_unset_key_of_another_loss(kind: type[LossConfig], key: str, value: Any, values: Mapping[str, Any]) -> bool:
+def _is_unset_key_of_another_loss(
+    kind: type[LossConfig], key: str, value: object, values: Mapping[str, object]
+) -> bool:
     owners = losses_with_key(key)
     if key in user_loss_class().model_fields and not owners:
         owners = ["a user function in loss.name"]
@@ -125,6 +127,6 @@ def _classes() -> Iterator[type[LossConfig]]:
             yield from (value for value in vars(module).values() if _is_loss(value, module.__name__))
 
 
-def _is_loss(value: Any, module: str) -> bool:
+def _is_loss(value: object, module: str) -> bool:
     is_here = isinstance(value, type) and value.__module__ == module
     return is_here and hasattr(value, "model_fields") and bool(get_args(value.model_fields["name"].annotation))

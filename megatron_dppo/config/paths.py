@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, FILE_OPTIONS
+from megatron_dppo.config.section import TomlTable
 from megatron_dppo.errors import ConfigError
 
 _PATHS = (
@@ -33,7 +34,7 @@ _FUNCTIONS = (
 """Keys whose value is a path only in the form ``path/to/file.py:function``."""
 
 
-def resolve_paths(values: dict[str, Any], folder: Path) -> None:
+def resolve_paths(values: TomlTable, folder: Path) -> None:
     """Make the paths of models, data, functions and programs relative to the working directory."""
     for section, key in (*_PATHS, *_FUNCTIONS):
         table = values.get(section)
@@ -47,7 +48,7 @@ def resolve_paths(values: dict[str, Any], folder: Path) -> None:
     _resolve_rewards(values.get("reward"), folder)
 
 
-def _resolve_program(values: dict[str, Any], folder: Path, *key_path: str) -> None:
+def _resolve_program(values: TomlTable, folder: Path, *key_path: str) -> None:
     """Resolve the path of a program and of its Python files; a bare name is looked up in PATH."""
     table: Any = values
     for part in key_path:
@@ -60,14 +61,14 @@ def _resolve_program(values: dict[str, Any], folder: Path, *key_path: str) -> No
         table[1:] = [_resolve(part, folder) if str(part).endswith(".py") else part for part in table[1:]]
 
 
-def _resolve_served_model(values: dict[str, Any], folder: Path) -> None:
+def _resolve_served_model(values: TomlTable, folder: Path) -> None:
     rollout = values.get("rollout")
     servers = rollout.get("servers") if isinstance(rollout, dict) else None
     if isinstance(servers, dict) and "model" in servers:
         servers["model"] = _resolve(servers["model"], folder)
 
 
-def _resolve_rewards(reward: Any, folder: Path) -> None:
+def _resolve_rewards(reward: object, folder: Path) -> None:
     """Resolve the files of several reward functions, and those in the options of built-in functions."""
     functions = reward.get("functions") if isinstance(reward, dict) else None
     several = [each for each in functions.values() if isinstance(each, dict)] if isinstance(functions, dict) else []
@@ -95,7 +96,7 @@ def _resolve(value: Any, folder: Path) -> Any:
     return str(folder / value) if (folder / file).exists() else value
 
 
-def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[Path, ...] = ()) -> TomlTable:
     """Return the tables of a file with ``extends`` applied and paths relative to the working directory.
 
     Example: ``b.toml`` contains ``extends = "a.toml"`` and ``[loss] topk = 8``. The result keeps ``[loss] name =
@@ -132,7 +133,7 @@ def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[
     return merge_tables(read_tables(file.parent / base, None, (*extended_by, resolved)), values)
 
 
-def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge_tables(base: TomlTable, over: TomlTable) -> TomlTable:
     """Return ``base`` updated with ``over``: tables key by key, anything else replaced."""
     result = dict(base)
     for key, value in over.items():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megatron_dppo.config.section import TomlTable
+
 
 class RemovedKey(NamedTuple):
     """A key that was removed from its section."""
 
-    default: Any
+    default: object
     """Former default. This value is accepted and dropped, because ``config.toml`` of a recorded run has every key."""
     replacement: str
     """Replacement, as a sentence."""
@@ -26,7 +28,7 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
 """Removed keys by their path."""
 
 _ONE_KL = "Use 'reverse_kl' or 'forward_kl'."
-REMOVED_VALUES: Mapping[tuple[str, Any], str] = {
+REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ("distillation.divergence", "mixed_kl"): _ONE_KL,
     ("distillation.divergence", "jsd"): _ONE_KL,
 }
@@ -39,13 +41,13 @@ def removed_key_hint(path: str) -> str | None:
     return None if removed is None else f"this key was removed. {removed.replacement}"
 
 
-def removed_value_hint(path: str, value: Any) -> str | None:
+def removed_value_hint(path: str, value: object) -> str | None:
     """Return a sentence with the replacement of a removed value, or None for any other value."""
     replacement = REMOVED_VALUES.get((path, value)) if isinstance(value, str) else None
     return None if replacement is None else f"this value was removed. {replacement}"
 
 
-def drop_removed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_removed_defaults(values: Mapping[str, Any]) -> TomlTable:
     """Return a configuration's tables without removed keys that have their former default.
 
     Args:
@@ -58,7 +60,7 @@ def drop_removed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _drop(table: dict[str, Any], sections: list[str], key: str, default: Any) -> None:
+def _drop(table: TomlTable, sections: list[str], key: str, default: object) -> None:
     """Remove ``key`` from a section if it has its default; copy the tables on the path to it."""
     for section in sections:
         if not isinstance(table.get(section), Mapping):

@@ -97,7 +97,7 @@ class RewardConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_or_several_functions(cls, values: Any) -> Any:
+    def _one_or_several_functions(cls, values: object) -> object:
         if not isinstance(values, dict) or not values.get("functions"):
             return values
         if values.get("function", "") != "":

@@ -189,7 +189,7 @@ FILE_OPTIONS = ("tokenizer", "prompt_file")
 """Options that name a file or a folder."""
 
 
-def read_options(function: str, options: Mapping[str, Any]) -> Section:
+def read_options(function: str, options: Mapping[str, object]) -> Section:
     """Return the validated options of a built-in function.
 
     Raises:
@@ -214,7 +214,7 @@ def _explain(function: str, model: type[Section], detail: Mapping[str, Any]) -> 
     return f"options.{path} = {detail['input']!r}: {message}" if path else message
 
 
-def needs_label(function: str, options: Mapping[str, Any]) -> bool:
+def needs_label(function: str, options: Mapping[str, object]) -> bool:
     """Return True for a built-in function that cannot score a sample without a label."""
     if function == "judge":
         prompt = options.get("prompt")

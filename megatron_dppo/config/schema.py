@@ -6,8 +6,6 @@ Keys that exist in Megatron have Megatron's name, so that its command-line flags
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.batch import BatchSizes
@@ -47,7 +45,7 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_removed_defaults(cls, values: Any) -> Any:
+    def _drop_removed_defaults(cls, values: object) -> object:
         return drop_removed_defaults(values) if isinstance(values, dict) else values
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 DType = Literal["fp32", "bf16", "fp16"]
+TomlTable = dict[str, Any]
+"""A TOML table: values and nested tables by key."""
 
 
 class Section(BaseModel):

@@ -73,7 +73,7 @@ ENGINE_REPLAY_MODES = ("rollout", "compare")
 """Modes of ``train.router_replay`` that need the rollout engine's routing."""
 
 
-def _resolve_alias(value: Any) -> Any:
+def _resolve_alias(value: object) -> object:
     return ROUTER_REPLAY_ALIASES.get(value, value) if isinstance(value, str) else value
 
 

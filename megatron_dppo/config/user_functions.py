@@ -125,7 +125,7 @@ def reload_if_changed(name: str, setting: str) -> UserFunction:
 def load_user_function(
     name: str,
     setting: str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     *,
     positional: Sequence[str] = ("inputs",),
     optional: Sequence[str] = (),
@@ -148,7 +148,7 @@ def load_user_function(
     return user_function
 
 
-def load_user_mask(name: str, options: Mapping[str, Any]) -> None:
+def load_user_mask(name: str, options: Mapping[str, object]) -> None:
     """Load the function in ``loss.mask``.
 
     Raises:
@@ -174,7 +174,7 @@ def _load(name: str, setting: str, content: str) -> UserFunction:
     return _LOADED[(name, setting)]
 
 
-def check_advantage(name: str, options: Mapping[str, Any]) -> None:
+def check_advantage(name: str, options: Mapping[str, object]) -> None:
     """Check that ``train.advantage`` exists, loads if it is a user function, and uses its options.
 
     Raises:

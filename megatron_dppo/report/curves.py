@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_dppo.report.records import read_metrics
+from megatron_dppo.report.records import Record, read_metrics
 
 _PANELS = {
     "reward": ("Reward", (("rollout/reward", "training reward", 1.0), ("eval/accuracy", "held-out accuracy", 1.0))),
@@ -62,6 +61,6 @@ def write_curves(metrics: Path, picture: Path, title: str) -> None:
         plt.close(figure)
 
 
-def _series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
     points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
     return [p[0] for p in points], [p[1] for p in points]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Record = dict[str, Any]
+from megatron_dppo.report.records import Record
+
 _WINDOW = 10
 """Steps of a mean, at the beginning and at the end of the run."""
 _MIN_STEPS = 8

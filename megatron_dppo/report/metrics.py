@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +100,7 @@ class MetricsWriter:
     def __init__(
         self,
         folder: Path,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         *,
         tensorboard: bool,
         wandb_project: str | None,
@@ -138,7 +137,7 @@ class MetricsWriter:
         """True if a sink can show tables."""
         return any(sink.shows_tables for sink in self._sinks)
 
-    def write_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def write_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Show a table in the sinks that support tables."""
         for sink in self._sinks:
             sink.log_table(name, columns, rows, step)

@@ -10,8 +10,11 @@ from typing import Any
 
 from megatron_dppo.errors import DataError
 
+Record = dict[str, Any]
+"""One line of a JSONL file of the run."""
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+
+def read_records(path: Path) -> list[Record]:
     """Return the objects of a file; none if the file does not exist. An incomplete last line is ignored.
 
     Raises:
@@ -20,7 +23,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _numbered(path)]
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Record]:
     """Return the records of a ``metrics.jsonl``, see ``read_records``.
 
     Raises:
@@ -38,7 +41,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _numbered(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield the records with their line numbers, from 1."""
     if not path.exists():
         return
@@ -54,7 +57,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield len(lines) + 1, _record(path, len(lines) + 1, last)
 
 
-def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _record(path: Path, number: int, line: bytes) -> Record:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -76,7 +79,7 @@ _WINDOW = 10
 
 def summarize(
     folder: Path, *, world_size: int, layout: str, policy_updates: int, total_seconds: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write ``summary.json`` from the run's metrics and return it."""
     records = read_metrics(folder / "metrics.jsonl")
     steps = [r for r in records if "perf/step_seconds" in r]

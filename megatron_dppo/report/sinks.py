@@ -23,7 +23,7 @@ class Sink(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add the values of one step."""
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Show a table; sinks without tables ignore it."""
 
     def finish(self) -> None:
@@ -47,7 +47,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Add a table as text."""
         self._writer.add_text(name, markdown_table(columns, rows), step)
         self._writer.flush()
@@ -63,7 +63,7 @@ class WandbSink:
 
     shows_tables = True
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], labels: RunLabels) -> None:
+    def __init__(self, project: str, folder: Path, config: Mapping[str, object], labels: RunLabels) -> None:
         self._wandb = require_wandb(project)
         # Before wandb creates its folder, because an existing folder marks a run of an older version.
         identity = run_id(folder, "wandb")
@@ -83,7 +83,7 @@ class WandbSink:
         """Add the values of one step."""
         self._run.log(dict(values), step=step)
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Add a table."""
         table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         self._run.log({name: table}, step=step)
@@ -105,7 +105,7 @@ class TrackerSink:
         """Add the values that are numbers."""
         self._tracker.log(finite_values(values), step=step)
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Do nothing."""
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class TrackerSink:
 
 def open_sinks(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     *,
     tensorboard: bool,
     wandb_project: str | None,
@@ -137,7 +137,7 @@ def open_sinks(
     return sinks
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return rows as a Markdown table; text that could be markup is escaped.
 
     Example:

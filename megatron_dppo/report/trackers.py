@@ -54,23 +54,23 @@ def _keep_id(folder: Path, tracker: str, tracker_id: str) -> None:
     write_synced(path, json.dumps(ids | {tracker: tracker_id}, indent=2) + "\n")
 
 
-def _swanlab(folder: Path, labels: RunLabels) -> dict[str, Any]:
-    options: dict[str, Any] = {"name": labels.name, "group": labels.group, "tags": list(labels.tags)}
+def _swanlab(folder: Path, labels: RunLabels) -> dict[str, object]:
+    options: dict[str, object] = {"name": labels.name, "group": labels.group, "tags": list(labels.tags)}
     options |= {"id": run_id(folder, "swanlab"), "resume": "allow", "log_dir": str(folder / "swanlab")}
     return options | ({"mode": "offline"} if labels.offline else {})
 
 
-def _trackio(folder: Path, labels: RunLabels) -> dict[str, Any]:
+def _trackio(folder: Path, labels: RunLabels) -> dict[str, object]:
     name = f"{labels.name}-{run_id(folder, 'trackio')[:8]}"  # Trackio identifies a run by its name.
     return {"name": name, "group": labels.group, "resume": "allow", "embed": False}
 
 
-def _comet_ml(folder: Path, labels: RunLabels) -> dict[str, Any]:
-    options: dict[str, Any] = {"experiment_key": run_id(folder, "comet_ml"), "mode": "get_or_create"}
+def _comet_ml(folder: Path, labels: RunLabels) -> dict[str, object]:
+    options: dict[str, object] = {"experiment_key": run_id(folder, "comet_ml"), "mode": "get_or_create"}
     return options | ({"online": False} if labels.offline else {})
 
 
-_OPTIONS: Mapping[str, Callable[[Path, RunLabels], dict[str, Any]]] = {
+_OPTIONS: Mapping[str, Callable[[Path, RunLabels], dict[str, object]]] = {
     "swanlab": _swanlab,
     "trackio": _trackio,
     "comet_ml": _comet_ml,
@@ -90,11 +90,11 @@ def require_trackers(names: Sequence[str]) -> None:
         raise ConfigError(f"log.trackers = {list(names)} needs {', '.join(missing)}: pip install {packages}")
 
 
-def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config: Mapping[str, Any]) -> list[Any]:
+def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config: Mapping[str, object]) -> list[Any]:
     """Start or continue the folder's run in each tracker; the results have ``log`` and ``finish``.
 
     Args:
-        names: Any of ``mlflow``, ``swanlab``, ``trackio``, ``comet_ml``.
+        names: Some of ``mlflow``, ``swanlab``, ``trackio``, ``comet_ml``.
         folder: Output folder of the run, where the ids are stored.
         labels: Name, group and tags of the run.
         config: Resolved configuration.
@@ -140,7 +140,7 @@ def _mlflow(folder: Path, labels: RunLabels) -> Any:
     return tracker
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str | int | float | bool]:
     """Return ``{"loss.topk": 20}`` for nested tables. Unsupported types become text, and None is dropped."""
     result: dict[str, str | int | float | bool] = {}
     for key, value in values.items():

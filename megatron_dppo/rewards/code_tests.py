@@ -23,8 +23,8 @@ class CallTest:
     """A test that calls a function with plain data."""
 
     function: str
-    args: Sequence[Any]
-    expected: Any
+    args: Sequence[object]
+    expected: object
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AssertionTest:
 CodeTest = StdioTest | CallTest | AssertionTest
 
 
-def read_tests(value: Any, metadata: Mapping[str, Any]) -> list[CodeTest]:
+def read_tests(value: object, metadata: Mapping[str, object]) -> list[CodeTest]:
     """Return the tests of a row.
 
     Args:
@@ -74,7 +74,7 @@ def read_tests(value: Any, metadata: Mapping[str, Any]) -> list[CodeTest]:
     return tests
 
 
-def _function(table: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+def _function(table: Mapping[str, object], metadata: Mapping[str, object]) -> str:
     inner = metadata.get("metadata")
     for columns in (table, metadata, inner if isinstance(inner, Mapping) else {}):
         for key in ("fn_name", "func_name"):
@@ -83,7 +83,7 @@ def _function(table: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
     return ""
 
 
-def _tests_from_table(table: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[CodeTest]:
+def _tests_from_table(table: Mapping[str, Any], metadata: Mapping[str, object]) -> list[CodeTest]:
     if "inputs" in table and "outputs" in table:
         inputs, outputs = table["inputs"], table["outputs"]
         if len(inputs) != len(outputs):
@@ -97,12 +97,12 @@ def _tests_from_table(table: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
     return []
 
 
-def _assertions(sources: Sequence[str], metadata: Mapping[str, Any]) -> AssertionTest:
+def _assertions(sources: Sequence[str], metadata: Mapping[str, object]) -> AssertionTest:
     setup = metadata.get("test_setup_code") or ""
     return AssertionTest("\n".join([str(setup), *sources]), str(metadata.get("entry_point") or ""))
 
 
-def _pair(function: str, given: Any, expected: Any) -> CodeTest:
+def _pair(function: str, given: object, expected: object) -> CodeTest:
     if not function:
         return StdioTest(_as_text(given), _as_text(expected))
     if isinstance(given, str):  # One JSON argument per line.
@@ -113,7 +113,7 @@ def _pair(function: str, given: Any, expected: Any) -> CodeTest:
     return CallTest(function, given if isinstance(given, list) else [given], expected)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Return text; a list becomes one line per element."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -145,7 +145,7 @@ def _same_word(actual: str, expected: str) -> bool:
         return False
 
 
-def same_value(actual: Any, expected: Any) -> bool:
+def same_value(actual: object, expected: object) -> bool:
     """Return True if a result is the expected one, or the only element of the expected list.
 
     TACO and APPS wrap a single result in a list.

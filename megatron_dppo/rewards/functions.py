@@ -95,7 +95,7 @@ def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any],
     return {"math": math_reward_module.math_reward, "words": words_reward, "none": no_reward}[spec.name], None
 
 
-def no_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
+def no_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:
     """Return 0 for every response."""
     del prompt, completion, label, metadata
     return 0.0

@@ -48,7 +48,7 @@ class ScoringServers:
                 "empty. Export it, or remove api_key_env"
             )
 
-    async def post(self, path: str, body: Any) -> Any:
+    async def post(self, path: str, body: object) -> Any:
         """Return the JSON response of a server.
 
         Raises:

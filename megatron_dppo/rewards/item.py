@@ -87,7 +87,7 @@ class Shaping:
 class SlimeArgs:
     """First argument of slime's functions, with the values that exist here."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +119,7 @@ _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 _MAX_ERROR_LENGTH = 2000
 
 
-def read_reward(value: Any) -> tuple[float, dict[str, float]]:
+def read_reward(value: object) -> tuple[float, dict[str, float]]:
     """Return the score and the named parts (none for a plain number).
 
     Parts that are not numbers are dropped: verl's functions also return the extracted answer.
@@ -143,7 +143,7 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
     return _finite(f"the {present[0]}", value[present[0]]), parts
 
 
-def read_batch(values: Any, count: int) -> list[Any]:
+def read_batch(values: object, count: int) -> list[object]:
     """Return the values of a batch, one per sample.
 
     Raises:
@@ -169,7 +169,7 @@ def error_text(error: BaseException) -> str:
     return _plain(text)[:_MAX_ERROR_LENGTH]
 
 
-def short_repr(value: Any) -> str:
+def short_repr(value: object) -> str:
     """Return a short ``repr``, even if the object's own raises."""
     try:
         return _plain(reprlib.repr(value))
@@ -177,7 +177,7 @@ def short_repr(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return _plain(str(value))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.config.reward_options import JudgeOptions
 from megatron_dppo.errors import RewardError
@@ -52,7 +52,7 @@ class Judge:
     async def _request_reply(self, prompt: str) -> str:
         options = self._options
         system = [] if options.system is None else [{"role": "system", "content": options.system}]
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": options.model,
             "messages": [*system, {"role": "user", "content": prompt}],
             "temperature": options.temperature,
@@ -110,7 +110,7 @@ def prompt_text(item: RewardItem) -> str:
     return "\n\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in item.messages)
 
 
-def _longest_first(words: Any) -> list[str]:
+def _longest_first(words: Iterable[str]) -> list[str]:
     return sorted(words, key=len, reverse=True)
 
 

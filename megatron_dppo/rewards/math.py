@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
 
 
 def after_thinking(text: str) -> str:
@@ -111,7 +110,7 @@ def _canonical_integer(text: str) -> str | None:
     return f"-{digits}" if sign == "-" and digits != "0" else digits
 
 
-def quick_math_reward(completion: str, label: str, metadata: Mapping[str, Any]) -> float | None:
+def quick_math_reward(completion: str, label: str, metadata: Mapping[str, object]) -> float | None:
     """Return the score if no parser is needed, otherwise None. A truncated response scores 0."""
     if metadata.get("finish_reason") == "length":
         return 0.0
@@ -127,7 +126,7 @@ def load_parser() -> None:
     parse(r"\boxed{\frac12}", parsing_timeout=None)
 
 
-def math_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
+def math_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:
     """Return 1.0 for a right answer and 0.0 otherwise, with the signature of every reward function.
 
     math-verify's own time limits use SIGALRM, which works only in a main thread, so they are disabled here. Instead

@@ -12,6 +12,9 @@ from megatron_dppo.rewards.http import BadResponse, RequestBatcher, ScoringServe
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.math import after_thinking
 
+_Question = str | tuple[str, str] | list[int]
+"""Text, two texts, or token ids."""
+
 
 class RewardModel:
     """Scorer of one sample. Concurrent samples share requests.
@@ -36,7 +39,7 @@ class RewardModel:
         """
         return self._score(await self._batches.submit(self._build_question(item)))
 
-    def _build_question(self, item: RewardItem) -> Any:
+    def _build_question(self, item: RewardItem) -> _Question:
         """Return two texts, one text, or token ids, as the endpoint expects."""
         completion = after_thinking(item.completion).lstrip() if self._options.after_thinking else item.completion
         if self._options.endpoint == "vllm_score":
@@ -47,7 +50,7 @@ class RewardModel:
         chat = [*(dict(message) for message in messages), {"role": "assistant", "content": completion}]
         return self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
 
-    async def _send(self, questions: Sequence[Any]) -> list[list[float]]:
+    async def _send(self, questions: Sequence[_Question]) -> list[list[float]]:
         path, make, read = _ENDPOINTS[self._options.endpoint]
         body = make(list(questions)) | ({"model": self._options.model} if self._options.model else {})
         response = await self._servers.post(path, body)
@@ -78,7 +81,7 @@ class RewardModel:
         return logit
 
 
-def _last_row(row: Any) -> list[Any]:
+def _last_row(row: object) -> list[Any]:
     """Return the numbers of one sample, or of its last token if the server returns some for every token."""
     if isinstance(row, list) and row and isinstance(row[-1], list):
         row = row[-1]
@@ -87,7 +90,7 @@ def _last_row(row: Any) -> list[Any]:
     return row
 
 
-def _sglang_body(questions: list[Any]) -> dict[str, Any]:
+def _sglang_body(questions: Sequence[_Question]) -> dict[str, object]:
     return {"text" if isinstance(questions[0], str) else "input_ids": questions}
 
 
@@ -95,11 +98,11 @@ def _sglang_rows(answer: Any) -> list[Any]:
     return [each["embedding"] for each in (answer if isinstance(answer, list) else [answer])]
 
 
-def _vllm_body(questions: list[Any]) -> dict[str, Any]:
+def _vllm_body(questions: Sequence[_Question]) -> dict[str, object]:
     return {"input": questions, "use_activation": False}
 
 
-def _pairs_body(questions: list[Any]) -> dict[str, Any]:
+def _pairs_body(questions: Sequence[Any]) -> dict[str, object]:
     return {"text_1": [a for a, _ in questions], "text_2": [b for _, b in questions], "use_activation": False}
 
 
@@ -113,7 +116,7 @@ def _data_rows(name: str) -> Callable[[Any], list[Any]]:
     return read
 
 
-_ENDPOINTS: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]], Callable[[Any], list[Any]]]] = {
+_ENDPOINTS: dict[str, tuple[str, Callable[[Sequence[_Question]], dict[str, object]], Callable[[Any], list[Any]]]] = {
     "sglang_classify": ("/classify", _sglang_body, _sglang_rows),
     "vllm_classify": ("/classify", _vllm_body, _data_rows("probs")),
     "vllm_pooling": ("/pooling", _vllm_body, _data_rows("data")),

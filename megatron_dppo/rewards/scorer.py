@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_dppo.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, CodeOptions, needs_label, read_options
@@ -206,7 +205,7 @@ def _pool(
 
 
 def _run_info(rollout: RolloutConfig, label_key: str | None) -> RunInfo:
-    slime_args: dict[str, Any] = {
+    slime_args: dict[str, object] = {
         "rollout_max_response_len": rollout.max_new_tokens,
         "rollout_temperature": rollout.temperature,
         "n_samples_per_prompt": rollout.samples_per_prompt,

@@ -7,17 +7,18 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron_dppo.rewards.functions import FunctionSpec, RewardFunction, load
 from megatron_dppo.rewards.item import RewardItem, error_text, read_batch, read_reward
 from megatron_dppo.rewards.math import load_parser
 from megatron_dppo.rewards.signatures import call
 
+_T = TypeVar("_T")
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask the trainer to stop."""
 
@@ -103,7 +104,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
 
-    def retry_if_interrupted(self, score: Callable[[], Any], connection: TrainerConnection) -> Any:
+    def retry_if_interrupted(self, score: Callable[[], _T], connection: TrainerConnection) -> _T:
         """Return the result of ``score``; call it again if a signal arrived meanwhile.
 
         The signal may have ended a program that the function had started.
@@ -182,7 +183,7 @@ def _score_chunk(
     return ""
 
 
-def _outcome(value: Any) -> ScoringOutcome:
+def _outcome(value: object) -> ScoringOutcome:
     try:
         return ScoringOutcome(*read_reward(value))
     except BaseException as error:
@@ -209,7 +210,7 @@ def _score_batch(
     return [_outcome(value) for value in read_batch(values, len(items))]
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: Awaitable[object]) -> object:
     return await value
 
 

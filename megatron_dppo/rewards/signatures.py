@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.item import RewardItem, SlimeArgs, SlimeSample
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RunInfo:
 
     label_key: str = "label"
     """Column of the reference answer; TRL's functions receive it under this name."""
-    slime_args: Mapping[str, Any] = field(default_factory=dict)
+    slime_args: Mapping[str, object] = field(default_factory=dict)
     """Values of ``args`` by the names of slime."""
 
 
@@ -48,7 +48,7 @@ def _slime_batch(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
     return (SlimeArgs(run_info.slime_args), [_slime_sample(item) for item in items]), {}
 
 
-def _verl_one(item: RewardItem) -> dict[str, Any]:
+def _verl_one(item: RewardItem) -> dict[str, object]:
     inner = item.metadata.get("extra_info")
     extra = dict(inner if isinstance(inner, Mapping) else item.metadata)
     return {
@@ -76,7 +76,7 @@ def _verl_batch(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
 
 def _trl(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
     """Return columns as lists, with messages instead of text exactly for chat rows, as TRL does."""
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, list[object]] = {
         name: [item.metadata.get(name) for item in items] for name in {k: 0 for item in items for k in item.metadata}
     }
     labels = [item.label for item in items]
@@ -162,7 +162,7 @@ def recognize_signature(
     name: str,
     function: Callable[..., Any],
     signature: str = "auto",
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     table: str = "reward",
 ) -> CallConvention:
     """Return the convention of a function by ``reward.signature``, or for ``auto`` by its parameters' names.
@@ -214,7 +214,7 @@ def _check_options(
     setting: str,
     table: str,
     parameters: Sequence[inspect.Parameter],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> None:
     by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if convention.keywords is None:
@@ -239,7 +239,7 @@ def _check_callable_as(
     table: str,
     function: Callable[..., Any],
     parameters: Sequence[inspect.Parameter],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> None:
     if convention.keywords is None:
         try:
@@ -266,7 +266,7 @@ def call(
     function: Callable[..., Any],
     items: Sequence[RewardItem],
     run_info: RunInfo,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Any:
     """Call the function and return its result, which is awaitable for an async one.
 

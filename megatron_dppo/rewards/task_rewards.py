@@ -22,14 +22,14 @@ def make_reasoning_gym_reward(*, partial_credit: bool = False) -> Callable[..., 
     """
     _import_reasoning_gym()
 
-    def reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
+    def reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:
         return reasoning_gym_reward(completion, label, metadata, partial_credit=partial_credit)
 
     return reward
 
 
 def reasoning_gym_reward(
-    completion: str, label: str, metadata: Mapping[str, Any], *, partial_credit: bool = False
+    completion: str, label: str, metadata: Mapping[str, object], *, partial_credit: bool = False
 ) -> float:
     """Return 1.0 for an answer with the task's full score, otherwise 0.0.
 
@@ -74,7 +74,7 @@ def _import_reasoning_gym() -> Any:
     return reasoning_gym
 
 
-def words_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> float:
+def words_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:
     """Return the fraction of the label's words that the response has at the same position.
 
     Further words of the response are ignored.

@@ -20,7 +20,7 @@ from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.report.findings import findings
 from megatron_dppo.report.page.charts import build_charts, remaining_charts
 from megatron_dppo.report.page.steps import Budget, step_view
-from megatron_dppo.report.records import read_metrics
+from megatron_dppo.report.records import Record, read_metrics
 from megatron_dppo.report.steps.files import recorded_steps
 from megatron_dppo.report.steps.tokens import Decode
 
@@ -59,7 +59,7 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
                 f"expected the output folder of a run, but {str(run.folder)!r} has no metrics.jsonl with records"
             )
         recorded = recorded_steps(run.folder)
-        masked: list[dict[str, Any]] = []
+        masked: list[Record] = []
         for step, file in recorded.items():
             view = step_view(file, run.decode, budget.per_step(len(recorded)))
             masked += view["masked"]
@@ -118,7 +118,7 @@ _BEGIN = 400
 """Bytes at the start of a report that contain the mark."""
 
 
-def _element(name: str, value: Any) -> str:
+def _element(name: str, value: object) -> str:
     """Return JSON as an element of the page. ``<`` and ``&`` are escaped, so no part of it is a tag or a comment."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
@@ -131,9 +131,7 @@ def _escaped_html(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%", "&#37;")
 
 
-def _run_view(
-    folder: Path, records: Sequence[dict[str, Any]], recorded: list[int], masked: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _run_view(folder: Path, records: Sequence[Record], recorded: list[int], masked: Sequence[Record]) -> dict[str, Any]:
     config = _config(folder)
     summary = folder / "summary.json"
     return {
@@ -151,7 +149,7 @@ def _run_view(
     }
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> dict[str, object]:
     """Return the run's configuration by ``section.key``; empty if the folder has none."""
     try:
         values = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
@@ -162,14 +160,14 @@ def _config(folder: Path) -> dict[str, Any]:
     return dict(_flat(values))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
+def _flat(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
     for name, value in values.items():
         pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
     return pairs
 
 
-def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Return key and both values of each setting in which two runs differ."""
     if len(configs) < 2:
         return []
@@ -178,11 +176,11 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [[key, _shown(first.get(key)), _shown(second.get(key))] for key in keys if first.get(key) != second.get(key)]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _ledger(file: Path) -> dict[str, Any]:
+def _ledger(file: Path) -> dict[str, object]:
     """Return the causes of a ledger.
 
     Raises:
@@ -202,5 +200,5 @@ def _ledger(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -3,7 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
+
+from megatron_dppo.report.records import Record
+
+
+class Line(TypedDict):
+    """One line of a chart."""
+
+    metric: str
+    label: str
+    points: list[list[float]]
+    """Pairs ``[step, value]``."""
+
+
+class Chart(TypedDict):
+    """A chart of the page."""
+
+    title: str
+    unit: str
+    lines: list[Line]
+
 
 _CHARTS: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = (
     ("Reward", "", (("rollout/reward", "training"), ("eval/accuracy", "held-out"))),
@@ -52,7 +72,7 @@ _MAX_POINTS = 1500
 """Points of a curve, more than a screen has pixels."""
 
 
-def build_charts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def build_charts(records: Sequence[Record]) -> list[Chart]:
     """Return the charts of a run: title, unit and lines, each with metric, label and ``[step, value]`` points."""
     other_losses = sorted(
         {name.split("/")[2] for record in records for name in record if name.startswith(_COUNTERFACTUAL)}
@@ -60,10 +80,10 @@ def build_charts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     charts = [*_CHARTS]
     for part, title, unit in _COUNTERFACTUAL_CHARTS:
         charts.append((title, unit, [(f"{_COUNTERFACTUAL}{other}/{part}", other) for other in other_losses]))
-    result = []
+    result: list[Chart] = []
     for title, unit, lines in charts:
         scale = 100.0 if unit == "%" else 1.0
-        drawn = [
+        drawn: list[Line] = [
             {"metric": metric, "label": label, "points": _points(records, metric, scale)} for metric, label in lines
         ]
         drawn = [line for line in drawn if line["points"]]
@@ -75,7 +95,7 @@ def build_charts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 _COUNTERFACTUAL = "train/counterfactual/"
 
 
-def remaining_charts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def remaining_charts(records: Sequence[Record]) -> list[Chart]:
     """Return a chart for every metric that no other chart shows."""
     shown = {metric for _, _, lines in _CHARTS for metric, _ in lines}
     names = sorted({name for record in records for name in record} - shown - {"step"})
@@ -88,7 +108,7 @@ def remaining_charts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _points(records: Sequence[dict[str, Any]], metric: str, scale: float) -> list[list[float]]:
+def _points(records: Sequence[Record], metric: str, scale: float) -> list[list[float]]:
     points = [
         [record["step"], float(f"{record[metric] * scale:.5g}")] for record in records if record.get(metric) is not None
     ]

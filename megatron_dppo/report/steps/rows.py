@@ -23,6 +23,9 @@ from megatron_dppo.types import (
 )
 from megatron_dppo.types.token_columns import response_from_record, response_to_record
 
+StepRow = dict[str, Any]
+"""One sample of a step's file: its columns by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedTokens:
@@ -52,9 +55,9 @@ class RankSamples:
     """Results for each sample, with the samples of a group adjacent."""
 
 
-def step_columns(step: int, parts: Iterable[RankSamples]) -> dict[str, list[Any]]:
+def step_columns(step: int, parts: Iterable[RankSamples]) -> dict[str, list[object]]:
     """Return the rows of a step, column by column; lists of numbers are arrays."""
-    result: dict[str, list[Any]] = {}
+    result: dict[str, list[object]] = {}
     number = group_number = 0
     for part in parts:
         trained = iter(part.trained)
@@ -68,7 +71,7 @@ def step_columns(step: int, parts: Iterable[RankSamples]) -> dict[str, list[Any]
     return result
 
 
-def _row(rollout: Rollout) -> dict[str, Any]:
+def _row(rollout: Rollout) -> dict[str, object]:
     prompt = rollout.prompt
     completion = rollout.completion
     return {
@@ -92,7 +95,7 @@ def _row(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _trained(tokens: TrainedTokens) -> dict[str, Any]:
+def _trained(tokens: TrainedTokens) -> dict[str, object]:
     return {
         "update": tokens.update,
         "loss_mask": tokens.loss_mask.numpy(),
@@ -102,7 +105,7 @@ def _trained(tokens: TrainedTokens) -> dict[str, Any]:
     }
 
 
-def groups_from_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[RolloutGroup], list[int]]:
+def groups_from_rows(rows: Sequence[StepRow]) -> tuple[list[RolloutGroup], list[int]]:
     """Return the recorded groups in their order, and their ages.
 
     Args:
@@ -117,7 +120,7 @@ def groups_from_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[RolloutGroup]
     return rollout_groups, list(ages.values())
 
 
-def _rollout(row: dict[str, Any]) -> Rollout:
+def _rollout(row: StepRow) -> Rollout:
     messages = row["prompt_messages"]
     return Rollout(
         prompt=Prompt(
@@ -137,7 +140,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
     )
 
 
-def _completion(row: dict[str, Any]) -> Completion:
+def _completion(row: StepRow) -> Completion:
     return Completion(
         **response_from_record(row, len(row["response_ids"])),
         finish_reason=FinishReason(row["finish_reason"]),

@@ -157,7 +157,7 @@ def _masked(
 TABLE_COLUMNS = ("token", "advantage", "masked", "of", "share", "mean pi", "mean mu", "reward gap", "reward-critical")
 
 
-def masked_table(tokens: Sequence[MaskedToken], decode: Decode) -> list[list[Any]]:
+def masked_table(tokens: Sequence[MaskedToken], decode: Decode) -> list[list[object]]:
     """Return rows under ``TABLE_COLUMNS``, for TensorBoard and Weights & Biases."""
     texts = decode([each.token_id for each in tokens])
     return [

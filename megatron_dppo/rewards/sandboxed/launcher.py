@@ -18,6 +18,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 # Flags of unshare(2), from linux/sched.h.
@@ -43,6 +44,8 @@ _ATTR_NOSUID = 2
 _DEATH_SIGNAL = 1
 _SUBREAPER = 36
 _NO_NEW_PRIVILEGES = 38
+Job = dict[str, Any]
+"""The job as JSON: see ``sandbox.RunningProgram``."""
 NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,7 +68,7 @@ def _die_with_parent() -> None:
     _check(_libc.prctl(_DEATH_SIGNAL, signal.SIGKILL), "prctl")
 
 
-def _make_root(job: dict[str, Any]) -> None:
+def _make_root(job: Job) -> None:
     """Build a root with read-only mounts of what an interpreter needs and a writable ``/box`` in memory."""
     root = job["root"]
     _mount("none", "/", flags=_REC | _PRIVATE)
@@ -90,7 +93,7 @@ def _make_root(job: dict[str, Any]) -> None:
     os.chdir("/box")
 
 
-def _write_files(job: dict[str, Any], owner: int | None) -> None:
+def _write_files(job: Job, owner: int | None) -> None:
     for name, text in job["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
@@ -106,7 +109,7 @@ def _become(user: int | None) -> None:
         os.setresuid(user, user, user)
 
 
-def _limit(job: dict[str, Any]) -> None:
+def _limit(job: Job) -> None:
     limits = {
         resource.RLIMIT_AS: job["memory_mb"] << 20,
         resource.RLIMIT_CPU: job["cpu_seconds"],
@@ -121,7 +124,7 @@ def _limit(job: dict[str, Any]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _program(job: dict[str, Any], status: int, user: int | None) -> None:
+def _program(job: Job, status: int, user: int | None) -> None:
     """Replace this process with the program."""
     os.setsid()
     _write_files(job, user)
@@ -153,7 +156,7 @@ def _wait(pid: int) -> int:
             return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _child(run: Any) -> int:
+def _child(run: Callable[[], None]) -> int:
     """Fork, and run the function in the child, which never returns. Exit code 125 reports a failed setup."""
     pid = os.fork()
     if pid:
@@ -166,13 +169,13 @@ def _child(run: Any) -> int:
     os._exit(125)
 
 
-def _init(job: dict[str, Any], status: int, user: int | None) -> None:
+def _init(job: Job, status: int, user: int | None) -> None:
     pid = _child(lambda: _program(job, status, user))
     os.closerange(0, 1 << 16)
     os._exit(_wait(pid))
 
 
-def _make(job: dict[str, Any], status: int, user: int | None, to_launcher: int, from_launcher: int) -> None:
+def _make(job: Job, status: int, user: int | None, to_launcher: int, from_launcher: int) -> None:
     flags = _NEW_USER | _NEW_MOUNTS | _NEW_PIDS | _NEW_IPC | _NEW_HOST | (0 if job["network"] else _NEW_NETWORK)
     _check(_libc.unshare(flags), "unshare")
     os.write(to_launcher, b"1")
@@ -199,7 +202,7 @@ def _map_users(pid: int) -> None:
             file.write(text)
 
 
-def _in_namespaces(job: dict[str, Any], status: int) -> int:
+def _in_namespaces(job: Job, status: int) -> int:
     user = 1 if os.getuid() == 0 else None
     here, to_launcher = os.pipe()
     from_launcher, there = os.pipe()
@@ -212,7 +215,7 @@ def _in_namespaces(job: dict[str, Any], status: int) -> int:
     return _wait(pid)
 
 
-def _without(job: dict[str, Any], status: int) -> int:
+def _without(job: Job, status: int) -> int:
     user = NOBODY if os.getuid() == 0 else None
     os.chdir(job["root"])
     code = _wait(_child(lambda: _program(job, status, user)))
