@@ -60,10 +60,12 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, 
     dtype = model.dtype
     distributed = parallel.use_distributed_optimizer
     dtypes = {key: getattr(optimizer, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    # Loss scaling belongs to fp16; with other dtypes these keys would silently do nothing.
     keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     given = [key for key in keys if key in optimizer.changed_keys()]
     if given and dtype != "fp16":
         raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; remove it")
+    # Moments and master weights below fp32 exist only in Transformer Engine's optimizer.
     low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
     if optimizer.optimizer_cpu_offload and not optimizer.use_precision_aware_optimizer:
         raise ValueError(
@@ -336,6 +338,7 @@ def _check_recorded_routes(train: TrainConfig) -> None:
 
 
 def _check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
+    # Other ranks wait for rank 0's sync inside a collective, so its limit must be the longer one.
     limit = 60 * run.timeout_minutes
     sync = rollout.weight_sync.timeout_seconds
     if rollout.engine != "local" and sync >= limit:

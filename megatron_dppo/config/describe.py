@@ -69,6 +69,7 @@ def sections(model: type[Section] = Config, name: str = "") -> Iterator[tuple[st
         below = f"{name}.{key}" if name else key
         if is_section(field.annotation):
             yield from sections(field.annotation, below)
+        # dict[str, Section]: a table of named sections, such as [reward.functions.NAME].
         elif (inner := typing.get_args(field.annotation)[1:]) and is_section(inner[0]):
             yield from sections(inner[0], f"{below}.NAME")
 
@@ -94,6 +95,7 @@ def explain(name: str) -> str:
     Raises:
         ConfigError: Nothing has this name; the text suggests the closest one.
     """
+    # Accept a flag (--clip-grad), a section in brackets ([loss]) and a plain path.
     wanted = name.strip("-[]").replace("-", "_")
     fields = keys()
     models = dict(sections())
@@ -107,15 +109,15 @@ def explain(name: str) -> str:
     if name in LOSS_ALIASES:
         expansion = ", ".join(f"{key} = {value!r}" for key, value in LOSS_ALIASES[name].items())
         return f"loss.name = {name!r} is an alias of: {expansion}"
+    # A key without its section may exist in several sections: describe all of them.
     paths = [path for path in fields if path.rpartition(".")[2] == wanted]
     if paths:
         return "\n".join(_entry(path, fields[path]) for path in paths)
     if wanted in FOREIGN_KEY_NAMES:
         path = FOREIGN_KEY_NAMES[wanted]
         return f"{wanted} of another framework is here:\n{_entry(path, fields[path])}"
-    raise ConfigError(
-        f"no key, section or loss is called {name!r}{closest_hint(wanted) or '; docs/configuration.md has them'}"
-    )
+    hint = closest_hint(wanted) or "; docs/configuration.md lists all keys"
+    raise ConfigError(f"no key, section or loss is called {name!r}{hint}")
 
 
 def exact_hint(name: str) -> str:
@@ -124,9 +126,10 @@ def exact_hint(name: str) -> str:
     Another framework or another section may have the name. Of several sections, the most similar ones come first.
     """
     leaf = _leaf(name)
-    exact = (
-        [FOREIGN_KEY_NAMES[leaf]] if leaf in FOREIGN_KEY_NAMES else [path for path in _paths() if _leaf(path) == leaf]
-    )
+    if leaf in FOREIGN_KEY_NAMES:
+        exact = [FOREIGN_KEY_NAMES[leaf]]
+    else:
+        exact = [path for path in _paths() if _leaf(path) == leaf]
     exact.sort(key=lambda path: -SequenceMatcher(None, name, path).ratio())
     return f"; did you mean {' or '.join(map(repr, exact[:3]))}?" if exact else ""
 

@@ -76,6 +76,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
     Raises:
         ConfigError: The file does not exist, is not valid TOML, or the files that it extends form a cycle.
     """
+    # Overrides come after the file and its bases, so they replace values of both.
     values = read_tables(Path(path), relative_to)
     parsed, problems = _parse_overrides(overrides)
     for section, key, value in parsed:
@@ -101,8 +102,10 @@ def _read_values(values: TomlTable, problems: list[str]) -> LoadedConfig:
             if not unreliable_sections or (detail["loc"] and detail["loc"][0] not in unreliable_sections)
         ]
         problems += [text for text in map(_explain, reliable) if text not in problems]
+        # A list, not a generator: every detail must be replaced, so any() must not stop at the first.
         if not any([_replace(values, detail["loc"]) for detail in details]):
             return LoadedConfig(None, problems, frozenset(unreliable_sections))
+        # An unknown key leaves no default behind, so its section stays reliable.
         unreliable_sections |= {str(d["loc"][0]) for d in details if d["loc"] and d["type"] != "extra_forbidden"}
 
 
@@ -122,10 +125,12 @@ def _replace(values: TomlTable, location: tuple[int | str, ...]) -> bool:
     if not path:
         return False
     needed = _PLACEHOLDERS.get(path[0], {})
+    # The problem concerns a section as a whole: it is missing, or a check across its keys failed.
     if len(path) == 1:
         before = values.pop(path[0], None)
         values |= {path[0]: dict(needed)} if needed else {}
         return bool(before != needed)
+    # The problem concerns one key: walk to its table, and remove a value that stands where a table should be.
     table: Any = values
     for depth, part in enumerate(path[:-1]):
         if not isinstance(table.get(part), dict):
@@ -215,6 +220,7 @@ def _locate(name: str) -> tuple[str, str, object]:
     key = name.replace("-", "_")
     if key in _ALIASES:
         return _ALIASES[key]
+    # Megatron's names are unique, so a flag without a section finds its key; --no-KEY sets it to false.
     for section, model in (("parallel", ParallelConfig), ("optimizer", OptimizerConfig)):
         if key in model.model_fields:
             return section, key, None

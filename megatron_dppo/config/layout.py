@@ -87,6 +87,7 @@ class Layout:
 
         If these groups and those of tensor and context parallelism do not nest, all ranks are assumed to synchronize.
         """
+        # One copy of the experts spans ep * etp ranks; one copy of the dense layers spans tp * cp ranks.
         expert_ranks = self.ep * self.etp
         replica_ranks = self.tp * self.cp
         if expert_ranks <= replica_ranks and replica_ranks % expert_ranks == 0:
@@ -102,6 +103,7 @@ def resolve_layout(parallel: ParallelConfig, batch: BatchSizes, world_size: int,
         ConfigError: With the arithmetic of every check that fails.
     """
     layout = _fill_in(parallel, world_size)
+    # Stop here if the world size does not divide: dp would be wrong, and so would be all checks below.
     _raise_if_any(_world_problems(parallel, layout))
     _raise_if_any(_model_problems(layout, shape) + _batch_problems(batch, layout))
     return layout
@@ -130,8 +132,10 @@ def _fill_in(parallel: ParallelConfig, world_size: int) -> Layout:
     cp = parallel.context_parallel_size
     vpp = parallel.virtual_pipeline_model_parallel_size or 1
     ep = parallel.expert_model_parallel_size
+    # Without expert parallelism Megatron computes wrong gradients unless etp equals tp (_silently_wrong_layouts).
     etp = parallel.expert_tensor_parallel_size or (tp if ep == 1 else 1)
     sequence_parallel = tp > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
+    # The interleaved schedule is wrong without overlapped communication (_silently_wrong_layouts).
     overlap = vpp > 1 if parallel.overlap_p2p_comm is None else parallel.overlap_p2p_comm
     return Layout(
         world_size=world_size,
@@ -161,6 +165,7 @@ def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
             f"tensor * pipeline * context parallel size = {tp} * {pp} * {cp} = {tp * pp * cp} does not divide the "
             f"{world} processes; start a multiple of {tp * pp * cp}, or lower one of them"
         )
+    # Experts have their own grid of ranks, which must divide the world as well.
     if world % (etp * ep * pp):
         problems.append(
             f"expert tensor * expert * pipeline parallel size = {etp} * {ep} * {pp} = {etp * ep * pp} does not divide "

@@ -96,9 +96,11 @@ class LossConfig(Section):
 
     def __new__(cls, **values: Any) -> Self:
         """Create an object of the class that ``name`` selects."""
+        # LossConfig(name="grpo") gives the class of that loss, so that callers need not know the classes.
         return cast(Self, super().__new__(loss_class_for(values) if cls is LossConfig else cls))
 
     def __reduce__(self) -> Any:
+        # Rebuild by name: the class of a user's loss lives in a file that pickle cannot import.
         return (partial(LossConfig, **{"name": self.name, **self.model_dump(exclude_unset=True)}), ())
 
     def __hash__(self) -> int:
@@ -162,6 +164,7 @@ class LossConfig(Section):
             raise ValueError(
                 f"form = {self.form!r} does not exist for {self.name!r}, which always uses {self.forms[0]!r}; remove it"
             )
+        # Either horizon is missing where it is needed, or it is set where it has no effect.
         if (self.horizon is None) == self.resolved_aggregation.endswith("_norm"):
             raise ValueError(
                 f"horizon = {self.horizon} with aggregation = {self.resolved_aggregation!r}: only the *_norm "
@@ -188,6 +191,7 @@ class LossConfig(Section):
             reasons["sequence_ids"] = "loss.mismatch"
         if self.kl_coef and self.kl_anchor == "reference":
             reasons["reference_logprobs"] = "loss.kl_coef"
+        # The entropy itself is always computed; only the bonus needs its gradient.
         if self.entropy_coef:
             reasons["entropy"] = "loss.entropy_coef (with its gradient)"
         if self.resolved_aggregation != "token_mean":

@@ -30,6 +30,7 @@ _PACKAGE = "megatron_dppo.losses"
 def loss_classes() -> Mapping[str, type[LossConfig]]:
     """Return the class of each ``loss.name``, with its keys and its rule; DPPO first."""
     classes = {name: kind for kind in _classes() for name in get_args(kind.model_fields["name"].annotation)}
+    # Sorting is stable: DPPO first, then the order of the files.
     return dict(sorted(classes.items(), key=lambda item: not item[0].startswith("dppo_")))
 
 
@@ -76,6 +77,7 @@ def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
         return loss_classes()[DEFAULT_LOSS]
     if not is_function_name(name):
         return loss_classes()[name]
+    # A user's loss: either a class with keys of its own, or a plain function with the keys of UserLoss.
     try:
         value: Any = reload_if_changed(name, "loss.name").function
     except FunctionError:

@@ -90,6 +90,7 @@ def _resolve(value: Any, folder: Path) -> Any:
         return [_resolve(part, folder) for part in value]
     if isinstance(value, dict):
         return {name: _resolve(part, folder) for name, part in value.items()}
+    # Embedded tasks and Hugging Face data sets are names, not paths.
     if not isinstance(value, str) or value.startswith(("task:", "hf:")):
         return value
     file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
@@ -125,6 +126,7 @@ def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"configuration file {str(file)!r}{where} is not valid TOML: {error}") from error
     base = values.pop("extends", None)
+    # Resolve before merging: the paths of each file are relative to that file.
     resolve_paths(values, relative_to or file.parent)
     if base is None:
         return values

@@ -94,6 +94,7 @@ class UserFunction:
     """The callable."""
 
 
+# One copy per process, so that state in a function's module survives between calls.
 _LOADED: dict[tuple[str, str], UserFunction] = {}
 
 
@@ -112,6 +113,7 @@ def reload_if_changed(name: str, setting: str) -> UserFunction:
     Raises:
         FunctionError: See ``load_function``.
     """
+    # A missing file gets an empty hash, so that loading it again reports the error.
     try:
         content = content_hash(name)
     except OSError:

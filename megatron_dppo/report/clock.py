@@ -27,6 +27,7 @@ class Progress:
     def enter(self, phase: str, step: int | None = None) -> str:
         """Begin a phase if this is the main thread, and return the previous one."""
         before = self.phase
+        # Background threads use the same clock, but must not change the phase of the main thread.
         if threading.current_thread() is threading.main_thread():
             self.step = self.step if step is None else step
             self.phase = phase

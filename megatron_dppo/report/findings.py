@@ -95,6 +95,7 @@ def _reward(values: _Values) -> list[Finding]:
         text = f"The reward is {first:.3g} in every step: the reward function does not distinguish responses."
         suggestion = "reward.function: score a few responses with megatron-dppo generate --score"
         return [Finding("bad", text, suggestion, _REWARD)]
+    # A fall must exceed both the noise and a third of the best reward.
     if best - last > max(4 * noise, 0.3 * abs(best)):
         text = f"The reward fell from its best value {best:.3f} to {last:.3f} in the last steps."
         suggestion = "optimizer.lr: lower it; loss.name: compare what other losses would mask"
@@ -157,6 +158,7 @@ def _other_losses(values: _Values) -> list[Finding]:
     for other in ("grpo", "dppo_binary_tv"):
         other_fraction = values.last(f"train/counterfactual/{other}/mask_fraction")
         cosine = values.last(f"train/counterfactual/{other}/cosine")
+        # Report only losses whose gradient or mask clearly differs from this loss's.
         if other_fraction is None or cosine is None or cosine > 0.95 or abs(other_fraction - mask_fraction) < 0.02:
             continue
         text = (
@@ -232,7 +234,7 @@ def _masked_token_findings(masked: Sequence[Record]) -> list[Finding]:
                 counts[each["text"]] = counts.get(each["text"], 0) + each["count"]
         total = sum(counts.values())
         if total < _MIN_STEPS:
-            continue
+            continue  # Too few masked tokens for a statement.
         text, count = max(counts.items(), key=lambda item: item[1])
         if count >= 0.3 * total:
             result.append(

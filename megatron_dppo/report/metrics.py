@@ -40,10 +40,12 @@ def reduce_metrics(
     """
     local_sums = _sum_locally(local) if contributes else {}
     gathered: list[dict[str, _Pair]] = [local_sums]
+    # Objects instead of tensors: ranks may have different metric names.
     if group is not None and dist.get_world_size(group) > 1:
         gathered = [{} for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(gathered, local_sums, group=group)
     total: dict[str, _Pair] = {}
+    # Add in the order of ranks on every rank, so that the sums are bit-identical everywhere.
     for part in gathered:
         for name, pair in part.items():
             total[name] = _add(total[name], pair) if name in total else pair
@@ -110,6 +112,7 @@ class MetricsWriter:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
+        # Rewrite the file without records after the checkpoint: these steps are computed again.
         keep = [] if resumed_step is None else [r for r in read_metrics(self.path) if r["step"] <= resumed_step]
         write_synced(self.path, "".join(json.dumps(record) + "\n" for record in keep))
         self._file = self.path.open("a", encoding="utf-8")
@@ -125,6 +128,7 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step; keys start with ``train/ rollout/ eval/ perf/``."""
+        # JSON has no NaN or infinity.
         clean = {k: (v if math.isfinite(v) else None) for k, v in values.items()}
         self._file.write(json.dumps({"step": step, **clean}) + "\n")
         self._file.flush()

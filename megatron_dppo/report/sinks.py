@@ -38,6 +38,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard keeps events of the interrupted run; purge those that will be written again.
         purge = None if resumed_step is None else resumed_step + 1
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 

@@ -57,6 +57,7 @@ class Code:
             return {"score": 0.0, "passed": 0.0}
         deadline = time.monotonic() + self._options.total_seconds
         passed = 0
+        # A test that no longer fits into the total time counts as failed.
         for test in tests:
             seconds = min(self._options.seconds, deadline - time.monotonic())
             if seconds > 0 and self._passes(code, test, seconds):
@@ -96,6 +97,7 @@ def last_block(completion: str) -> str | None:
 
 def _passes_call(sandbox: Sandbox, files: Mapping[str, str], test: CallTest) -> bool:
     """Call a function of the solution and compare its result here: the sandbox never sees the expected value."""
+    # LeetCode-style solutions define the function as a method of a class Solution.
     name = test.function
     function = f"{name} if '{name}' in globals() else Solution().{name}" if name.isidentifier() else name
     call = {"function": function, "args": harness.encode(list(test.args)), "kwargs": {"dict": []}}
@@ -119,6 +121,7 @@ def _passes_assertions(sandbox: Sandbox, files: Mapping[str, str], test: Asserti
         for descriptor in (calls_in, calls_out, results_in, results_out):
             # With our copies closed, each program sees the end of file when the other one exits.
             os.close(descriptor)
+        # Only the exit code of the tests counts; a solution cannot forge it, because it runs in another sandbox.
         passed = runs[1].finish().code == harness.PASSED
         if not passed and not runs[0].was_started:
             raise SandboxError("the solution's sandbox could not be set up")

@@ -137,6 +137,7 @@ def _same_line(actual: str, expected: str) -> bool:
 def _same_word(actual: str, expected: str) -> bool:
     if actual == expected:
         return True
+    # Integers must match exactly; only numbers in floating-point notation get a tolerance.
     if not any(sign in expected for sign in ".eE"):
         return False
     try:
@@ -161,6 +162,7 @@ def _same(actual: Any, expected: Any) -> bool:
     if isinstance(actual, dict) and isinstance(expected, dict):
         texts = {str(key): value for key, value in actual.items()}  # JSON keys are always strings.
         return texts.keys() == expected.keys() and all(_same(texts[key], expected[key]) for key in texts)
+    # bool is a subclass of int: without this check True would equal 1.
     if isinstance(actual, bool) != isinstance(expected, bool):
         return False
     if isinstance(actual, float) or (isinstance(expected, float) and isinstance(actual, int)):

@@ -28,6 +28,7 @@ class Judge:
         self._options = options
         self._servers = ScoringServers(options, table)
         self._template = options.prompt if options.prompt is not None else _read(str(options.prompt_file), table)
+        # The longest word first, so that "A>>B" is not read as "A>B".
         self._words = re.compile("|".join(rf"(?<!\w){re.escape(w)}(?!\w)" for w in _longest_first(options.choices)))
 
     async def __call__(self, item: RewardItem) -> float:
@@ -44,6 +45,7 @@ class Judge:
     def build_prompt(self, item: RewardItem) -> str:
         """Return the template with the sample filled in; braces in the sample are plain text."""
         completion = after_thinking(item.completion).lstrip() if self._options.after_thinking else item.completion
+        # Without markers a response could imitate the end of the data and instruct the judge.
         if self._options.markers:
             completion = wrap_in_markers(completion)
         values = {"prompt": prompt_text(item), "completion": completion, "label": item.label}

@@ -38,6 +38,7 @@ def extract_answer(text: str) -> str | None:
     Such a line could close the box that math-verify receives it in, and hide its remaining part.
     """
     text = after_thinking(text)
+    # A box has precedence over an "Answer:" line, wherever they stand.
     start = text.rfind(_BOXED)
     if start >= 0:
         return _balanced(text, start + len(_BOXED))
@@ -80,6 +81,7 @@ def quick_score(answer: str | None, label: str) -> float | None:
         return 0.0
     if answer == label:
         return 1.0
+    # An answer that relates two results never reaches the parser.
     sides = comparison_sides(answer, label)
     if sides is None:
         return 0.0

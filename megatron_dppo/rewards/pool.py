@@ -48,11 +48,13 @@ class FunctionPool:
     def begin(self, items: Sequence[RewardItem]) -> None:
         """Queue samples, and start as many processes as they need."""
         self._items = items
+        # Score what needs no process at once, and queue the others in chunks.
         quick = ((index, self._quick(item)) for index, item in enumerate(items))
         self.outcomes = {index: outcome for index, outcome in quick if outcome is not None}
         self._queue = deque(self._chunks([index for index in range(len(items)) if index not in self.outcomes]))
         self._idle = list(self._workers)
         self.busy = []
+        # Start processes before the first submit, so that several functions start concurrently.
         for worker in self._idle[: len(self._queue)]:
             worker.launch()
 
@@ -88,6 +90,7 @@ class FunctionPool:
         return None if verdict is None else ScoringOutcome(verdict)
 
     def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
+        # A batch function gets one chunk per worker, an async function several samples, any other a single one.
         share = -(-len(indices) // len(self._workers))
         size = share if self._is_batched else max(1, min(self._max_chunk_size, share))
         return (indices[start : start + size] for start in range(0, len(indices), max(1, size)))
@@ -108,6 +111,7 @@ def score_concurrently(pools: Sequence[FunctionPool], items: Sequence[RewardItem
         busy = [worker for pool in pools for worker in pool.busy]
         if not busy:
             return [pool.outcomes for pool in pools]
+        # Sleep until a process replies or the earliest deadline passes.
         limit = min(worker.deadline for worker in busy) - time.monotonic()
         wait([worker.connection for worker in busy], max(0.0, limit))
         for pool in pools:

@@ -74,8 +74,10 @@ class RewardModel:
             raise BadResponse(f"options.index = {index}, but the server's response has {len(row)} numbers")
         logit = float(row[index or 0])
         if self._options.output == "sigmoid":
+            # Two forms of the sigmoid, so that exp cannot overflow for either sign.
             return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
         if self._options.output == "softmax":
+            # Subtract the maximum, so that exp cannot overflow.
             largest = max(row)
             return math.exp(logit - largest) / sum(math.exp(x - largest) for x in row)
         return logit
@@ -108,6 +110,7 @@ def _pairs_body(questions: Sequence[Any]) -> dict[str, object]:
 
 def _data_rows(name: str) -> Callable[[Any], list[Any]]:
     def read(answer: Any) -> list[Any]:
+        # Servers may return the results in any order; the index says which question each belongs to.
         data = sorted(answer["data"], key=lambda each: int(each["index"]))
         if [each["index"] for each in data] != list(range(len(data))):
             raise BadResponse("the indices of the response are not 0, 1, 2 ...")

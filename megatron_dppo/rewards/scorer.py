@@ -114,6 +114,7 @@ class RewardScorer:
 
     def _result(self, item: RewardItem, outcomes: Sequence[ScoringOutcome]) -> RewardResult:
         pairs = list(zip(self._functions, outcomes, strict=True))
+        # The function marked eval counts even if another function failed on this sample.
         eval_score = next((each.score for function, each in pairs if function.is_eval and not each.error), None)
         if errors := [(function.name, each.error) for function, each in pairs if each.error]:
             error = "; ".join(f"{name}: {text}" if name else text for name, text in errors)
@@ -123,6 +124,7 @@ class RewardScorer:
             prefix = f"{function.name}/" if function.name else ""
             parts |= {function.name: each.score} if function.name else {}
             parts |= {f"{prefix}{name}": value for name, value in each.parts.items()}
+        # Shaping is added once to the weighted sum, not to each function.
         extra = self._shaping.parts(item)
         if duplicates := sorted(extra.keys() & parts.keys()):
             name = duplicates[0]
@@ -161,6 +163,7 @@ def build_scorer(
         overlong_penalty=reward.overlong_penalty,
     )
     run_info = _run_info(rollout, label_key)
+    # An agent or rollout.generate may give the rewards itself, so missing labels are no error then.
     has_labels = label_key != "" or not is_only_source
     if reward.functions:
         functions = [

@@ -185,9 +185,11 @@ def recognize_signature(
         raise RewardError(
             f"{setting}: its parameters cannot be inspected ({error}); wrap it in a Python function"
         ) from error
+    # Parameter names identify the framework: no two conventions share a marker.
     names = _names(parameters)
     candidates = [convention for convention in CONVENTIONS if signature in ("auto", convention.signature)]
     matching = [convention for convention in candidates if convention.marker_names & names]
+    # The user named the convention: use its first form, even if the names are unusual.
     if not matching and signature != "auto":
         matching = candidates[:1]
     if len(matching) > 1:
@@ -241,6 +243,7 @@ def _check_callable_as(
     parameters: Sequence[inspect.Parameter],
     options: Mapping[str, object],
 ) -> None:
+    # Positional conventions: let Python itself check the call.
     if convention.keywords is None:
         try:
             inspect.signature(function).bind(None, None, **options)

@@ -71,6 +71,7 @@ class Worker:
 
     def submit(self, indices: list[int], items: Sequence[RewardItem]) -> None:
         """Start to score a chunk; call ``receive`` until it returns the chunk."""
+        # The time limit of a sample must not include the start of the process.
         self.launch()
         self._await_start()
         self._chunk = SampleChunk(self._chunk.number + 1, indices)
@@ -95,6 +96,7 @@ class Worker:
             return self._chunk
         if time.monotonic() < self.deadline:
             return None
+        # Over the limit: kill the process. The caller retries or fails the unscored samples of the chunk.
         self._chunk.error = too_slow(self._timeout)
         self.close()
         return self._chunk
@@ -117,6 +119,7 @@ class Worker:
         if self._process is not None and self._process.is_alive():
             return
         self.close()
+        # spawn, because a fork would copy the trainer's CUDA context and threads.
         context = mp.get_context("spawn")
         self._connection, worker_end = context.Pipe()
         # Not a daemon in multiprocessing's sense, because daemons may not use multiprocessing themselves.

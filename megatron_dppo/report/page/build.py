@@ -74,6 +74,7 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
     }
     parts = {name: files("megatron_dppo.report.page").joinpath(name).read_text("utf-8") for name in _PARTS}
     title = " and ".join(run.folder.resolve().name for run in runs)
+    # Insert data and program by partition, not by replace: the data may contain the placeholders.
     page = parts["page.html"].replace("%TITLE%", _escaped_html(title)).replace("%STYLE%", parts["page.css"])
     head, _, tail = page.partition("%DATA%")
     between, _, end = tail.partition("%PROGRAM%")

@@ -112,4 +112,5 @@ def _points(records: Sequence[Record], metric: str, scale: float) -> list[list[f
     points = [
         [record["step"], float(f"{record[metric] * scale:.5g}")] for record in records if record.get(metric) is not None
     ]
+    # Keep every n-th point, with n rounded up.
     return points[:: -(-len(points) // _MAX_POINTS) or 1]

@@ -115,7 +115,7 @@ def _response(step: StepTokens, row: int, start: int, stop: int, vocabulary_inde
     sample = step.rows[row]
     shown = slice(start, stop)
     advantages = step.advantages[shown][step.trained[shown]]
-    # One digit per token: 0 not trained on, 1 trained with a gradient, 3 masked.
+    # One digit per token, as the page's program expects: 0 not trained on, 1 trained with a gradient, 3 masked.
     flags = step.trained[shown].astype(int) + 2 * step.masked[shown].astype(int)
     begin = int(step.starts[row])
     end = int(step.starts[row + 1])
@@ -153,6 +153,7 @@ def _points(step: StepTokens, rows: list[int], most: int) -> list[list[float]]:
     known = step.trained & (step.pi > 0) & (step.mu > 0)
     masked = np.flatnonzero(step.masked & known)
     unmasked = np.flatnonzero(~step.masked & known)
+    # Masked tokens get at most half of the points.
     masked = masked[:: max(1, -(-len(masked) // (most // 2)))]
     remaining = max(1, most - len(masked))
     chosen = np.concatenate([unmasked[:: max(1, -(-len(unmasked) // remaining))], masked])

@@ -86,6 +86,7 @@ def write_step(run: Path, meta: StepMeta, parts: Iterable[RankSamples]) -> Path:
     with disk_errors(target, "the step's rollouts"):
         target.parent.mkdir(exist_ok=True)
         require_space(target, table.nbytes, "the step's rollouts")
+        # Write beside the target and rename, so that a crash leaves no incomplete file.
         partial = target.with_name(target.name + ".partial")
         parquet.write_table(table, partial, compression="zstd")
         fsync(partial)

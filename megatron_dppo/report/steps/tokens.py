@@ -137,6 +137,7 @@ def _masked(
     masked = same_sign & step.masked
     has_token = np.zeros(len(rewards), dtype=bool)
     has_token[step.sample[is_token]] = True
+    # Compare rewards of responses with and without the token, wherever it stands in them.
     gap = None
     if min(has_token.sum(), (~has_token).sum()) >= _MIN_RESPONSES:
         gap = float(rewards[has_token].mean() - rewards[~has_token].mean())
