@@ -1,10 +1,10 @@
-"""A teacher behind inference servers: log-probabilities of given tokens, from the pass over a prompt."""
+"""A teacher behind inference servers: log-probabilities of given tokens, from the prefill of a prompt."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,35 +13,33 @@ from megatron_dppo.engines.servers.http import HttpClient
 from megatron_dppo.errors import ServerError
 from megatron_dppo.types import TrainingSample
 
-_PATHS = {"sglang": "/generate", "vllm": "/v1/completions"}
 
+class _ScoringRequest(NamedTuple):
+    """Tokens whose log-probabilities are requested."""
 
-class Asked(NamedTuple):
-    """The tokens whose log-probabilities are asked for."""
-
-    ids: list[int]
-    """of the whole sequence"""
+    token_ids: list[int]
+    """The complete sequence."""
     first: int
-    """the first one whose log-probability is wanted; at least 1"""
+    """Index of the first token whose log-probability is requested; at least 1."""
 
     @classmethod
-    def of(cls, sample: TrainingSample) -> Asked:
-        """Those of the loss mask and what is between them; there is one at least."""
-        ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
-        return cls(ids, int(sample.loss_mask.nonzero()[0]) + 1)
+    def from_sample(cls, sample: TrainingSample) -> _ScoringRequest:
+        """Return the request for all tokens from the first one of the loss mask, which must not be empty."""
+        token_ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
+        return cls(token_ids, int(sample.loss_mask.nonzero()[0]) + 1)
 
 
 class TeacherServers:
-    """SGLang or vLLM servers with the teacher's weights, asked in turn; none is sampled from.
+    """SGLang or vLLM servers with the teacher's weights, used in turn. They only score tokens and sample none.
 
-    Their log-probabilities are those at temperature 1 over the whole vocabulary.
+    Their log-probabilities are those at temperature 1 over the complete vocabulary.
 
     Args:
-        urls: ``http://host:port`` of each.
-        engine: what they are.
-        api_key: of all of them.
-        timeout_seconds: of one answer, the time in the server's queue included.
-        max_in_flight: requests at a time.
+        urls: ``http://host:port`` of each server.
+        engine: inference engine of the servers.
+        api_key: API key of all servers.
+        timeout_seconds: deadline of one response, including the time in the server's queue.
+        max_in_flight: maximum number of requests in flight.
     """
 
     def __init__(
@@ -54,50 +52,52 @@ class TeacherServers:
         max_in_flight: int = 64,
     ) -> None:
         self.urls = [url.rstrip("/") for url in urls]
-        self._engine, self._key = engine, api_key
-        self._timeout, self._most = timeout_seconds, max_in_flight
+        self._api = _APIS[engine]
+        self._api_key = api_key
+        self._timeout = timeout_seconds
+        self._max_in_flight = max_in_flight
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
-        """``[T]`` float32 of each sample, 0 before the first token of its loss mask.
+        """Return float32 log-probabilities ``[T]`` of each sample, 0 before the first token of its loss mask.
 
         Raises:
-            ServerError: a sample could be scored by none of the servers, or an answer is of other tokens.
+            ServerError: no server could score a sample, or a response is for other tokens.
         """
-        return asyncio.run(self._all(samples))
+        return asyncio.run(self._score_all(samples))
 
     def problems(self) -> list[ServerError]:
-        """What is wrong with each server, which is asked for the log-probabilities of two tokens."""
+        """Return the error of each server that cannot return the log-probabilities of two tokens."""
 
-        async def one(url: str) -> ServerError | None:
-            client = HttpClient(url, api_key=self._key)
+        async def check(url: str) -> ServerError | None:
+            client = HttpClient(url, api_key=self._api_key)
             try:
-                await self._ask([client], 0, Asked([0, 1, 2], 1))
+                await self._score([client], 0, _ScoringRequest([0, 1, 2], 1))
             except ServerError as error:
                 return error
             finally:
                 await client.close()
             return None
 
-        async def every() -> list[ServerError | None]:
-            return await asyncio.gather(*map(one, self.urls))
+        async def check_all() -> list[ServerError | None]:
+            return await asyncio.gather(*map(check, self.urls))
 
-        return [error for error in asyncio.run(every()) if error is not None]
+        return [error for error in asyncio.run(check_all()) if error is not None]
 
-    async def _all(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
-        clients = [HttpClient(url, api_key=self._key, connections=self._most) for url in self.urls]
-        free = asyncio.Semaphore(self._most)
+    async def _score_all(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
+        clients = [HttpClient(url, api_key=self._api_key, connections=self._max_in_flight) for url in self.urls]
+        slots = asyncio.Semaphore(self._max_in_flight)
 
-        async def one(number: int, sample: TrainingSample) -> Tensor:
-            found = torch.zeros(sample.num_tokens)
+        async def score(number: int, sample: TrainingSample) -> Tensor:
+            logprobs = torch.zeros(sample.num_tokens)
             if sample.loss_mask.any():
-                asked = Asked.of(sample)
-                async with free:
-                    found[asked.first - 1 :] = torch.tensor(await self._ask(clients, number, asked))
-            return found
+                request = _ScoringRequest.from_sample(sample)
+                async with slots:
+                    logprobs[request.first - 1 :] = torch.tensor(await self._score(clients, number, request))
+            return logprobs
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(i, sample)) for i, sample in enumerate(samples)]
+                tasks = [group.create_task(score(i, sample)) for i, sample in enumerate(samples)]
         except* ServerError as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -105,62 +105,77 @@ class TeacherServers:
                 await client.close()
         return [task.result() for task in tasks]
 
-    async def _ask(self, clients: Sequence[HttpClient], number: int, asked: Asked) -> list[float]:
-        """From the first server that answers, beginning with another one for each sample."""
-        path, body = _PATHS[self._engine], _BODIES[self._engine](asked)
+    async def _score(self, clients: Sequence[HttpClient], number: int, request: _ScoringRequest) -> list[float]:
+        """Return the log-probabilities from the first server that responds; each sample starts with another server."""
+        body = self._api.build_body(request)
         for attempt in range(len(clients)):
             client = clients[(number + attempt) % len(clients)]
             try:
-                answer = await client.post(path, body, timeout=self._timeout, repeat=True)
-                return _READERS[self._engine](answer, asked, client.url + path)
+                response = await client.post(self._api.path, body, timeout=self._timeout, repeat=True)
+                return self._api.read_logprobs(response, request, client.url + self._api.path)
             except ServerError:
                 if attempt + 1 == len(clients):
                     raise
         raise AssertionError("the last attempt returns or raises")
 
 
-def _sglang_body(asked: Asked) -> dict[str, Any]:
+def _sglang_body(request: _ScoringRequest) -> dict[str, object]:
     return {
-        "input_ids": asked.ids,
+        "input_ids": request.token_ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
-        # The first entry of the answer is of the token here, and None: nothing was read before it.
-        "logprob_start_len": asked.first - 1,
+        # The first entry of the response is for the token at this index, and None: nothing was read before it.
+        "logprob_start_len": request.first - 1,
     }
 
 
-def _sglang_logprobs(answer: Any, asked: Asked, url: str) -> list[float]:
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+def _read_sglang_logprobs(response: object, request: _ScoringRequest, url: str) -> list[float]:
+    meta = response.get("meta_info") if isinstance(response, Mapping) else None
     rows = meta.get("input_token_logprobs") if isinstance(meta, Mapping) else None
-    wanted = asked.ids[asked.first :]
-    if not isinstance(rows, list) or len(rows) < len(wanted):
-        raise ServerError(url, "the answer has no meta_info.input_token_logprobs of the tokens asked for", 200)
-    pairs = [row[:2] if isinstance(row, list) and len(row) > 1 else (None, None) for row in rows[-len(wanted) :]]
-    return [_checked(value, found, token, url) for (value, found), token in zip(pairs, wanted, strict=True)]
+    expected = request.token_ids[request.first :]
+    if not isinstance(rows, list) or len(rows) < len(expected):
+        raise ServerError(url, "the response has no meta_info.input_token_logprobs of the requested tokens", 200)
+    pairs = [row[:2] if isinstance(row, list) and len(row) > 1 else (None, None) for row in rows[-len(expected) :]]
+    return [
+        _check_logprob(value, returned, token, url) for (value, returned), token in zip(pairs, expected, strict=True)
+    ]
 
 
-def _vllm_body(asked: Asked) -> dict[str, Any]:
-    return {"prompt": asked.ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+def _vllm_body(request: _ScoringRequest) -> dict[str, object]:
+    return {"prompt": request.token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
-def _vllm_logprobs(answer: Any, asked: Asked, url: str) -> list[float]:
-    choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    rows = first.get("prompt_logprobs") if isinstance(first, Mapping) else None
-    if not isinstance(rows, list) or len(rows) != len(asked.ids):
-        raise ServerError(url, "the answer has no choices[0].prompt_logprobs of the tokens asked for", 200)
-    found = []
-    for row, token in zip(rows[asked.first :], asked.ids[asked.first :], strict=True):
+def _read_vllm_logprobs(response: object, request: _ScoringRequest, url: str) -> list[float]:
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    rows = choice.get("prompt_logprobs") if isinstance(choice, Mapping) else None
+    if not isinstance(rows, list) or len(rows) != len(request.token_ids):
+        raise ServerError(url, "the response has no choices[0].prompt_logprobs of the requested tokens", 200)
+    logprobs = []
+    for row, token in zip(rows[request.first :], request.token_ids[request.first :], strict=True):
         entry = row.get(str(token)) if isinstance(row, Mapping) else None
-        found.append(_checked(None if entry is None else entry.get("logprob"), token, token, url))
-    return found
+        logprobs.append(_check_logprob(None if entry is None else entry.get("logprob"), token, token, url))
+    return logprobs
 
 
-def _checked(value: Any, found: Any, token: int, url: str) -> float:
-    if found != token or not isinstance(value, int | float) or not -float("inf") < value <= 1e-3:
-        raise ServerError(url, f"expected the log-probability of token {token}, got {value!r} of token {found!r}", 200)
+def _check_logprob(value: object, returned_token: object, token: int, url: str) -> float:
+    is_logprob = isinstance(value, int | float) and -float("inf") < value <= 1e-3
+    if returned_token != token or not is_logprob:
+        detail = f"expected the log-probability of token {token}, got {value!r} of token {returned_token!r}"
+        raise ServerError(url, detail, 200)
+    assert isinstance(value, int | float)
     return float(value)
 
 
-_BODIES = {"sglang": _sglang_body, "vllm": _vllm_body}
-_READERS = {"sglang": _sglang_logprobs, "vllm": _vllm_logprobs}
+class _ScoringApi(NamedTuple):
+    """The call of an engine that scores tokens."""
+
+    path: str
+    build_body: Callable[[_ScoringRequest], dict[str, object]]
+    read_logprobs: Callable[[object, _ScoringRequest, str], list[float]]
+
+
+_APIS = {
+    "sglang": _ScoringApi("/generate", _sglang_body, _read_sglang_logprobs),
+    "vllm": _ScoringApi("/v1/completions", _vllm_body, _read_vllm_logprobs),
+}

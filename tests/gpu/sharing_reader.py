@@ -40,9 +40,9 @@ def as_sglang(pickled: str) -> Tensor:
 def as_vllm(fields: dict[str, Any], cuda: bool) -> Tensor:
     """With the worker extension."""
     sys.path.insert(0, str(EXTENSION))
-    from megatron_dppo_memory import copied
+    from megatron_dppo_memory import copy_from_handle
 
-    return copied(fields, torch.device("cuda", 0) if cuda else torch.device("cpu"))
+    return copy_from_handle(fields, torch.device("cuda", 0) if cuda else torch.device("cpu"))
 
 
 if __name__ == "__main__":

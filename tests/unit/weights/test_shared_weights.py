@@ -202,7 +202,7 @@ def test_memory_of_a_gpu_is_opened_with_what_torch_itself_would_send(
     pickle.loads(as_flattened_bucket(handle, ["w"], ["uint8"], [[640]]))
     assert opened.pop() == (*expected[:index], "GPU-0a1b", *expected[index + 1 :])
     module = extension()  # of vLLM; its worker sees the GPU as number 0
-    assert len(module.copied(as_json(handle), torch.device("cuda", 0))) == 640
+    assert len(module.copy_from_handle(as_json(handle), torch.device("cuda", 0))) == 640
     assert opened.pop() == (*expected[:index], 0, *expected[index + 1 :])
 
 
@@ -220,15 +220,15 @@ def test_memory_of_a_gpu_whose_reader_died_is_not_kept_for_it(
 def test_a_vllm_worker_names_both_gpus_when_the_memory_is_on_another_one(device: OnDevice) -> None:
     module, handle = extension(), DeviceHandle("GPU-ffff", b"", 1, 0, b"", 0, b"", True)
     with pytest.raises(ValueError, match=r"on the GPU GPU-ffff, this worker on the GPU GPU-0a1b.*CUDA_VISIBLE_DEVICES"):
-        module.copied(as_json(handle), torch.device("cuda", 0))
+        module.copy_from_handle(as_json(handle), torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"on the GPU GPU-ffff, this worker on the CPU"):
-        module.copied(as_json(handle), CPU)
+        module.copy_from_handle(as_json(handle), CPU)
 
 
 def test_a_vllm_worker_has_a_copy_before_it_answers() -> None:
     data = torch.arange(100, dtype=torch.uint8)
     shared = SharedBucket(data, readers=1)
-    read = extension().copied(as_json(shared.handle), CPU)
+    read = extension().copy_from_handle(as_json(shared.handle), CPU)
     data.fill_(255)
     shared.free(taken=True)
     assert read.tolist() == list(range(100))

@@ -1,9 +1,9 @@
-"""Digests of weights that trainer and server compute alike, also from parts that come one after the other.
+"""Digests of weights that trainer and server compute alike, also from parts that arrive one after the other.
 
-Two algorithms. ``sha256``, over the bytes in row-major order. ``words``, for GPUs: a position-dependent hash of 32-bit
-words that is summed, so that parts may come in any order; it is that of SGLang's ``gpu_tensor_hash`` (0.5.19 to 0.5.23,
-sglang/kernels/ops/memory/gpu_tensor_hash.py), written in torch so that it needs no Triton. It finds faults, not
-forgeries. This file imports only torch: it is loaded inside vLLM too.
+There are two algorithms. ``sha256`` hashes the bytes in row-major order. ``words``, for GPUs, sums a position-dependent
+hash of 32-bit words, so that parts may arrive in any order. It is the algorithm of SGLang's ``gpu_tensor_hash``
+(0.5.19 to 0.5.23, sglang/kernels/ops/memory/gpu_tensor_hash.py), written in torch so that it needs no Triton. It
+detects faults, not forgeries. This file imports only torch, because it is also loaded inside vLLM.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
-_MIX_1, _MIX_2, _PLACE_1, _PLACE_2 = 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2D, 0x165667B1
+_MIX_1 = 0x85EBCA6B
+_MIX_2 = 0xC2B2AE35
+_POSITION_1 = 0x27D4EB2D
+_POSITION_2 = 0x165667B1
 _SEED_1 = 0x243F6A88
 _SEED_2 = ((_SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD
 _TILE = 8192
-"""words that are mixed once more together"""
-_AT_ONCE = 1 << 22
-"""words whose intermediate values are in memory"""
+"""Words whose hashes are summed and mixed together."""
+_CHUNK_WORDS = 1 << 22
+"""Words that are processed at a time, which bounds the memory of intermediate values."""
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """``sha256:...`` of a tensor on the CPU, ``words:...`` of one elsewhere."""
+    """Return ``sha256:...`` for a tensor on the CPU, ``words:...`` for one on another device."""
     algorithm = "sha256" if tensor.device.type == "cpu" else "words"
     parts = PartsDigest(algorithm)
     parts.add(0, tensor)
@@ -32,10 +35,10 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 class PartsDigest:
-    """The digest of a tensor whose bytes come in parts, in any order.
+    """Digest of a tensor whose bytes arrive in parts, in any order.
 
-    With ``sha256`` a part that comes too early is kept until its turn; with ``words`` only one that does not start and
-    end at a word.
+    With ``sha256`` a part that arrives early is stored until its turn. With ``words`` only a part that does not start
+    and end at a word is stored.
 
     Args:
         algorithm: ``sha256`` or ``words``.
@@ -49,7 +52,7 @@ class PartsDigest:
         self._broken_word = False
 
     def add(self, start: int, part: Tensor) -> None:
-        """Bytes from ``start`` on; all parts together have no gap and no overlap."""
+        """Add the bytes from ``start`` on; all parts together have no gap and no overlap."""
         # As megatron_dppo.types.as_bytes, which vLLM's workers do not have.
         data = part.detach().contiguous().as_strided((part.numel(),), (1,)).view(torch.uint8)
         if not data.numel():
@@ -67,7 +70,7 @@ class PartsDigest:
                 self._end += ready.numel()
 
     def hexdigest(self) -> str:
-        """Of all parts."""
+        """Return the hexadecimal digest of all parts."""
         if self._sha is not None:
             assert not self._early, "a gap"
             return self._sha.hexdigest()
@@ -87,7 +90,7 @@ class PartsDigest:
 
 
 class WordsDigest:
-    """The sum over tiles of words."""
+    """Sum of the hashes of all tiles of words."""
 
     def __init__(self) -> None:
         self._tiles: list[tuple[int, Tensor]] = []
@@ -95,24 +98,24 @@ class WordsDigest:
 
     @torch.no_grad()
     def add(self, start: int, words: Tensor) -> None:
-        """Int32 words from index ``start`` on."""
-        for first in range(0, words.numel(), _AT_ONCE):
-            piece = words[first : first + _AT_ONCE]
+        """Add int32 words from index ``start`` on."""
+        for first in range(0, words.numel(), _CHUNK_WORDS):
+            piece = words[first : first + _CHUNK_WORDS]
             value = piece.to(torch.int64) & _WORD
-            place = torch.arange(start + first, start + first + piece.numel(), device=words.device)
-            tile = place // _TILE
+            position = torch.arange(start + first, start + first + piece.numel(), device=words.device)
+            tile = position // _TILE
             lowest = int((start + first) // _TILE)
             sums = torch.zeros(2, int((start + first + piece.numel() - 1) // _TILE) - lowest + 1, dtype=torch.int64)
             sums = sums.to(words.device)
-            for row, factor, seed, turn in ((0, _PLACE_1, _SEED_1, 15), (1, _PLACE_2, _SEED_2, 13)):
-                turned = ((place << turn) & _WORD) | (place >> (32 - turn))
-                mixed = _mix(value ^ ((place * factor + seed) & _WORD) ^ turned)
+            for row, factor, seed, turn in ((0, _POSITION_1, _SEED_1, 15), (1, _POSITION_2, _SEED_2, 13)):
+                turned = ((position << turn) & _WORD) | (position >> (32 - turn))
+                mixed = _mix(value ^ ((position * factor + seed) & _WORD) ^ turned)
                 sums[row].index_add_(0, tile - lowest, mixed)
             self._tiles.append((lowest, sums))
         self._words += words.numel()
 
     def hexdigest(self) -> str:
-        """16 digits."""
+        """Return 16 hexadecimal digits."""
         if not self._words:
             return f"{0:016x}"
         total = torch.zeros(2, -(-self._words // _TILE), dtype=torch.int64)
@@ -125,7 +128,7 @@ class WordsDigest:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 on 32-bit words in int64."""
+    """Apply the finalizer of MurmurHash3 to 32-bit words in int64."""
     words = words ^ (words >> 16)
     words = _times(words, _MIX_1)
     words = words ^ (words >> 13)

@@ -1,7 +1,7 @@
-"""Memory of the trainer that a vLLM worker opens where it is; runs inside vLLM.
+"""Access of a vLLM worker to memory of the trainer; runs inside vLLM.
 
-The handle comes as plain fields (``megatron_dppo/rollout/handles.py``) and is opened by torch's own functions; nothing
-is unpickled.
+The handle arrives as plain fields (``megatron_dppo/rollout/handles.py``) and is opened by torch's own functions.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -14,34 +14,37 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 
-def copied(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """[bytes] uint8: a copy, since vLLM keeps parts of it until a layer is complete, and the trainer's memory is given
-    back with the answer: torch waits for the copy when it lets the memory go.
+def copy_from_handle(handle: dict[str, Any], device: torch.device) -> Tensor:
+    """Return a copy of the trainer's memory, uint8 [bytes].
+
+    A copy, since vLLM keeps parts of it until a layer is complete, and the trainer's memory is released with the
+    response. Torch waits for the copy when it releases the memory.
 
     Raises:
-        ValueError: the memory is that of another device.
-        RuntimeError: it is not there.
+        ValueError: the memory is on another device.
+        RuntimeError: the memory does not exist.
     """
-    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    if handle.get("device") != own:
+    worker_uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    if handle.get("device") != worker_uuid:
         raise ValueError(
-            f"the trainer's memory is on {_named(handle.get('device'))}, this worker on {_named(own)}: servers and "
-            "trainer need the same GPUs in the same order (CUDA_VISIBLE_DEVICES)"
+            f"the trainer's memory is on {_device_name(handle.get('device'))}, this worker on "
+            f"{_device_name(worker_uuid)}: servers and trainer need the same GPUs in the same order "
+            "(CUDA_VISIBLE_DEVICES)"
         )
-    return (_of_host(handle) if own is None else _of_device(handle, device)).clone()
+    return (_open_on_host(handle) if worker_uuid is None else _open_on_device(handle, device)).clone()
 
 
-def _named(uuid: str | None) -> str:
+def _device_name(uuid: str | None) -> str:
     return "the CPU" if uuid is None else f"the GPU {uuid}"
 
 
-def _of_host(handle: dict[str, Any]) -> Tensor:
-    # No manager is named: a client of the trainer's would keep that alive, and its files.
+def _open_on_host(handle: dict[str, Any]) -> Tensor:
+    # No manager is named: a client of the trainer's manager would keep it and its files alive.
     storage = torch.UntypedStorage._new_shared_filename_cpu(b"", _bytes(handle["name"]), handle["size"])
     return torch.empty(0, dtype=torch.uint8).set_(storage._shared_decref())
 
 
-def _of_device(handle: dict[str, Any], device: torch.device) -> Tensor:
+def _open_on_device(handle: dict[str, Any], device: torch.device) -> Tensor:
     return rebuild_cuda_tensor(
         torch.Tensor,
         (handle["size"],),

@@ -19,7 +19,7 @@ def sums_in_use(model: nn.Module) -> dict[str, str]:
     """Return the digest of each tensor; of one that a CPU has packed out of reach, that of what is read back."""
     # A tied head is the embedding under a second name, by which it is sent too.
     named = model.named_parameters(remove_duplicate=False)
-    sums = {plain_name(name): digest_of(weight) for name, weight in named if weight.numel()}
+    sums = {plain_name(name): hex_digest(weight) for name, weight in named if weight.numel()}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and not weight.numel() and hasattr(module, "cpu_linear"):
@@ -28,52 +28,53 @@ def sums_in_use(model: nn.Module) -> dict[str, str]:
 
 
 def sums_as_loaded(model: nn.Module) -> dict[str, str]:
-    """Of the tensors that went through ``note_what_is_loaded`` in the last update."""
+    """Return the digests that ``record_loaded_digests`` recorded in the last update."""
     return getattr(model, "megatron_dppo_loaded", {})
 
 
 def plain_name(name: str) -> str:
-    """As vLLM's checkpoints and SGLang call it."""
+    """Return the name that vLLM's checkpoints and SGLang use."""
     return name.replace(".routed_experts.", ".").replace(".base_layer.", ".")  # the latter in layers with adapters
 
 
-def digest_of(tensor: Tensor) -> str:
-    """Hexadecimal."""
+def hex_digest(tensor: Tensor) -> str:
+    """Return the hexadecimal digest of a tensor."""
     return tensor_digest(tensor).partition(":")[2]
 
 
-def note_what_is_loaded(model: nn.Module) -> None:
-    """From here to ``stop_noting``: the digest of each tensor that a layer got, before vLLM changes its form.
+def record_loaded_digests(model: nn.Module) -> None:
+    """Record, until ``stop_recording``, the digest of each tensor that a layer loads, before vLLM changes its form.
 
     vLLM calls a layer's ``process_weights_after_loading`` when all of its weights are in, and before it has packed,
     padded or reordered them.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    model.megatron_dppo_loaded = loaded = {}
+    loaded: dict[str, str] = {}
+    model.megatron_dppo_loaded = loaded
 
-    def noting(process: Any) -> Any:
+    def recording(process: Any) -> Any:
         def process_weights_after_loading(layer: nn.Module) -> None:
             for name, weight in layer.named_parameters(recurse=False) if id(layer) in names else ():
-                loaded[plain_name(f"{names[id(layer)]}.{name}")] = digest_of(weight)
+                loaded[plain_name(f"{names[id(layer)]}.{name}")] = hex_digest(weight)
             process(layer)
 
         return process_weights_after_loading
 
-    for method in {id(m): m for m in methods(model)}.values():
-        method.process_weights_after_loading = noting(method.process_weights_after_loading)
+    for method in {id(m): m for m in quantize_methods(model)}.values():
+        method.process_weights_after_loading = recording(method.process_weights_after_loading)
 
 
-def methods(model: nn.Module) -> Iterator[Any]:
-    """What changes the form of each layer's weights."""
+def quantize_methods(model: nn.Module) -> Iterator[Any]:
+    """Yield the object of each layer that changes the form of its weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
             yield method
 
 
-def stop_noting(model: nn.Module) -> None:
-    """The update is over; what was noted stays."""
-    for method in methods(model):
+def stop_recording(model: nn.Module) -> None:
+    """Stop recording at the end of an update; the recorded digests stay."""
+    for method in quantize_methods(model):
         vars(method).pop("process_weights_after_loading", None)
 
 
@@ -94,4 +95,4 @@ def _packed_digest(module: Any, weight: Tensor) -> str:
         inputs = torch.zeros(len(rows), width, dtype=weight.dtype)
         inputs[rows, start + rows] = 1
         columns.append(module.cpu_linear(inputs, weight, None).T)
-    return digest_of(torch.cat(columns, 1))
+    return hex_digest(torch.cat(columns, 1))

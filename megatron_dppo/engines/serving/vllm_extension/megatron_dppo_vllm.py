@@ -1,4 +1,4 @@
-"""What a vLLM server of our trainer loads into its workers; this file runs inside vLLM, nothing of ours imports it.
+"""Worker extension of a vLLM server of this trainer. It runs inside vLLM; nothing else in the package imports it.
 
     PYTHONPATH=megatron_dppo/engines/serving/vllm_extension ...
         --worker-extension-cls megatron_dppo_vllm.WorkerExtension
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron_dppo_memory import copied
-from megatron_dppo_sums import note_what_is_loaded, stop_noting, sums_as_loaded, sums_in_use
+from megatron_dppo_memory import copy_from_handle
+from megatron_dppo_sums import record_loaded_digests, stop_recording, sums_as_loaded, sums_in_use
 from safetensors import safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
@@ -55,8 +55,10 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class Weights(WeightTransferUpdateInfo):
-    """Some tensors: a bucket (names, dtypes, shapes), broadcast or in the trainer's memory; or base64 of a safetensors
-    file."""
+    """Some tensors: a bucket (names, dtypes, shapes), broadcast or in the trainer's memory, or a safetensors file.
+
+    The file is encoded as base64.
+    """
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -66,37 +68,37 @@ class Weights(WeightTransferUpdateInfo):
 
 
 class Arriving(NamedTuple):
-    """A broadcast bucket that may not be here yet."""
+    """A broadcast bucket that may not have arrived yet."""
 
     info: Weights
     data: torch.Tensor
-    """[bytes] uint8"""
+    """Bytes of the bucket, uint8 [bytes]."""
     received: Any
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """By Hugging Face name, when they are here."""
+        """Wait for the bucket, and yield its tensors by Hugging Face name."""
         self.received.wait()
-        yield from tensors_of(self.info, self.data)
+        yield from split_bucket(self.info, self.data)
 
 
-def tensors_of(info: Weights, data: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Parts of a bucket's bytes, by Hugging Face name."""
+def split_bucket(info: Weights, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a bucket by Hugging Face name."""
     parts = data.split(byte_sizes(info))
     for name, part, dtype, shape in zip(info.names, parts, info.dtypes, info.shapes, strict=True):
         yield name, part.view(getattr(torch, dtype)).view(shape)
 
 
 def byte_sizes(info: Weights) -> list[int]:
-    """Of each tensor of a bucket."""
+    """Return the size of each tensor of a bucket in bytes."""
     items = [getattr(torch, name).itemsize for name in info.dtypes]
     return [math.prod(shape) * item for shape, item in zip(info.shapes, items, strict=True)]
 
 
 class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
-    """Weights by Hugging Face name, over a torch process group, by value or by reference.
+    """Transfer of weights by Hugging Face name, over a torch process group, by value or by reference.
 
-    A broadcast bucket is loaded by the call after the one that announces it, so that the next one arrives meanwhile; an
-    error in it is that call's.
+    A broadcast bucket is loaded by the call after the one that announces it, so that the next bucket arrives meanwhile.
+    That call also reports its errors.
     """
 
     init_info_cls = JoinInfo
@@ -105,7 +107,7 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
     _arriving: Arriving | None = None
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Join; returns when all ranks are there."""
+        """Join the process group; return when all ranks have joined."""
         self.shutdown()
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
@@ -125,7 +127,7 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
         self._group = group
 
     def start_weight_update(self) -> None:
-        """Open an update; what a broken one left half-loaded is ended first: vLLM would go on with it."""
+        """Open an update. A broken update is ended first: vLLM would continue with its half-loaded layers."""
         self.drop_arriving()
         prepare(self.model, self.model_config, self.device)
         initialize_layerwise_reload(self.model)
@@ -150,10 +152,12 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
             tensors = load(base64.b64decode(update_info.safetensors)).items()
             self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         elif update_info.memory is not None:
-            self.model.load_weights(tensors_of(update_info, copied(update_info.memory, self.device)))
+            self.model.load_weights(split_bucket(update_info, copy_from_handle(update_info.memory, self.device)))
         else:
-            before, self._arriving = self._arriving, self._receive(update_info)
-            self._load(before)
+            # The order matters: the next bucket must be arriving while the one before is loaded.
+            previous = self._arriving
+            self._arriving = self._receive(update_info)
+            self._load(previous)
 
     def _receive(self, info: Weights) -> Arriving:
         if self._group is None:
@@ -167,12 +171,13 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
             self.model.load_weights(arriving.tensors())
 
     def drop_arriving(self) -> None:
-        """An update that is given up: what was announced last is not waited for."""
+        """Give up an update: do not wait for the bucket that was announced last."""
         self._arriving = None
 
     def finish_weight_update(self) -> None:
         """Load the last bucket, and close the update."""
-        last, self._arriving = self._arriving, None
+        last = self._arriving
+        self._arriving = None
         try:
             self._load(last)
         finally:
@@ -182,7 +187,8 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
 
     def shutdown(self) -> None:
         """Leave the group."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             dist.destroy_process_group(group)
 
@@ -192,10 +198,10 @@ WeightTransferEngineFactory.register_engine(NAME, TorchGroupEngine)
 
 @contextmanager
 def unbound_default_group() -> Iterator[None]:
-    """Groups that are made here are not split from vLLM's default group.
+    """Create groups in a ``with`` block that are not split from vLLM's default group.
 
     vLLM binds that group to a device; torch then makes every NCCL group by ``ncclCommSplit`` of its communicator, which
-    waits for all of its ranks to do the same, in the same order. The twin of the trainer's in
+    waits for all of its ranks to do the same, in the same order. The trainer has the same function in
     ``weights/transfer_group.py``, which is not installed here.
     """
     default = _get_default_group() if dist.is_initialized() else None
@@ -211,7 +217,7 @@ def unbound_default_group() -> Iterator[None]:
 
 
 def experts(model: nn.Module) -> Iterator[Any]:
-    """What holds the kernel of each layer of experts."""
+    """Yield the object that holds the kernel of each layer of experts."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if hasattr(method, "moe_kernel"):
@@ -219,15 +225,16 @@ def experts(model: nn.Module) -> Iterator[Any]:
 
 
 def prepare(model: nn.Module, model_config: Any, device: torch.device) -> None:
-    """Make a model ready for new weights, whatever an update before left."""
+    """Prepare a model for new weights, whatever state an earlier update left."""
     close(model, model_config)
-    note_what_is_loaded(model)
+    record_loaded_digests(model)
     if device.type != "cpu":
         return
     # On a CPU vLLM packs the experts' weights only while a layer has no kernel: with one, a reload leaves them unpacked
-    # where packed ones are read, and the model is wrong without a word (unquantized_fused_moe_method.py).
+    # where packed ones are read, and the model is wrong without an error (unquantized_fused_moe_method.py).
     for method in experts(model):
-        method.megatron_dppo_kernel, method.moe_kernel = method.moe_kernel, None
+        method.megatron_dppo_kernel = method.moe_kernel
+        method.moe_kernel = None
 
 
 def close(model: nn.Module, model_config: Any) -> None:
@@ -237,14 +244,14 @@ def close(model: nn.Module, model_config: Any) -> None:
         if method.moe_kernel is None:
             method.moe_kernel = getattr(method, "megatron_dppo_kernel", None)
         method.megatron_dppo_kernel = None
-    stop_noting(model)
+    stop_recording(model)
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a Hugging Face folder.
+    """Return an iterator over all tensors of a Hugging Face folder.
 
     Raises:
-        ValueError: it has none, or a file is broken; nothing was read yet.
+        ValueError: the folder has no tensors, or a file is broken; nothing was read yet.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     try:
@@ -263,10 +270,10 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; called through ``/collective_rpc``."""
+    """Mixin of vLLM's worker, called through ``/collective_rpc``."""
 
     def megatron_dppo_close_update(self) -> None:
-        """End an update that was left open; with none, nothing happens (vLLM's own call makes an error of that)."""
+        """End an update that was left open, if there is one; vLLM's own call raises an error if there is none."""
         if self._weight_update_active:  # type: ignore[attr-defined]
             self.weight_transfer_engine.drop_arriving()  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
@@ -284,11 +291,11 @@ class WorkerExtension:
                 close(model, runner.model_config)
 
     def megatron_dppo_algorithm(self) -> str:
-        """Of the digests (``megatron_dppo_digest``)."""
+        """Return the algorithm of the digests (``megatron_dppo_digest``)."""
         return "sha256" if self.device.type == "cpu" else "words"  # type: ignore[attr-defined]
 
     def megatron_dppo_sums(self) -> dict[str, Any]:
-        """Digests of all tensors, as they are and as they were loaded."""
+        """Return the digests of all tensors, as they are used and as they were loaded."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         tp_rank = self._weight_checksum_prefix().rstrip(":").rpartition(":tp")[2]  # type: ignore[attr-defined]
         return {"tp_rank": int(tp_rank), "sums": sums_in_use(model), "loaded": sums_as_loaded(model)}
