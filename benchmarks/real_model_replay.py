@@ -243,7 +243,7 @@ def score_twice(
     from megatron_dppo.data.routing import count_differences
     from megatron_dppo.parallel.objects import from_each
     from megatron_dppo.report.metrics import reduce_metrics
-    from megatron_dppo.types import Metric
+    from megatron_dppo.types import Metric, experts_of
 
     packed = trainer.pack(samples, budget)
     metrics: list[dict[str, Metric]] = []
@@ -256,7 +256,11 @@ def score_twice(
             sums = distances(readings[number].logprobs[where].cpu(), sample.rollout_logprobs, sample.loss_mask)
             metrics.append({f"{label}_{name}": Metric(value, tokens) for name, value in sums.items()})
             if routes and sample.routed_experts is not None:
-                rows, differ = count_differences(sample.routed_experts, routes[number][where])[0].tolist()
+                shape = trainer.routing_shape
+                assert shape is not None
+                given = experts_of(sample.routed_experts, shape)
+                live = experts_of(routes[number][where], shape)
+                rows, differ = count_differences(given, live)[0].tolist()
                 metrics.append({"routes": Metric(differ, rows)})
     tokens = sum(from_each(sum(int(sample.loss_mask.sum()) for sample in samples), trainer.groups.world))
     return {"tokens": tokens, **reduce_metrics(metrics, trainer.groups.world)}

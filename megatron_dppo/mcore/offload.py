@@ -10,7 +10,7 @@ Affected: Megatron Core 0.16.1 to 0.19.2. Delete it when Megatron's own continue
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,8 @@ def is_offloaded(optimizer: Any) -> bool:
 
 
 def start_offloaded(optimizer: DistributedOptimizer) -> None:
-    """Make the moments, and let ``optimizer`` give and take checkpoints as without offloading."""
+    """Create the moments, and let ``optimizer`` load checkpoints as without offloading."""
     _start(optimizer.optimizer)
-    optimizer.state_dict = partial(_state_dict, optimizer)
     optimizer.load_state_dict = partial(_load_state_dict, optimizer)
 
 
@@ -77,13 +76,12 @@ def gpu_tensors(optimizer: Any) -> Iterator[Tensor]:
                 yield parameter.grad
 
 
-def _state_dict(optimizer: DistributedOptimizer) -> dict[str, Any]:
-    found: dict[str, Any] = DistributedOptimizer.state_dict(optimizer)
-    own = optimizer.optimizer.defaults.keys() - _OF_ADAM
-    for group in found["optimizer"]["param_groups"]:
-        for name in own & group.keys():
-            del group[name]
-    return found
+def hybrid_settings(optimizer: Any) -> Set[str]:
+    """Return the names of a ``HybridDeviceOptimizer``'s settings in its parameter groups; none for other optimizers.
+
+    They hold classes, which a checkpoint must not.
+    """
+    return optimizer.optimizer.defaults.keys() - _OF_ADAM if is_offloaded(optimizer) else frozenset()
 
 
 def _load_state_dict(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,13 @@ from torch import Tensor
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.mcore.mapping import preserve_router_biases
-from megatron_dppo.mcore.offload import drop_gradient_copies, is_offloaded, offloaded_tensors, start_offloaded
+from megatron_dppo.mcore.offload import (
+    drop_gradient_copies,
+    hybrid_settings,
+    is_offloaded,
+    offloaded_tensors,
+    start_offloaded,
+)
 from megatron_dppo.mcore.optimizer_shards import use_box_sharding
 from megatron_dppo.parallel.platform import DTYPES
 
@@ -180,16 +187,20 @@ class Optimizer:
             ),
             self._chunks,
         )
+        self._parts = [part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
+        self._num_updates = 0
         self.loss_scale = LossScale(optimizer, next(chunks[0].parameters()).device) if config.fp16 else None
         # Megatron allocates the moments in the first update; saving or loading a checkpoint needs them earlier.
-        for part in self.megatron.chained_optimizers:
+        for part in self._parts:
             if is_offloaded(part):
                 start_offloaded(part)
-            elif not part.is_stub_optimizer:
+            else:
                 part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer):
                 use_box_sharding(part)
-            if self.loss_scale is not None:
+                part.state_dict = partial(self._group_state, part)
+        if self.loss_scale is not None:
+            for part in self.megatron.chained_optimizers:
                 part.grad_scaler = self.loss_scale
         self._scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -236,7 +247,7 @@ class Optimizer:
         # OptimizerParamScheduler counts the increment before it computes the rate.
         self._scheduler.num_steps = step
         self._scheduler.step(increment=1)
-        return float(self.megatron.param_groups[0]["lr"])
+        return float(self._parts[0].param_groups[0]["lr"])
 
     def step(self) -> UpdateResult:
         """Update the weights, or skip the update if the global gradient norm is not finite."""
@@ -249,6 +260,7 @@ class Optimizer:
             return UpdateResult(False, float(norm), has_lower)
         with _reuse_results(self.megatron, prepare_grads=has_inf, get_grad_norm=norm):
             applied, _, _ = self.megatron.step()
+        self._num_updates += bool(applied)
         return UpdateResult(bool(applied), float(norm))
 
     def finish_overlapped_gather(self) -> None:
@@ -258,25 +270,82 @@ class Optimizer:
                 chunk.start_param_sync(force_sync=True)
 
     def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool, metadata: dict[str, Any]) -> Any:
-        """Return Megatron's sharded optimizer state for dist_checkpointing."""
-        return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+        """Return Megatron's sharded optimizer state for dist_checkpointing.
 
-    def load_state_dict(self, state: Any) -> None:
-        """Restore the state of a checkpoint. Learning rates, betas and weight decay stay those of this run."""
-        parts = [part.optimizer for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
-        # Megatron's load replaces the parameter groups with those of the checkpoint, hyperparameters included.
-        hyperparameters = [
-            [{key: value for key, value in group.items() if key not in _GROUP_STATE} for group in part.param_groups]
-            for part in parts
+        Megatron's ``ChainedOptimizer.sharded_state_dict`` cannot save a part that trains no weight (the dense part
+        when only experts have adapters). Affected: Megatron Core 0.14 to 0.19.2. Use Megatron's method when it can.
+        """
+        states: dict[int, Any] = {}
+        for index, part in enumerate(self.megatron.chained_optimizers):
+            if part.is_stub_optimizer:
+                continue
+            states[index] = part.sharded_state_dict(model_state, is_loading, metadata=metadata)
+        return states if len(self.megatron.chained_optimizers) > 1 else states[0]
+
+    def _group_state(self, part: DistributedOptimizer) -> dict[str, Any]:
+        """Return the state of a part that is no tensor, as ``DistributedOptimizer.state_dict`` does.
+
+        Rank 0 writes it for all ranks. Megatron reads the number of updates from the state of a weight, and fails on
+        a rank that holds no element of the part: a pipeline stage without experts, or a shard of few small adapters.
+        Affected: Megatron Core 0.14 to 0.19.2. Delete when Megatron counts updates on every rank.
+        """
+        dropped = hybrid_settings(part) | {"params"}
+        groups = [
+            {key: value for key, value in group.items() if key not in dropped} | {"step": self._num_updates}
+            for group in part.optimizer.state_dict()["param_groups"]
         ]
-        self.megatron.load_state_dict(state)
-        for part, groups in zip(parts, hyperparameters, strict=True):
-            for group, values in zip(part.param_groups, groups, strict=True):
-                group.update(values)
+        state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+        if part.grad_scaler is not None:
+            state["grad_scaler"] = part.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        """Restore the state of a checkpoint. Learning rates, betas and weight decay stay those of this run.
+
+        The checkpoint may come from another layout. Megatron has a separate part for experts only with expert
+        parallelism, so the saved parts can be others than those here. Each weight's state is stored under the weight's
+        name and loads into any part. Of the parameter groups only the number of updates is read.
+        """
+        saved = [state, *(value for key, value in state.items() if isinstance(key, int))]
+        self._num_updates = max(_num_updates(each) for each in saved)
+        # Equal in all parts.
+        shared = {key: each[key] for each in saved for key in ("grad_scaler", _SHARDING) if key in each}
+        is_chained = len(self.megatron.chained_optimizers) > 1
+        for index, part in enumerate(self.megatron.chained_optimizers):
+            if part.is_stub_optimizer:
+                continue
+            entry = state.get(index, {}) if is_chained else state
+            entry = shared | {key: value for key, value in entry.items() if not isinstance(key, int)}
+            part.load_state_dict(self._with_groups(part, entry))
+
+    def _with_groups(self, part: Any, entry: dict[str, Any]) -> dict[str, Any]:
+        """Complete the loaded state of a part by its own parameter groups and the number of updates."""
+        if isinstance(part, DistributedOptimizer):
+            return {"param_state": {}, **entry, "optimizer": self._group_state(part)["optimizer"]}
+        # In bf16 and fp16 the inner optimizer's state is nested.
+        inner = entry.get("optimizer", entry)
+        inner["param_groups"] = [
+            {**group, "step": self._num_updates} for group in part.optimizer.state_dict()["param_groups"]
+        ]
+        inner.setdefault("state", {})
+        # torch's AdamW counts the updates of each weight. Others count in the groups.
+        if any("step" in state for state in part.optimizer.state.values()):
+            inner["state"]["common_step"] = torch.tensor(float(self._num_updates))
+        else:
+            inner["state"].pop("common_step", None)
+        return entry
 
 
-_GROUP_STATE = ("params", "step")
-"""Keys of a parameter group that are no hyperparameters. Megatron keeps the number of updates in ``step``."""
+def _num_updates(state: dict[str, Any]) -> int:
+    """Return the number of updates in the saved state of a part, or 0 where it holds none."""
+    inner = state.get("optimizer", state)
+    steps = [group.get("step") for group in inner.get("param_groups", ())]
+    steps.append(inner.get("state", {}).get("common_step"))
+    return int(max((step for step in steps if step is not None), default=0))
+
+
+_SHARDING = "param_state_sharding_type"
+"""Key of Megatron's distributed optimizer for the format of ``param_state``."""
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -21,7 +21,13 @@ from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.bridge import Bridge, WeightSource
-from megatron_dppo.mcore.checkpoint.save_load import CheckpointSave, load_checkpoint, read_state, save_checkpoint
+from megatron_dppo.mcore.checkpoint.save_load import (
+    CheckpointSave,
+    check_can_save,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from megatron_dppo.mcore.compat.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.fusions import row_multiple
@@ -347,6 +353,10 @@ class PolicyTrainer:
             write_extra=write_extra,
             background_group=background_group,
         )
+
+    def check_can_save(self) -> None:
+        """Check that ``save`` will work, without writing. See ``check_can_save`` of ``mcore.checkpoint.save_load``."""
+        check_can_save(self.models, self.optimizer)
 
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
         """Restore a checkpoint and return the state that the caller saved.

@@ -100,6 +100,7 @@ class Session:
         point = self.resume_point
         folder = Path(self.config.run.output_dir)
         say = self.records.console.print
+        self.trainer.check_can_save()
         if point is not None:
             self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
         elif before := read_metrics(folder / "metrics.jsonl"):

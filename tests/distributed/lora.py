@@ -67,7 +67,7 @@ class Float64:
     """The transformers model with adapters."""
 
     def __init__(self, case: Case, targets: tuple[str, ...]) -> None:
-        self.model = in_float64(hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family))
+        self.model = in_float64(hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family))
         self.model.requires_grad_(False)
         self.base = dict(stream_model(self.model))
         self.names = list(adapter_names(self.base, targets))
@@ -137,7 +137,7 @@ def make_reference(case: Case, targets: tuple[str, ...]) -> Reference:
 
 
 def _file(folder: Path, case: Case, targets: tuple[str, ...]) -> Path:
-    return folder / f"{case.tied}{case.dense}{case.shared}{case.mixed}{case.family}{'+'.join(targets)}.pt"
+    return folder / f"{case.tied}{case.dense}{case.shared}{case.dense_layers}{case.family}{'+'.join(targets)}.pt"
 
 
 def write_references(folder: Path, cases: list[tuple[Case, tuple[str, ...]]]) -> None:
@@ -186,7 +186,7 @@ def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform: Platform) -> dict[str, float]:
     """Errors of everything about one layout."""
     trainer = build(case, targets, platform)
-    base = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)))
+    base = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)))
     started = on_cpu(trainer.export_weights())
     assert all(torch.equal(started[name], value) for name, value in base.items()), "B is not zero at the start"
     put(trainer, {name: value.float() for name, value in reference.adapters.items()})
@@ -263,18 +263,22 @@ def read(folder: Path, case: Case, targets: tuple[str, ...]) -> Reference:
 def build(case: Case, targets: tuple[str, ...], platform: Platform) -> Any:
     """A trainer with adapters."""
     lora = {"rank": RANK, "alpha": ALPHA, "target_modules": list(targets)}
-    model = hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)
+    model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
     return build_trainer(case, model, platform, "fp32", lora=lora)
 
 
-def save(rank: int, world_size: int, cases: dict[str, Case], folder: Path) -> None:
-    """All updates but the last on each layout, then a checkpoint."""
+Adapted = tuple[Case, tuple[str, ...]]
+"""A layout and the layers that have adapters."""
+
+
+def save(rank: int, world_size: int, cases: dict[str, Adapted], folder: Path) -> None:
+    """Make all updates but the last on each layout, then write a checkpoint."""
     platform = on_this_cpu()
     from megatron.core import parallel_state
 
-    for name, case in cases.items():
-        trainer = build(case, ALL, platform)
-        put(trainer, {name: value.float() for name, value in read(folder, case, ALL).adapters.items()})
+    for name, (case, targets) in cases.items():
+        trainer = build(case, targets, platform)
+        put(trainer, {key: value.float() for key, value in read(folder, case, targets).adapters.items()})
         for step in range(STEPS - 1):
             update(trainer, case, step)
         trainer.save(folder / name, STEPS - 1, {}, keep=1)
@@ -282,19 +286,19 @@ def save(rank: int, world_size: int, cases: dict[str, Case], folder: Path) -> No
         parallel_state.destroy_model_parallel()
 
 
-def load(rank: int, world_size: int, cases: list[tuple[str, Case]], folder: Path) -> None:
-    """Each checkpoint on another layout: the last update gives the adapters of the uninterrupted reference."""
+def load(rank: int, world_size: int, cases: list[tuple[str, Adapted]], folder: Path) -> None:
+    """Load each checkpoint on another layout: the last update gives the adapters of the uninterrupted reference."""
     platform = on_this_cpu()
     from megatron.core import parallel_state
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
-    for name, case in cases:
-        trainer = build(case, ALL, platform)
+    for name, (case, targets) in cases:
+        trainer = build(case, targets, platform)
         trainer.load(checkpoints(folder / name)[0], same_layout=False)
         update(trainer, case, STEPS - 1)
-        apart = worst(on_cpu(trainer.export_adapters()), read(folder, case, ALL).final)
-        assert apart < TOLERANCE, f"checkpoint {name} on {case}: adapters off by {apart:.1e}"
+        apart = worst(on_cpu(trainer.export_adapters()), read(folder, case, targets).final)
+        assert apart < TOLERANCE, f"checkpoint {name} on {case}, {targets}: adapters off by {apart:.1e}"
         dist.barrier()
         parallel_state.destroy_model_parallel()
 

@@ -106,7 +106,7 @@ class Reference:
 
 def model_of(case: Case) -> Any:
     """The transformers model with a sharper output layer."""
-    model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
+    model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers)
     with torch.no_grad():
         model.lm_head.weight.mul_(SHARPNESS)
     return model

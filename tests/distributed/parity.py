@@ -38,8 +38,8 @@ class Case:
     dense: bool = False
     shared: bool = False
     """Qwen2-MoE: a shared expert behind a gate, biases of q, k and v, no norms of q and k"""
-    mixed: bool = False
-    """a dense layer, the third, between those with experts"""
+    dense_layers: tuple[int, ...] = ()
+    """layers without experts, counted from 0"""
     family: str = ""
     """one of ``tests.distributed.families``, instead of those above, against float64"""
     transformer: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,9 @@ class Case:
     fused_head: bool = True
 
 
-def hf_config(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False, family: str = "") -> Any:
+def hf_config(
+    tied: bool, dense: bool = False, shared: bool = False, dense_layers: tuple[int, ...] = (), family: str = ""
+) -> Any:
     """A small Qwen3-MoE, Qwen3 or Qwen2-MoE with grouped queries and a vocabulary that is no multiple of anything."""
     from transformers import Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -62,7 +64,7 @@ def hf_config(tied: bool, dense: bool = False, shared: bool = False, mixed: bool
         norm_topk_prob=True,
         decoder_sparse_step=1,
         router_aux_loss_coef=0.0,
-        mlp_only_layers=[2] if mixed else [],
+        mlp_only_layers=list(dense_layers),
     )
     if shared:
         experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True}
@@ -83,9 +85,11 @@ def hf_config(tied: bool, dense: bool = False, shared: bool = False, mixed: bool
     )
 
 
-def hf_reference(tied: bool, dense: bool = False, shared: bool = False, mixed: bool = False, family: str = "") -> Any:
+def hf_reference(
+    tied: bool, dense: bool = False, shared: bool = False, dense_layers: tuple[int, ...] = (), family: str = ""
+) -> Any:
     """The transformers model, with norms that are not all one and biases that are not all zero."""
-    model = build_hf_model(hf_config(tied, dense, shared, mixed, family), torch.float32, seed=0)
+    model = build_hf_model(hf_config(tied, dense, shared, dense_layers, family), torch.float32, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -113,7 +117,7 @@ class HFSide:
     """The same objective in plain transformers, one sequence at a time, divided by the token count."""
 
     def __init__(self, case: Case, rounded: bool = False) -> None:
-        self.model = hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)
+        self.model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
         if case.family:
             self.model = in_float64(self.model)
         if rounded:

@@ -25,7 +25,7 @@ def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, An
     """What is rehearsed of a case; replayed routes make the experts equally busy, as a rehearsal takes them to be. They
     have weights where layers are recomputed."""
     with_weights = bool(case.transformer)
-    model = hf_config(case.tied, case.dense, case.shared, case.mixed, case.family)
+    model = hf_config(case.tied, case.dense, case.shared, case.dense_layers, case.family)
     has_experts = model_shape(model).num_experts is not None
     replay = {"train": {"router_replay": "rollout", "router_replay_weights": with_weights}} if has_experts else {}
     config = config_for(case, dtype, **replay)
@@ -44,7 +44,7 @@ def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) 
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    loaded = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)))
+    loaded = dict(stream_model(hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)))
     measured = update(*inputs(case, world_size, dtype), loaded, platform)
     (Path(folder) / f"real{rank}").write_bytes(pickle.dumps(measured))
     dist.barrier()

@@ -37,7 +37,7 @@ TOLERANCE = 2e-5
 MODELS = (
     Case(),
     Case(shared=True),
-    Case(mixed=True),
+    Case(dense_layers=(2,)),
     Case(tied=True),
     Case(family="glm4_moe"),
     Case(family="deepseek_v3"),
@@ -65,7 +65,7 @@ class Reference:
 
 def model_of(case: Case) -> Any:
     """The model that both sides start from."""
-    return hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)
+    return hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
 
 
 def foreign_routes(sample: TrainingSample, model: Any, seed: int) -> Tensor:
@@ -184,7 +184,7 @@ def make_reference(case: Case, *, weights: bool) -> Reference:
 
 
 def _file(folder: Path, case: Case, weights: bool) -> Path:
-    model = f"tied={case.tied} shared={case.shared} mixed={case.mixed} family={case.family}"
+    model = f"tied={case.tied} shared={case.shared} dense_layers={case.dense_layers} family={case.family}"
     return folder / f"{model} weights={weights}.pt"
 
 

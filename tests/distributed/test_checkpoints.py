@@ -271,3 +271,18 @@ def all_checks(rank: int, world_size: int, path: str) -> None:
 
 def test_every_damage_of_every_file_is_found_and_costs_the_newest_checkpoint_alone(tmp_path: Path) -> None:
     run_distributed(all_checks, 2, str(tmp_path), timeout=480)
+
+
+def cannot_save(rank: int, world_size: int, folder: str) -> None:
+    trainer = make_trainer()
+    trainer.check_can_save()
+    if rank == 1:
+        part = trainer.optimizer.megatron.chained_optimizers[0]
+        part.sharded_state_dict = None
+    with pytest.raises(CheckpointError, match=r"cannot be saved: TypeError: .* \(on rank 1\)"):
+        trainer.check_can_save()
+    assert not list(Path(folder).iterdir())
+
+
+def test_a_run_that_cannot_save_is_refused_on_all_ranks_before_it_writes(tmp_path: Path) -> None:
+    run_distributed(cannot_save, 2, str(tmp_path))

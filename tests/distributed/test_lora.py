@@ -13,11 +13,13 @@ from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed
 SOME = ("q_proj", "v_proj", "up_proj")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "o_proj")
 CASES = {
     1: [
         (Case(), ALL),
         (Case(transformer=FULL), ("down_proj",)),
-        (Case(mixed=True), SOME),
+        (Case(dense_layers=(2,)), SOME),
         (Case(family="glm4_moe"), ALL),
     ],
     2: [
@@ -35,7 +37,7 @@ CASES = {
     4: [
         (Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE), ALL),
         (Case(ETP), ALL),
-        (Case({**TP, **PP}, mixed=True), SOME),
+        (Case({**TP, **PP}, dense_layers=(2,)), SOME),
         (Case({**CP, **EP4}), ALL),
     ],
 }
@@ -49,6 +51,36 @@ def test_adapters_equal_transformers_in_float64(processes: int, tmp_path: Path) 
 
 def test_checkpoints_of_adapters_continue_on_other_layouts(tmp_path: Path) -> None:
     write_references(tmp_path, [(Case(), ALL)])
-    run_distributed(save, 2, {"tp": Case(TP), "ep": Case(EP)}, tmp_path)
-    run_distributed(load, 2, [("tp", Case(PP))], tmp_path)
-    run_distributed(load, 4, [("ep", Case(EP4)), ("ep", Case(ETP))], tmp_path)
+    run_distributed(save, 2, {"tp": (Case(TP), ALL), "ep": (Case(EP), ALL)}, tmp_path)
+    run_distributed(load, 2, [("tp", (Case(PP), ALL))], tmp_path)
+    run_distributed(load, 4, [("ep", (Case(EP4), ALL)), ("ep", (Case(ETP), ALL))], tmp_path)
+
+
+def test_checkpoints_continue_where_parts_of_the_model_train_nothing(tmp_path: Path) -> None:
+    # Megatron has one optimizer for dense weights and one for experts. Here one of them has no weight at all, or none
+    # on rank 0, which writes the state that all ranks share.
+    plain = {"use_distributed_optimizer": False}
+    late = {"dense_layers": (0, 1)}
+    write_references(tmp_path, [(Case(), EXPERTS), (Case(), ATTENTION), (Case(**late), EXPERTS)])
+    saved = {
+        "ep": (Case(EP), EXPERTS),
+        "tp": (Case(TP), EXPERTS),
+        "pp": (Case(PP), EXPERTS),
+        "ep_attention": (Case(EP), ATTENTION),
+        "ep_plain": (Case({**EP, **plain}), EXPERTS),
+        "late": (Case({**PP}, **late), EXPERTS),
+        "late_plain": (Case({**PP, **plain}, **late), EXPERTS),
+    }
+    run_distributed(save, 2, saved, tmp_path)
+    loaded = [
+        ("ep", (Case(PP), EXPERTS)),
+        ("tp", (Case(EP), EXPERTS)),  # without expert parallelism Megatron has one optimizer for all weights
+        ("pp", (Case(EP), EXPERTS)),
+        ("ep_attention", (Case(TP), ATTENTION)),
+        ("ep_plain", (Case({**EP, **plain}), EXPERTS)),
+        ("late", (Case({**PP}, **late), EXPERTS)),
+        ("late", (Case(EP, **late), EXPERTS)),
+        ("late_plain", (Case({**PP, **plain}, **late), EXPERTS)),
+    ]
+    run_distributed(load, 2, loaded, tmp_path)
+    run_distributed(load, 4, [("ep", (Case(ETP), EXPERTS)), ("late", (Case({**PP, **EP}, **late), EXPERTS))], tmp_path)

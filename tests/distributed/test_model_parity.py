@@ -22,7 +22,7 @@ def test_one_process_equals_transformers() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act", "layernorm"]}
     cases = [Case(), Case(tied=True), Case(dense=True), Case(transformer=full), Case(transformer=selective)]
-    cases += [Case(shared=True), Case(mixed=True)]
+    cases += [Case(shared=True), Case(dense_layers=(2,))]
     run_distributed(run, 1, cases)
 
 
@@ -37,12 +37,12 @@ def test_two_processes_equal_transformers() -> None:
         Case({**TP, "sequence_parallel": False}, dense=True, tied=True),
         Case(PP, dense=True, tied=True),
         Case(PP),
-        Case(PP, mixed=True),
+        Case(PP, dense_layers=(2,)),
         Case(PP, tied=True),
         Case({**PP, "virtual_pipeline_model_parallel_size": 2}),
-        Case({**PP, "virtual_pipeline_model_parallel_size": 2}, mixed=True),
+        Case({**PP, "virtual_pipeline_model_parallel_size": 2}, dense_layers=(2,)),
         Case(EP),
-        Case({**TP, "expert_tensor_parallel_size": 2}, mixed=True),
+        Case({**TP, "expert_tensor_parallel_size": 2}, dense_layers=(2,)),
         Case({}),
         Case({"use_distributed_optimizer": False}),
         Case({"overlap_grad_reduce": True, "overlap_param_gather": True}),

@@ -12,7 +12,7 @@ from tests.distributed.spawn import run_distributed
 pytestmark = pytest.mark.distributed
 
 LAYOUTS = {
-    1: [Case(dense=True), Case(mixed=True, fused_head=False)],
+    1: [Case(dense=True), Case(dense_layers=(2,), fused_head=False)],
     2: [
         Case(TP, tied=True, fused_head=False),
         Case(CP),

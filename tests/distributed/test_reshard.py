@@ -48,13 +48,17 @@ def update(trainer: Any, step: int) -> None:
     trainer.update(batches, policy_objective(LOSS))
 
 
-def save(rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str, mixed: bool = False) -> None:
+def save(
+    rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str, dense_layers: tuple[int, ...] = ()
+) -> None:
     """Two updates on each layout, then a checkpoint."""
     here = platform()
     from megatron.core import parallel_state
 
     for i, layout in enumerate(layouts):
-        trainer = build_trainer(Case(layout, mixed=mixed), HFSide(Case(mixed=mixed)).model, here, "fp32")
+        trainer = build_trainer(
+            Case(layout, dense_layers=dense_layers), HFSide(Case(dense_layers=dense_layers)).model, here, "fp32"
+        )
         for step in range(STEPS - 1):
             update(trainer, step)
         trainer.save(Path(folder) / f"{world_size}-{i}", STEPS - 1, {}, keep=1)
@@ -62,19 +66,23 @@ def save(rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str,
         parallel_state.destroy_model_parallel()
 
 
-def load(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], folder: str, mixed: bool = False) -> None:
+def load(
+    rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], folder: str, dense_layers: tuple[int, ...] = ()
+) -> None:
     """Each checkpoint on each layout: one more update, then all weights against transformers after three."""
     here = platform()
     from megatron.core import parallel_state
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
-    hf = HFSide(Case(mixed=mixed))
+    hf = HFSide(Case(dense_layers=dense_layers))
     for _ in range(STEPS):
         hf.backward()
         hf.step()
     for name, layout in cases:
-        trainer = build_trainer(Case(layout, mixed=mixed), HFSide(Case(mixed=mixed)).model, here, "fp32")
+        trainer = build_trainer(
+            Case(layout, dense_layers=dense_layers), HFSide(Case(dense_layers=dense_layers)).model, here, "fp32"
+        )
         trainer.load(checkpoints(Path(folder) / name)[0], same_layout=False)
         assert trainer.policy_version == STEPS - 1
         update(trainer, STEPS - 1)
@@ -88,12 +96,15 @@ def test_checkpoints_continue_on_other_layouts(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run_distributed(save, 2, [TP, PP, EP, {}], folder)
     run_distributed(load, 1, [("2-0", {}), ("2-1", {}), ("2-3", {})], folder)
-    run_distributed(load, 2, [("2-0", PP), ("2-1", TP), ("2-3", TP), ("2-0", {})], folder)
+    run_distributed(load, 2, [("2-0", PP), ("2-1", TP), ("2-3", TP), ("2-0", {}), ("2-0", EP), ("2-2", TP)], folder)
     run_distributed(load, 4, [("2-2", {**EP, **TP}), ("2-2", {"expert_model_parallel_size": 4})], folder)
 
 
-def test_checkpoints_of_a_model_with_a_dense_layer_continue_on_other_layouts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dense_layers", [(2,), (0, 1)])
+def test_checkpoints_of_a_model_with_dense_layers_continue_on_other_layouts(
+    dense_layers: tuple[int, ...], tmp_path: Path
+) -> None:
     folder = str(tmp_path)
-    run_distributed(save, 2, [TP, PP], folder, True)
-    run_distributed(load, 1, [("2-1", {})], folder, True)
-    run_distributed(load, 2, [("2-0", PP), ("2-1", TP)], folder, True)
+    run_distributed(save, 2, [TP, PP], folder, dense_layers)
+    run_distributed(load, 1, [("2-1", {})], folder, dense_layers)
+    run_distributed(load, 2, [("2-0", PP), ("2-1", TP), ("2-1", PP)], folder, dense_layers)

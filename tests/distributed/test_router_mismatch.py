@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 LAYOUTS = {
     1: [Case(), Case(shared=True, transformer=FULL)],
     2: [Case(CP), Case(EP)],
-    4: [Case({**TP, **PP}, mixed=True)],
+    4: [Case({**TP, **PP}, dense_layers=(2,))],
 }
 NOISE = 0.05
 ROUNDING = 3e-5
@@ -66,7 +66,7 @@ def measured(case: Case, platform: Platform, *, weights: bool) -> list[tuple[flo
     """``apart`` with the live routers and under replay; empty but on the last stage."""
     from megatron.core import parallel_state
 
-    model = hf_reference(case.tied, case.dense, case.shared, case.mixed)
+    model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers)
     replay = {"router_replay": "rollout", "router_replay_weights": weights}
     trainer = build_trainer(case, model, platform, "fp32", train=replay)
     samples = sampled(model, trainer.routing_shape.width)[trainer.dp_rank :: trainer.layout.dp]

@@ -23,9 +23,9 @@ LAYOUTS = {
     1: [
         Case(),
         Case(shared=True),
-        Case(mixed=True),
+        Case(dense_layers=(2,)),
         Case(transformer=FULL),
-        Case(transformer=MOE, mixed=True),
+        Case(transformer=MOE, dense_layers=(2,)),
         Case(transformer=BLOCK),
         Case(micro_batch_tokens=8),
         Case(family="deepseek_v3"),
@@ -38,17 +38,17 @@ LAYOUTS = {
         Case(CP),
         Case(CP, transformer=MOE),
         Case(PP, transformer=FULL, tied=True),
-        Case(PP, mixed=True),
+        Case(PP, dense_layers=(2,)),
         Case(VPP),
         Case(VPP, transformer=FULL, micro_batch_tokens=16),
-        Case(VPP, transformer=MOE, mixed=True),
+        Case(VPP, transformer=MOE, dense_layers=(2,)),
         Case(EP),
         Case(EP, transformer=ALLGATHER | FULL),
         Case({}, transformer=SELECTIVE),
     ],
     4: [
         Case({**TP, **CP}, transformer=FULL),
-        Case({**CP, **VPP}, transformer=FULL, mixed=True),
+        Case({**CP, **VPP}, transformer=FULL, dense_layers=(2,)),
         Case({**CP, **EP4}),
         Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE),
         Case({**TP, **PP}, transformer=BLOCK),
@@ -56,18 +56,24 @@ LAYOUTS = {
     ],
 }
 WEIGHTED = {
-    1: [Case(), Case(shared=True), Case(transformer=MOE, mixed=True), Case(transformer=BLOCK), Case(family="glm4_moe")],
+    1: [
+        Case(),
+        Case(shared=True),
+        Case(transformer=MOE, dense_layers=(2,)),
+        Case(transformer=BLOCK),
+        Case(family="glm4_moe"),
+    ],
     2: [
         Case(CP),
         Case(TP, transformer=FULL, shared=True),
-        Case(PP, mixed=True),
+        Case(PP, dense_layers=(2,)),
         Case(VPP, transformer=FULL, micro_batch_tokens=16),
         Case({}, transformer=SELECTIVE),
         Case(EP, transformer=ALLGATHER | FULL),
     ],
     4: LAYOUTS[4],
 }
-COMPARED = {1: [Case(mixed=True)], 2: [Case(TP), Case(CP, transformer=FULL), Case(VPP, mixed=True)]}
+COMPARED = {1: [Case(dense_layers=(2,))], 2: [Case(TP), Case(CP, transformer=FULL), Case(VPP, dense_layers=(2,))]}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,9 @@ from tests.distributed.parity import Case, hf_reference, samples
 def peft_error(case: Case, targets: tuple[str, ...], folder: Path) -> float:
     """Of the log-probabilities of a few sequences, by PEFT on the transformers model, relative."""
     side = Float64(case, targets)
-    model = peft.PeftModel.from_pretrained(hf_reference(case.tied, case.dense, case.shared, case.mixed), str(folder))
+    model = peft.PeftModel.from_pretrained(
+        hf_reference(case.tied, case.dense, case.shared, case.dense_layers), str(folder)
+    )
     worst = 0.0
     with torch.no_grad():
         for sample, expected in zip(samples()[:4], side.logprobs(side.weights()), strict=False):

@@ -57,7 +57,7 @@ def read_sharded(template: dict[str, Any], checkpoint: Path, replicas: dist.Proc
         with restricted_loading():
             # Checked on all ranks first: Megatron runs collectives between this and the shards, and a rank that has
             # failed here would leave the others waiting.
-            _run_on_all_ranks(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)))
+            run_on_all_ranks(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)))
             return dist_checkpointing.load(
                 template,
                 str(checkpoint),
@@ -82,10 +82,10 @@ class _CollectiveLoad(TorchDistLoadShardedStrategy):
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
         """Load as Megatron's strategy does; it fails on all ranks or on none."""
-        return _run_on_all_ranks(lambda: super(_CollectiveLoad, self).load(*args, **kwargs))
+        return run_on_all_ranks(lambda: super(_CollectiveLoad, self).load(*args, **kwargs))
 
 
-def _run_on_all_ranks(read: Callable[[], _T]) -> _T:
+def run_on_all_ranks(read: Callable[[], _T]) -> _T:
     """Return the result of ``read``; a collective.
 
     Raises:

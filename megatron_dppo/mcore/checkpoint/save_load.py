@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.models.gpt import GPTModel
 
 from megatron_dppo.errors import CheckpointError
@@ -25,7 +26,7 @@ from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
 from megatron_dppo.mcore.checkpoint import manifest
 from megatron_dppo.mcore.checkpoint.finite import all_finite
 from megatron_dppo.mcore.checkpoint.folder import STATE, checkpoint_name, checkpoints, read_state
-from megatron_dppo.mcore.checkpoint.format import StreamedSave, read_sharded, shared_save
+from megatron_dppo.mcore.checkpoint.format import StreamedSave, read_sharded, run_on_all_ranks, shared_save
 from megatron_dppo.mcore.lora import trainable_module
 from megatron_dppo.mcore.optim import Optimizer
 from megatron_dppo.mcore.setup import random_states, restore_random_states
@@ -34,6 +35,7 @@ from megatron_dppo.parallel.objects import agreed, from_each
 
 __all__ = [
     "CheckpointSave",
+    "check_can_save",
     "checkpoints",
     "find_damage",
     "load_checkpoint",
@@ -171,6 +173,26 @@ def save_checkpoint(
             agreed(publish, world)
 
     return CheckpointSave(final, is_finite, write, in_background=background_group is not None)
+
+
+def check_can_save(models: Sequence[GPTModel], optimizer: Optimizer) -> None:
+    """Check that a checkpoint of this model and optimizer can be saved, without writing it. A collective.
+
+    A run may save for the first time at its end. What its layout or its frozen weights make impossible has to show
+    before its first step.
+
+    Raises:
+        CheckpointError: Megatron cannot describe the state as one checkpoint.
+    """
+
+    try:
+        state = run_on_all_ranks(lambda: _sharded_state(models, optimizer, is_loading=False))
+        run_on_all_ranks(lambda: save_preprocess(state))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"a checkpoint of this run cannot be saved: {error}. This combination of parallel layout, trained weights "
+            "and optimizer is not supported. Change one of them, and please report it"
+        ) from error
 
 
 def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) -> None:

@@ -25,7 +25,7 @@ TEMPERATURE = 0.7
 CASES = {
     "plain": Case(),
     "shared": Case(shared=True),
-    "mixed": Case(mixed=True),
+    "mixed": Case(dense_layers=(2,)),
     "glm": Case(family="glm4_moe"),
     "deepseek": Case(family="deepseek_v3"),
 }
@@ -34,7 +34,7 @@ CASES = {
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_given_experts_and_weights_are_used_and_what_is_missing_stays_live(case: Case, weighted: bool) -> None:
-    model = hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family)
+    model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
     shape = routing_shape(model.config, weights=weighted)
     assert shape is not None
     routed = []
@@ -43,7 +43,7 @@ def test_given_experts_and_weights_are_used_and_what_is_missing_stays_live(case:
         routes = with_weights(routes, foreign_weights(sample, model, i)) if weighted else routes
         routed.append(replace(sample, routed_experts=routes))
     found = rescore(model, routed, temperature=TEMPERATURE, forced=ForcedRoutes(model, shape))
-    exact = in_float64(hf_reference(case.tied, case.dense, case.shared, case.mixed, case.family))
+    exact = in_float64(hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family))
     routers = ForcedRouters(exact)
     for i, (sample, row) in enumerate(zip(routed, found, strict=True)):
         weights = foreign_weights(sample, model, i) if weighted else None
