@@ -123,5 +123,5 @@ def _read(file: str, table: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise RewardError(f"{setting} cannot be read: {error}") from error
     if "{completion}" not in text:
-        raise RewardError(f"{setting} has no {{completion}}, so that every response would get the same score")
+        raise RewardError(f"{setting} has no {{completion}}, so that every response would get the same score; add it")
     return text

@@ -96,8 +96,8 @@ def _sglang_body(questions: Sequence[_Question]) -> dict[str, object]:
     return {"text" if isinstance(questions[0], str) else "input_ids": questions}
 
 
-def _sglang_rows(answer: Any) -> list[Any]:
-    return [each["embedding"] for each in (answer if isinstance(answer, list) else [answer])]
+def _sglang_rows(response: Any) -> list[Any]:
+    return [each["embedding"] for each in (response if isinstance(response, list) else [response])]
 
 
 def _vllm_body(questions: Sequence[_Question]) -> dict[str, object]:
@@ -109,9 +109,9 @@ def _pairs_body(questions: Sequence[Any]) -> dict[str, object]:
 
 
 def _data_rows(name: str) -> Callable[[Any], list[Any]]:
-    def read(answer: Any) -> list[Any]:
+    def read(response: Any) -> list[Any]:
         # Servers may return the results in any order; the index says which question each belongs to.
-        data = sorted(answer["data"], key=lambda each: int(each["index"]))
+        data = sorted(response["data"], key=lambda each: int(each["index"]))
         if [each["index"] for each in data] != list(range(len(data))):
             raise BadResponse("the indices of the response are not 0, 1, 2 ...")
         return [[each[name]] if name == "score" else each[name] for each in data]

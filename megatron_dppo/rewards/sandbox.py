@@ -1,4 +1,4 @@
-"""Run an untrusted Python program: no network, a root of its own, resource limits, and a sure end."""
+"""Run an untrusted Python program: no network, a root of its own, resource limits, and a guaranteed end."""
 
 from __future__ import annotations
 
