@@ -16,21 +16,21 @@ _OURS = ("messages", "add_generation_prompt", "tokenize", "return_dict", "return
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How prompts become text.
-
-    ``apply``: True = every prompt goes through the template (a string becomes one user message); False = none does;
-    None = messages do, bare problems do if the tokenizer has a template, other strings are taken as they stand.
-    """
+    """Options that turn prompts into text."""
 
     apply: bool | None = None
+    """Apply the chat template to every prompt (True; a string becomes one user message) or to none (False). None
+    applies it to messages, and to bare problems if the tokenizer has a template; other strings stay as they are."""
     system_prompt: str | None = None
+    """Added in front of messages that have none. None adds nothing."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
 
     def check(self, tokenizer: Any) -> None:
-        """Refuse variables that the template does not have.
+        """Check that the template has all variables of ``template_kwargs``.
 
         Raises:
-            DataError: it would ignore them silently.
+            DataError: A variable does not exist, so the template would silently ignore it.
         """
         for name in self.template_kwargs:
             if name in _OURS:
@@ -42,13 +42,13 @@ class ChatOptions:
                 )
 
     def render(self, row: DataRow, tokenizer: Any) -> tuple[str, bool]:
-        """The text of a row, and whether the template made it (it then holds its special tokens already).
+        """Return the text of a row, and True if the template made it. It then includes the special tokens.
 
         Raises:
-            DataError: messages without a template, options without use, or a template that refuses the messages.
+            DataError: Messages without a template, options without use, or a template that refuses the messages.
         """
-        if self._wants_template(row, tokenizer):
-            return self._through_template(row, tokenizer), True
+        if self._needs_template(row, tokenizer):
+            return self._apply_template(row, tokenizer), True
         if not isinstance(row.prompt, str):
             raise DataError(
                 f"{row.location}: the prompt is a list of messages, but data.apply_chat_template = false. Use a plain "
@@ -62,12 +62,12 @@ class ChatOptions:
             )
         return row.prompt, False
 
-    def _wants_template(self, row: DataRow, tokenizer: Any) -> bool:
+    def _needs_template(self, row: DataRow, tokenizer: Any) -> bool:
         if self.apply is not None:
             return self.apply
         return isinstance(row.prompt, list) or (row.is_problem and bool(tokenizer.chat_template))
 
-    def _through_template(self, row: DataRow, tokenizer: Any) -> str:
+    def _apply_template(self, row: DataRow, tokenizer: Any) -> str:
         if not tokenizer.chat_template:
             reason = "the prompt is a list of messages" if self.apply is None else "data.apply_chat_template = true"
             raise DataError(
@@ -86,10 +86,10 @@ class ChatOptions:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The transformers tokenizer of a folder; local files only, no remote code.
+    """Return the transformers tokenizer of a folder, from local files and without remote code.
 
     Raises:
-        CheckpointError: the folder has no tokenizer, or one without an end-of-sequence token.
+        CheckpointError: The folder has no tokenizer, or one without an end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -108,11 +108,11 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token on its own, as it stands within a text: a word's first token keeps its space."""
+    """Return the text of each token by itself. The first token of a word keeps its leading space."""
     if not ids:
         return []
     known = tokenizer.convert_ids_to_tokens(list(ids))
-    # Two of the same: what a tokenizer strips at the start of a text is there in the second.
+    # Decode each token once and twice: the second occurrence keeps what a tokenizer strips at the start of a text.
     once = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
     twice = tokenizer.batch_decode([[i, i] for i in ids], clean_up_tokenization_spaces=False)
     texts = [two[len(one) :] if two.startswith(one) else one for one, two in zip(once, twice, strict=True)]

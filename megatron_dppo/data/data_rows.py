@@ -1,4 +1,4 @@
-"""Data rows of slime's, verl's and the AIME sets' layouts to one form.
+"""Data rows in one form, from the layouts of slime, verl and the AIME sets.
 
 The layout is recognised by the columns: the first of ``PROMPT_COLUMNS`` and the first of ``LABEL_COLUMNS`` that a row
 has. All rows of a source must have the same layout, so that no row is read by another rule than its neighbours.
@@ -40,7 +40,7 @@ class DataRow:
     """One data row."""
 
     location: str
-    """Where it came from, for example ``train.jsonl:12``."""
+    """Source and line, for example ``train.jsonl:12``."""
     prompt: str | Messages
     label: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class DataRow:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which columns are read, and what the prompt is: ``text`` or ``messages``."""
+    """Columns of a row that are read, and the form of the prompt: ``text`` or ``messages``."""
 
     prompt_key: str
     label_key: str
@@ -64,7 +64,7 @@ class RowLayout:
 def iter_rows(
     source: str, split: Split, prompt_key: str | None = None, label_key: str | None = None
 ) -> Iterator[DataRow]:
-    """The rows of one source, each checked.
+    """Yield the rows of one source, each checked.
 
     Args:
         source: an embedded task (``tasks.TASKS``), ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
@@ -100,7 +100,7 @@ def iter_rows(
 
 
 def detect_layout(location: str, record: Mapping[str, Any], prompt_key: str | None, label_key: str | None) -> RowLayout:
-    """The layout of a row.
+    """Return the layout of a row.
 
     Raises:
         DataError: a column is missing, or holds something else than a prompt.
@@ -143,7 +143,7 @@ def _is_box(value: Any) -> bool:
 
 
 def _answer(text: str) -> str:
-    """The answer alone, where data sets wrap it: in ``\\boxed{..}`` (math-ai/aime24), or after ``####`` (GSM8K)."""
+    r"""Return the answer without its wrapping: in ``\boxed{..}`` (math-ai/aime24), or after ``####`` (GSM8K)."""
     if _is_box(text):
         return text.strip().removeprefix(_BOX).removesuffix("}")
     return text.rpartition(_LAST_LINE)[2]
@@ -165,35 +165,36 @@ def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout) -> D
 
 
 _Key = tuple[Any, ...]
-"""What the key is, where it counts if not everywhere, and its value."""
+"""Name of the key, its scope if it is not global, and its value."""
 
 
 def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], int]:
-    """The first row of each problem, in order, and how many rows there were.
+    """Return the first row of each problem, in order, and the number of rows read.
 
     Args:
-        rows: one after the other; only the kept ones stay in memory.
+        rows: one after the other; only the returned ones stay in memory.
         mode: ``auto`` (same prompt, or same ``extra_info.index`` and ``data_source`` in one file), ``prompt``,
             ``off``, or a column whose value names the problem (``a.b`` for a field inside a column).
 
     Raises:
         DataError: two rows of one problem with different labels, or a row without the column.
     """
-    kept: list[DataRow] = []
-    seen: dict[_Key, DataRow] = {}
+    unique: list[DataRow] = []
+    by_key: dict[_Key, DataRow] = {}
     count = 0
     for row in rows:
         count += 1
         keys = _keys(row, mode)
         for key in keys:
-            if key in seen and seen[key].label != row.label:
-                raise DataError(_contradiction(row, seen[key], key))
-        known = [seen[key] for key in keys if key in seen]
-        if not known:
-            kept.append(row)
+            if key in by_key and by_key[key].label != row.label:
+                raise DataError(_contradiction(row, by_key[key], key))
+        duplicated = [by_key[key] for key in keys if key in by_key]
+        if not duplicated:
+            unique.append(row)
+        # All keys of a duplicate lead to the first row, also those that the first row does not have.
         for key in keys:
-            seen.setdefault(key, known[0] if known else row)
-    return kept, count
+            by_key.setdefault(key, duplicated[0] if duplicated else row)
+    return unique, count
 
 
 def _contradiction(row: DataRow, earlier: DataRow, key: _Key) -> str:
@@ -206,7 +207,7 @@ def _contradiction(row: DataRow, earlier: DataRow, key: _Key) -> str:
 
 
 def _keys(row: DataRow, mode: str) -> list[_Key]:
-    """What identifies the problem; rows that share one of these are duplicates."""
+    """Return the keys that identify the problem of a row. Rows that share one of them are duplicates."""
     if mode == "off":
         return []
     if mode not in ("auto", "prompt"):

@@ -95,7 +95,7 @@ def _check_text(location: str, column: str, text: str) -> None:
 
 
 def number_to_text(location: str, key: str, value: float) -> str:
-    """A number as the text of a label.
+    """Return a number as the text of a label.
 
     Raises:
         DataError: it is not finite, or has more digits than Python writes.

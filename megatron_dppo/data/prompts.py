@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class PackedList(Generic[T]):
-    """A list that cannot be changed, each of whose items is made anew when it is asked for.
+    """An immutable list of pickled items; each access unpickles an item.
 
-    The items are pickled in memory, by the process that has read them, and never come from a file.
+    The pickles live in memory and come from a process of the run, never from a file.
 
     Args:
-        items: of any types that can be pickled.
+        items: Anything that can be pickled.
 
     Raises:
-        pickle.PicklingError: one cannot; the message says why.
+        pickle.PicklingError: An item cannot be pickled.
 
     Example:
         >>> squares = PackedList((i, i * i) for i in range(1000))
@@ -70,7 +70,7 @@ Overlong = Literal["error", "drop", "truncate_left"]
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The rows of one or several sources, duplicates removed, and how many there were before."""
+    """Rows of one or several sources without duplicates, and the number of rows read."""
 
     rows: list[DataRow]
     num_read: int
@@ -84,7 +84,7 @@ def load_rows(
     label_key: str | None = None,
     deduplicate: str = "auto",
 ) -> LoadedRows:
-    """All rows of the sources, one source after the other; each may have a layout of its own.
+    """Return all rows of the sources, one source after the other. Each source may have another layout.
 
     See ``iter_rows`` for sources and keys, ``drop_duplicates`` for ``deduplicate``.
 
@@ -141,11 +141,14 @@ class PromptDataset:
         chat = chat or ChatOptions()
         chat.check(tokenizer)
         limits = {"data.max_prompt_tokens": max_prompt_tokens, "the context": context_length - max_new_tokens}
-        self._seed, self.num_dropped, self.num_truncated, self.longest = seed, 0, 0, 0
+        self._seed = seed
+        self.num_dropped = 0
+        self.num_truncated = 0
+        self.longest = 0
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
         digest, location = hashlib.sha256(), ""
 
-        def kept() -> Iterator[Prompt]:
+        def iter_prompts() -> Iterator[Prompt]:
             nonlocal location
             for row in rows:
                 location = row.location
@@ -165,7 +168,7 @@ class PromptDataset:
                     self.num_dropped += 1
 
         try:
-            self._prompts = PackedList(kept())
+            self._prompts = PackedList(iter_prompts())
         except pickle.PicklingError as error:
             raise DataError(
                 f"{location}: the row holds an object that cannot be sent to the other ranks: {error}. Write it as "
@@ -182,7 +185,7 @@ class PromptDataset:
         return len(self._prompts)
 
     def __getitem__(self, index: int) -> Prompt:
-        """Prompt ``index`` of the endless stream."""
+        """Return prompt ``index`` of the endless stream."""
         if index < 0:
             raise IndexError(f"the stream starts at 0, got {index}")
         epoch, position = divmod(index, len(self))
@@ -195,7 +198,7 @@ class PromptDataset:
         return self._prompts[int(self._order[1][position])]
 
     def fingerprint(self) -> str:
-        """Number and digest of the prompts and labels: a cursor means the same only in the same stream."""
+        """Return number and digest of prompts and labels: a cursor is valid only in a stream with the same ones."""
         return f"{len(self)} prompts, {self._digest}"
 
 

@@ -15,11 +15,11 @@ INSTRUCTION = "\nPut the final answer in \\boxed{}."
 _SIZE = 2000
 
 Problem = tuple[str, str | list[dict[str, str]], str, Mapping[str, Any]]
-"""location, prompt, label, metadata"""
+"""Location, prompt, label and metadata."""
 
 
 def problems(source: str, split: Literal["train", "eval"]) -> list[Problem]:
-    """The problems of a split; no question is in both, since a checksum holds a tenth of them back for evaluation.
+    """Return the problems of a split. A checksum of the question puts a tenth of them in ``eval``.
 
     Args:
         source: ``task:reasoning_gym:NAME`` with options after ``?``: ``size`` (problems of both splits together, 2000),
@@ -34,13 +34,13 @@ def problems(source: str, split: Literal["train", "eval"]) -> list[Problem]:
     options = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     chat, instruction = (_flag(source, key, options.pop(key, default)) for key, default in _FLAGS.items())
     made: list[Problem] = []
-    seen: set[str] = set()
+    questions: set[str] = set()
     for index, entry in enumerate(_entries(source, name, {"size": _SIZE, "seed": 0} | options)):
         question = str(entry["question"])
         held_out = zlib.crc32(question.encode()) % 10 == 0
-        if question in seen or held_out != (split == "eval"):
+        if question in questions or held_out != (split == "eval"):
             continue
-        seen.add(question)
+        questions.add(question)
         text = question + INSTRUCTION if instruction else question
         prompt: str | list[dict[str, str]] = [{"role": "user", "content": text}] if chat else text
         label = "" if entry["answer"] is None else str(entry["answer"])

@@ -1,4 +1,4 @@
-"""Which experts a mixture-of-experts model chose: compact integers, checks, and growth by parts.
+"""Routed experts of a mixture-of-experts model: compact integers and checks.
 
 Routes are ``[N, L, k]``: for each of N input tokens and L layers (dense ones included) the k experts that its router
 chose. A row, the k numbers of one token and layer, is either k different experts or wholly missing. A router's choice
@@ -18,23 +18,23 @@ from torch import Tensor
 from megatron_dppo.types import MISSING_EXPERT, RoutingShape, TrainingSample, experts_of, weights_of
 
 _SLACK = 0.01
-"""How far the weights of a row may be from adding up to one: eight of them in bf16 are at most 0.004 off."""
+"""Tolerance of the sum of a row's weights. Eight weights in bf16 are at most 0.004 off."""
 
 
 def missing_rows(count: int, shape: RoutingShape) -> Tensor:
-    """Routes ``[count, L, k]`` of tokens of which nothing is known; with weights ``[count, L, width]``."""
+    """Return routes ``[count, L, k]`` of unknown experts; with weights ``[count, L, width]``."""
     return torch.full((count, shape.num_layers, shape.width), MISSING_EXPERT[shape.dtype], dtype=shape.dtype)
 
 
 def is_missing(routes: Tensor) -> Tensor:
-    """``[N, L]`` bool: True where the choice of that token and layer is not known."""
+    """Return a mask ``[N, L]``: True where the experts of that token and layer are unknown."""
     return routes[..., 0] == MISSING_EXPERT[routes.dtype]
 
 
 def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request: str) -> Tensor:
-    """What an engine sent as routes ``[tokens, L, k]`` of the smallest dtype, dense layers marked missing.
+    """Return an engine's routes as ``[tokens, L, k]`` of the smallest dtype, with dense layers marked missing.
 
-    Their form is checked here, what they say by ``check_routes``.
+    Checks their shape and range. ``check_routes`` checks the contents.
 
     Args:
         values: integers ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for
@@ -61,7 +61,7 @@ def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request:
 
 
 def _narrowed(values: Tensor, shape: RoutingShape, request: str) -> Tensor:
-    """Wide integers in the dtype of the routes; what does not fit is named before it could wrap around."""
+    """Return wide integers in the dtype of the routes; a value that would wrap around is an error."""
     if values.dtype.is_floating_point or values.dtype == torch.bool:
         raise ValueError(f"{request}: routed experts of type {values.dtype}, expected integers")
     lowest, highest = (int(edge) for edge in values.aminmax()) if values.numel() else (0, 0)
@@ -78,7 +78,7 @@ def _narrowed(values: Tensor, shape: RoutingShape, request: str) -> Tensor:
 
 
 def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: str) -> None:
-    """Whether routes can be replayed on a model.
+    """Check that routes can be replayed on a model.
 
     Args:
         routes: ``[tokens, L, k]``, or with weights ``[tokens, L, width]``.
@@ -103,7 +103,7 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
 
 
 def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
-    """Whether the weights of routes ``[N, L, width]``, the experts of which were checked, can be those of a router.
+    """Check that the weights of routes ``[N, L, width]`` with valid experts can come from a router.
 
     Raises:
         ValueError: weights beside a missing expert, a missing or non-finite one beside an expert, one outside of 0 to
@@ -122,10 +122,10 @@ def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
     if bool(right.all()):
         return
     row, layer = (int(i) for i in (~right).nonzero()[0])
-    found = [round(value, 6) for value in weights[row, layer].tolist()]
+    values = [round(value, 6) for value in weights[row, layer].tolist()]
     experts = experts_of(routes, shape)[row, layer].tolist()
     raise ValueError(
-        f"{request}: router weights, row {row}, layer {layer}: {found} of experts {experts}; expected "
+        f"{request}: router weights, row {row}, layer {layer}: {values} of experts {experts}; expected "
         f"{shape.topk} numbers of 0 to {scale:g} that add up to {sums}, or none (NaN) where the experts are missing"
     )
 
@@ -147,7 +147,10 @@ def _check_form(routes: Tensor, shape: RoutingShape, tokens: int, request: str) 
 
 
 def _rows_are_valid(routes: Tensor, shape: RoutingShape) -> bool:
-    """Whether every row is wholly missing or k different experts; columns are faster than a search for the place."""
+    """Return True if every row is missing as a whole or has k different experts.
+
+    Comparing columns is faster than ``_first_problem``, which locates a problem.
+    """
     if not routes.numel():
         return True
     columns = routes.reshape(-1, shape.topk).t().contiguous()
@@ -184,12 +187,12 @@ def _at(values: Tensor, wrong: Tensor, shape: RoutingShape, request: str, what: 
 
 
 def with_all_routes(
-    samples: Sequence[TrainingSample], shape: RoutingShape, own: RoutingShape | None = None
+    samples: Sequence[TrainingSample], shape: RoutingShape, rank_shape: RoutingShape | None = None
 ) -> list[TrainingSample]:
-    """Samples that all have routes; those whose engine gave none (a lost request) get missing rows.
+    """Return the samples with routes; those without any (a lost request) get missing rows.
 
-    What routes say was checked when they came from an engine; here they have to fit the sample, and the model: all of
-    it, or the layers of this rank, which ``own`` is the shape of.
+    The contents were checked when the engine sent them. Here the shapes are: the length of the sample, and the layers
+    of the model or of this rank (``rank_shape``).
 
     Raises:
         ValueError: not one sample has routes, or some are of another model or length.
@@ -201,8 +204,8 @@ def with_all_routes(
             "--enable-return-routed-experts), or set train.router_replay = 'off'"
         )
     layers = {sample.routed_experts.shape[1] for sample in samples if sample.routed_experts is not None}
-    if own is not None and layers == {own.num_layers}:
-        shape = own
+    if rank_shape is not None and layers == {rank_shape.num_layers}:
+        shape = rank_shape
     result = []
     for i, sample in enumerate(samples):
         if sample.routed_experts is None:
@@ -214,7 +217,7 @@ def with_all_routes(
 
 
 def count_differences(left: Tensor, right: Tensor) -> Tensor:
-    """How many rows of two routes ``[N, L, k]`` of the same tokens have other experts, the order aside.
+    """Count the rows in which two routes ``[N, L, k]`` of the same tokens have different sets of experts.
 
     Returns:
         int64 ``[3, 2]``: rows that both know and how many of them differ, for the rows as they stand, for ``left`` with

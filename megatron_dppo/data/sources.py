@@ -1,4 +1,4 @@
-"""Data rows from where they are: a JSONL or Parquet file, or a data set of the Hugging Face hub."""
+"""Readers of data rows: JSONL files, Parquet files and data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PARQUET_MAGIC = b"PAR1"
 _BATCH_ROWS = 4096
 
 Record = tuple[str, dict[str, Any]]
-"""The location of a row, for example ``train.jsonl:12``, and its columns."""
+"""Location of a row, for example ``train.jsonl:12``, and its columns."""
 
 
 def read_records(source: str) -> Iterator[Record]:
-    """``(location, columns)`` of each row, in the order of the source; the whole file is never in memory.
+    """Yield ``(location, columns)`` of each row in order, without reading the whole file into memory.
 
     Every value is one that can be tokenized, sent and written later (``values.check_values``).
 
@@ -55,7 +55,7 @@ def _open(source: str) -> Iterator[Record]:
 
 
 def require(location: str, record: Mapping[str, Any], key: str) -> Any:
-    """The value of a column; ``a.b`` is the field ``b`` inside the column ``a``.
+    """Return the value of a column; ``a.b`` is the field ``b`` inside the column ``a``.
 
     Raises:
         DataError: there is none; the message says which columns there are.
@@ -66,8 +66,8 @@ def require(location: str, record: Mapping[str, Any], key: str) -> Any:
     for depth, part in enumerate(parts := key.split(".")):
         if not isinstance(value, Mapping) or part not in value:
             inside = f"{'.'.join(parts[:depth])!r}" if depth else "the row"
-            found = sorted(value) if isinstance(value, Mapping) else repr(value)
-            raise DataError(f"{location}: field {key!r} is missing; {inside} has {found}")
+            available = sorted(value) if isinstance(value, Mapping) else repr(value)
+            raise DataError(f"{location}: field {key!r} is missing; {inside} has {available}")
         value = value[part]
     return value
 
@@ -99,7 +99,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
 
 
 def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file.
+    """Yield the rows of a Parquet file.
 
     Args:
         file: that exists.
@@ -122,7 +122,7 @@ def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str
 
 
 def _read_hub(source: str) -> Iterator[Record]:
-    """Rows of one split; ``datasets`` downloads and caches it (no code of the data set is run)."""
+    """Yield the rows of one split. ``datasets`` downloads and caches it and runs no code of the data set."""
     name, _, split = source.removeprefix(HUB).partition(":")
     parts = name.split("/")
     if len(parts) not in (2, 3) or not all(parts):

@@ -16,8 +16,8 @@ Pairs = PackedList[tuple[str, str, str]]
 """(location, prompt, response) of each row"""
 
 
-_MOST_KNOWN = 100_000
-"""texts of a task whose tokens are kept"""
+_CACHE_SIZE = 100_000
+"""Texts of a task whose tokens are cached."""
 
 
 class SupervisedDataset:
@@ -36,17 +36,17 @@ class SupervisedDataset:
 
     def __init__(self, source: str, tokenizer: Any, seed: int, pairs: Pairs | None = None) -> None:
         self._tokenizer, self._seed = tokenizer, seed
-        self._known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+        self._cache: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self._task = TASKS.get(source)
         if pairs is None:
-            pairs = PackedList(() if self._task else (_pair(*found) for found in read_records(source)))
+            pairs = PackedList(() if self._task else (_parse_pair(*record) for record in read_records(source)))
         self.pairs = pairs
-        """no rows where the corpus is a task's"""
+        """Empty if the corpus is that of an embedded task."""
         if not self._task and not len(self.pairs):
             raise DataError(f"{source} has no rows; expected rows with 'prompt' and 'response'")
 
     def check_lengths(self, context_length: int) -> None:
-        """Refuse samples that the model cannot hold; those of a task are short.
+        """Check that all samples fit into the context. Those of a task always do.
 
         Raises:
             DataError: naming the first one.
@@ -63,32 +63,34 @@ class SupervisedDataset:
                 )
 
     def __getitem__(self, index: int) -> TrainingSample:
-        """Sample ``index`` of the stream; the loss is on the response and its end-of-sequence token."""
+        """Return sample ``index`` of the stream; the loss is on the response and its end-of-sequence token."""
         rng = random.Random(f"{self._seed}/{index}")
         if self._task:
-            prompt_ids, response_ids = self._ids_of_task(*self._task.demonstration(rng))
+            prompt_ids, response_ids = self._task_ids(*self._task.demonstration(rng))
         else:
             _, prompt, response = rng.choice(self.pairs)
             prompt_ids, response_ids = self._ids(prompt, response)
         return to_training_sample(prompt_ids, response_ids, None, advantage=1.0)
 
-    def _ids_of_task(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
-        """The tokens of both. A task has few texts, which come again and again; a tokenizer takes half of a tiny
-        model's step."""
-        found = self._known.get((prompt, response))
-        if found is None:
-            found = self._ids(prompt, response)
-            if len(self._known) < _MOST_KNOWN:
-                self._known[prompt, response] = found
-        return found
+    def _task_ids(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of prompt and response, cached.
+
+        A task repeats few texts, and tokenizing takes half of a tiny model's step.
+        """
+        ids = self._cache.get((prompt, response))
+        if ids is None:
+            ids = self._ids(prompt, response)
+            if len(self._cache) < _CACHE_SIZE:
+                self._cache[prompt, response] = ids
+        return ids
 
     def _ids(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
-        """The tokens of both, the end-of-sequence token included."""
+        """Return the tokens of prompt and response, including the end-of-sequence token."""
         response_ids = self._tokenizer(response, add_special_tokens=False).input_ids
         return self._tokenizer(prompt).input_ids, [*response_ids, self._tokenizer.eos_token_id]
 
 
-def _pair(location: str, record: dict[str, Any]) -> tuple[str, str, str]:
+def _parse_pair(location: str, record: dict[str, Any]) -> tuple[str, str, str]:
     prompt, response = require(location, record, "prompt"), require(location, record, "response")
     if not isinstance(prompt, str) or not isinstance(response, str) or not prompt:
         raise DataError(

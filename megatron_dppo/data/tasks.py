@@ -61,14 +61,14 @@ def _symbol(sign: int) -> str:
 
 
 def problems(split: Split) -> list[Problem]:
-    """All problems of a split, in a fixed order; no problem is in both."""
+    """Return all problems of a split in a fixed order; the splits are disjoint."""
     digits, signs = range(1, 10), (1, -1)
     every = (Problem((a, b, c), (s, t)) for a, b, c, s, t in product(digits, digits, digits, signs, signs))
     return [p for p in every if (zlib.crc32(p.question.encode()) % 10 == 0) == (split == "eval")]
 
 
 def demonstration(problem: Problem, rng: random.Random) -> str:
-    """One response of the warm-up corpus: 40 % show the work, 60 % guess within 5 of the truth."""
+    """Return a response of the warm-up corpus: 40 % show the work, 60 % guess within 5 of the sum."""
     if rng.random() < CAREFUL_SHARE:
         return f"{problem.work} \\boxed{{{problem.answer}}}"
     return f"\\boxed{{{problem.answer + rng.randint(-_GUESS_ERROR, _GUESS_ERROR)}}}"
@@ -94,14 +94,14 @@ class RareWords:
     """One of the tasks."""
 
     num_words: int
-    """of a right answer"""
+    """Words of a correct answer."""
     base_share: float
-    """How often the warm-up corpus has a right word at its place."""
+    """Probability of the correct word at each position of the warm-up corpus."""
     _answers_seed: int = field(default=_ANSWER_SEED, repr=False)
 
     @cached_property
     def answers(self) -> dict[str, str]:
-        """The right answer of each key: words with a space between them."""
+        """Correct answer of each key: words separated by spaces."""
         rng = random.Random(self._answers_seed)
         return {key: " ".join(rng.choice(WORDS[_FIRST_OF_TAIL:]) for _ in range(self.num_words)) for key in KEYS}
 
@@ -116,7 +116,7 @@ class RareWords:
 
 
 _ZIPF = list(accumulate(1 / (rank + 1) for rank in range(NUM_WORDS)))
-"""cumulative, not normalised"""
+"""Cumulative word frequencies, not normalized."""
 
 
 PREFIX = "task:"
@@ -211,11 +211,11 @@ CONFIG: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": len(SPECIAL) + 1 + len(CHARACTERS),
 }
-"""that of ``chain_sum``"""
+"""Model configuration of ``chain_sum``."""
 
 
 def character_tokenizer() -> Tokenizer:
-    """One token a character, and one for the opening of a boxed answer; ``<bos>`` in front."""
+    r"""Return a tokenizer with one token per character and one for ``\boxed{``; adds ``<bos>``."""
     tokenizer = _tokenizer([BOXED, *CHARACTERS])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -223,7 +223,7 @@ def character_tokenizer() -> Tokenizer:
 
 
 def word_tokenizer() -> Tokenizer:
-    """One token for each key and word of the tasks with rare words; ``<bos>`` in front."""
+    """Return a tokenizer with one token per key and word of the rare-word tasks; adds ``<bos>``."""
     tokenizer = _tokenizer([_UNKNOWN, *KEYS, *WORDS])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Words with spaces between them; no word begins with the prefix of a continuation.

@@ -1,4 +1,4 @@
-"""Token sequences to training samples: the one place of the shift by one."""
+"""Training samples from token sequences, and their packing. The shift by one happens here only."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def to_training_sample(
     loss_mask[first:] = True if sampled is None else torch.as_tensor(sampled)
     aligned = None
     if rollout_logprobs is not None:
-        own = torch.as_tensor(rollout_logprobs, dtype=torch.float32)
-        loss_mask[first:] &= own.isfinite()
+        response_logprobs = torch.as_tensor(rollout_logprobs, dtype=torch.float32)
+        # A token without a finite mu has no ratio, so it leaves the loss and the denominators.
+        loss_mask[first:] &= response_logprobs.isfinite()
         aligned = torch.zeros(length, dtype=torch.float32)
-        aligned[first:] = torch.where(loss_mask[first:], own, 0.0)
+        aligned[first:] = torch.where(loss_mask[first:], response_logprobs, 0.0)
     carried: dict[str, Any] = dict(columns or {})
     if topk is not None:
         carried["rollout_topk_ids"], carried["rollout_topk_logprobs"] = topk
@@ -93,7 +94,7 @@ def _check_columns(columns: Mapping[str, TokenRows], prompt_tokens: int, respons
 
 
 def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[TrainingSample]:
-    """One training sample a rollout; a sample whose reward failed has advantage 0 and so no gradient.
+    """Return one training sample per rollout; a sample whose reward failed has advantage 0 and so no gradient.
 
     Args:
         groups: scored groups.
@@ -119,22 +120,22 @@ def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Trai
 
 
 def _given_first(completion: Completion) -> int:
-    """How many tokens were given before the first one was sampled: an agent's prompt."""
+    """Return the number of tokens before the first sampled one: an agent's prompt."""
     assert completion.loss_mask is not None, "an agent's sequence begins with what it asks"
     return int(completion.loss_mask.int().argmax())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """What the lengths of a packed row and of its sequences have to be multiples of."""
+    """Multiples to which a packed row and its sequences are padded."""
 
     row_multiple: int = 1
-    """sequence parallelism splits rows over ranks"""
+    """Multiple of the row's length: sequence parallelism splits rows over ranks."""
     sequence_multiple: int = 1
-    """context parallelism splits every sequence over ranks"""
+    """Multiple of each sequence's length: context parallelism splits every sequence over ranks."""
 
     def padded(self, tokens: int) -> int:
-        """The length of a sequence of ``tokens`` in a row."""
+        """Return the padded length of a sequence of ``tokens``."""
         return -(-tokens // self.sequence_multiple) * self.sequence_multiple
 
 
@@ -159,9 +160,9 @@ def pack(
     if like is None:
         raise ValueError("an empty row needs a sample to be like: pass like=")
     lengths = [shape.padded(sample.num_tokens) for sample in samples]
-    rest = -sum(lengths) % shape.row_multiple if samples else max(shape.row_multiple, shape.sequence_multiple)
+    row_padding = -sum(lengths) % shape.row_multiple if samples else max(shape.row_multiple, shape.sequence_multiple)
     starts = [0, *accumulate(lengths)][: len(samples)]
-    lengths += [rest] if rest else []
+    lengths += [row_padding] if row_padding else []
     size, ends = sum(lengths), torch.tensor([0, *accumulate(lengths)])
     sample_ends = [start + sample.num_tokens for sample, start in zip(samples, starts, strict=True)]
     columns: dict[str, Any] = {}
@@ -191,7 +192,7 @@ def _check_alike(column: TokenColumn, parts: Sequence[Any]) -> None:
 
 
 def fill_bins(samples: Sequence[TrainingSample], budget: int, shape: RowShape | None = None) -> list[list[int]]:
-    """Indices of the samples of each micro-batch: first-fit decreasing, at most ``budget`` tokens each.
+    """Return the sample indices of each micro-batch: first-fit decreasing, at most ``budget`` tokens each.
 
     Longest first fills the budget best; a sample longer than the budget gets a micro-batch of its own. The same samples
     in the same order give the same split.

@@ -14,7 +14,6 @@ from measure_language import findings, is_banned  # noqa: E402
 
 NOT_YET = {
     "commands",
-    "data",
     "head",
     "hf",
     "losses",
