@@ -1,7 +1,7 @@
-"""Hugging Face folders: configuration, weights in and out, by the names that stand in the files.
+"""Hugging Face folders: configuration, and weights by the names in the files.
 
-A *stream of weights* is an iterable of ``(name, tensor)`` with full, unsharded tensors in the on-disk naming (one
-entry per expert), whatever a transformers version keeps in memory.
+A *stream of weights* is an iterable of ``(name, tensor)`` with full tensors by on-disk name, one per expert. The names
+in memory differ between versions of transformers.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 _ROUTER_BIAS = "e_score_correction_bias"
 
 
-_KEPT_IN_FP32 = (_ROUTER_BIAS, ".weight_scale_inv")
+_FP32_SUFFIXES = (_ROUTER_BIAS, ".weight_scale_inv")
 
 
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
 def read_hf_config(path: str | Path) -> Any:
-    """The transformers config object of a folder.
+    """Return the transformers configuration of a folder.
 
     Raises:
-        CheckpointError: no folder, no config.json, or one that transformers cannot read.
+        CheckpointError: There is no config.json, or transformers cannot read it.
     """
     from transformers import AutoConfig
 
@@ -53,22 +53,23 @@ def read_hf_config(path: str | Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers and huggingface_hub have errors of their own for each kind of value
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {what}") from error
+    # transformers and huggingface_hub raise many kinds of errors.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {reason}") from error
 
 
 def model_shape(hf_config: Any) -> ModelShape:
-    """The sizes of a model that the layout depends on.
+    """Return the sizes of a model.
 
     Raises:
-        CheckpointError: an architecture, or a feature of it, that there is no mapping for.
+        CheckpointError: The architecture, or a feature of it, has no mapping to Megatron.
     """
     return get_family(hf_config).shape(hf_config)
 
 
 def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | None:
-    """The sizes of the routes of a mixture-of-experts model, with or without combine weights; None for a dense one."""
+    """Return the sizes of an MoE model's routes, with or without combine weights. None for a dense model."""
     shape = model_shape(hf_config)
     if shape.num_experts is None:
         return None
@@ -84,39 +85,42 @@ def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | No
 
 
 def end_tokens(hf_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens after which a response is complete: the tokenizer's, and those of config.json."""
+    """Return the tokens that end a response: those of the tokenizer and of config.json."""
     configured = hf_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return frozenset({tokenizer.eos_token_id} | {token for token in several if token is not None})
+    configured_tokens = configured if isinstance(configured, list) else [configured]
+    return frozenset({tokenizer.eos_token_id} | {token for token in configured_tokens if token is not None})
 
 
 def preload_models() -> None:
-    """Import the module of Qwen3-MoE before processes are forked: it takes each some seconds."""
+    """Import the Qwen3-MoE module before processes are forked; the import takes seconds in each of them."""
     import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 
 def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) -> Any:
-    """A transformers causal language model with random weights; ``seed`` makes them reproducible."""
+    """Return a transformers causal language model with random weights. ``seed`` makes them reproducible."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
-    if dtype.itemsize < 4:  # from_config rounds what from_pretrained keeps
+    # from_config converts router biases to ``dtype``; from_pretrained keeps them in fp32.
+    if dtype.itemsize < 4:
         for bias in router_biases(model).values():
             bias.data = bias.float()
     return model
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What a weight of a model in ``dtype`` is stored and sent in: the biases by which routers choose stay fp32, and so
-    do the scales of FP8 blocks."""
-    return torch.float32 if name.endswith(_KEPT_IN_FP32) else dtype
+    """Return the dtype in which a weight is stored and sent.
+
+    It is the model's, except for router biases and the scales of FP8 blocks, which are fp32.
+    """
+    return torch.float32 if name.endswith(_FP32_SUFFIXES) else dtype
 
 
 def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a transformers model in the on-disk naming; tied output weights are left out."""
+    """Stream the weights of a transformers model by on-disk name, without tied output weights."""
     tied = bool(model.config.tie_word_embeddings)
     for name, tensor in model.state_dict().items():
         match = _FUSED_EXPERTS.match(name)
@@ -141,7 +145,7 @@ def weight_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def adapter_sizes(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> dict[str, int]:
-    """The numbers in A and B together of each weight that gets them, of all weights by their names on disk."""
+    """Return the number of adapter parameters (A and B) of each adapted weight, by on-disk name."""
     matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight")}
     return {n: lora.rank * sum(shape) for n, shape in matrices.items() if n.split(".")[-2] in lora.target_modules}
 
@@ -151,7 +155,7 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
     """Copy a stream of weights into a transformers model, in its dtype.
 
     Raises:
-        CheckpointError: a name that the model does not have, a wrong shape, or weights that never came.
+        CheckpointError: A name is unknown, a shape is wrong, or weights are missing.
     """
     targets = {**dict(model.named_parameters()), **router_biases(model)}
     elements_left = {name: parameter.numel() for name, parameter in targets.items()}
@@ -163,16 +167,16 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
         elements_left[key] -= target.numel()
     missing = sorted(key for key, left in elements_left.items() if left)
     if missing:
-        raise CheckpointError(f"weights never came for {missing[:5]} ({len(missing)} parameters in all)")
+        raise CheckpointError(f"Missing weights: {missing[:5]} ({len(missing)} parameters in all).")
 
 
 def router_biases(model: Any) -> dict[str, Tensor]:
-    """The biases by which the routers of a transformers model choose experts, which are no parameters, by name."""
+    """Return the router biases of a transformers model by name; they are buffers, not parameters."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
 
 
 def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:
-    """The part of a fused expert tensor that an on-disk name stands for."""
+    """Return the part of a fused expert tensor that an on-disk name stands for, and the fused tensor's name."""
     match = _ONE_EXPERT.match(name)
     kind = None if match is None else ("down_proj" if match[3] == "down_proj" else "gate_up_proj")
     key = "" if match is None else f"{match[1]}.{kind}"
@@ -186,18 +190,18 @@ def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:
 
 
 def is_fused_experts(name: str) -> bool:
-    """Whether a parameter of a transformers model holds the weights of all experts, ``[experts, out, in]``."""
+    """Return True if a transformers parameter holds the weights of all experts ``[num_experts, out, in]``."""
     return _FUSED_EXPERTS.match(name) is not None
 
 
 def drain(weights: WeightStream) -> None:
-    """Run a stream to its end; for ranks that take part in gathering weights without using them."""
+    """Run a stream to its end, on ranks that take part in its collectives without using the weights."""
     for _ in weights:
         pass
 
 
 class DictWeights:
-    """A stream of weights held in memory, with random access."""
+    """Weights in memory, with random access by name."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._tensors = dict(weights)
@@ -206,12 +210,12 @@ class DictWeights:
         return self._tensors[name]
 
     def names(self) -> set[str]:
-        """All names."""
+        """Return all names."""
         return set(self._tensors)
 
 
 class FolderWeights:
-    """Random access to the safetensors weights of a folder, one tensor at a time."""
+    """Safetensors weights of a folder, with random access by name."""
 
     def __init__(self, path: str | Path) -> None:
         # Opened once: a file has thousands of tensors, and opening it reads the names of all.
@@ -240,31 +244,31 @@ class FolderWeights:
         return tuple(header.get_shape()), str(header.get_dtype())
 
     def names(self) -> set[str]:
-        """All weight names in the folder."""
+        """Return all weight names in the folder."""
         return set(self._files)
 
     def stream(self, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
-        """All weights by name; of a ``tied`` model, whose output layer is its embedding, without that layer."""
+        """Stream all weights by name. For a ``tied`` model the output layer is omitted: it is the embedding."""
         for name in sorted(self._files):
             if not (tied and name == "lm_head.weight"):
                 yield name, self[name]
 
 
 def parameter_count(hf_config: Any) -> int:
-    """All weights; tied ones once."""
+    """Return the number of weights; tied ones count once."""
     return sum(torch.Size(shape).numel() for shape in weight_shapes(hf_config).values())
 
 
 def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path") -> None:
-    """Refuse a folder whose safetensors files are missing, cut off, or of another model than its config.json.
+    """Check that a folder's safetensors files are complete and match its config.json.
 
     Args:
-        path: the folder.
-        hf_config: its configuration.
-        key: where the path stands in the configuration, for messages.
+        path: Folder of the model.
+        hf_config: Configuration of the model.
+        key: Configuration key of the path, for messages.
 
     Raises:
-        CheckpointError: with the first names that are missing or have other shapes.
+        CheckpointError: Weights are missing or have other shapes.
     """
     folder = Path(path)
     files = {file.name for file in folder.glob("*.safetensors")}
@@ -278,19 +282,19 @@ def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path")
             f"{key} = {str(path)!r}: model.safetensors.index.json names {absent[0]} ({len(absent)} files in all), "
             "which is not there; copy the folder again"
         )
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(files):
         try:
             with safe_open(folder / name, framework="pt") as handle:
-                found |= {weight: tuple(handle.get_slice(weight).get_shape()) for weight in handle.keys()}  # noqa: SIM118
+                shapes |= {weight: tuple(handle.get_slice(weight).get_shape()) for weight in handle.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{folder / name} is not a readable safetensors file: {error}") from error
     expected = weight_shapes(hf_config)
-    missing = [name for name in expected if name not in found]
-    other = [name for name in expected if name in found and found[name] != expected[name]]
+    missing = [name for name in expected if name not in shapes]
+    other = [name for name in expected if name in shapes and shapes[name] != expected[name]]
     if missing or other:
         name = (missing or other)[0]
-        detail = "is missing" if missing else f"has shape {found[name]}, expected {expected[name]}"
+        detail = "is missing" if missing else f"has shape {shapes[name]}, expected {expected[name]}"
         raise CheckpointError(
             f"{key} = {str(path)!r}: the weights do not fit config.json: {name} {detail} ({len(missing)} missing, "
             f"{len(other)} of other shapes)"

@@ -15,7 +15,6 @@ from measure_language import findings, is_banned  # noqa: E402
 NOT_YET = {
     "commands",
     "head",
-    "hf",
     "losses",
     "mcore",
     "parallel",

@@ -1,4 +1,4 @@
-"""Families of models: how each one's config.json and weights are Megatron's. One file a family."""
+"""Model families: how config.json and weights of each map to Megatron Core. One file per family."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_dppo.hf.families.family import Family, Rope
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for module in (qwen, llama, glm, deepseek) for family in module.FAMILIES
 }
-"""By ``model_type`` of config.json."""
+"""Families by ``model_type`` of config.json."""
 
 
 def get_family(model: Any) -> Family:
-    """That of a transformers config, or of a ``ModelShape``.
+    """Return the family of a transformers configuration, or of a ``ModelShape``.
 
     Raises:
-        CheckpointError: an architecture that there is no mapping for.
+        CheckpointError: The architecture has no mapping to Megatron.
     """
     model_type = model.family if isinstance(model, ModelShape) else model.model_type
     if model_type not in FAMILIES:

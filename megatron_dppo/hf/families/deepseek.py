@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and Moonlight: latent attention (MLA), sigmoid routers with groups, shared experts.
+"""DeepSeek-V3 and Moonlight: multi-latent attention (MLA), sigmoid routers with groups, shared experts.
 
-A norm of the latents has the ``rms_norm_eps`` of the model, as in Megatron, SGLang and vLLM; transformers takes 1e-6
-there (the same for DeepSeek-V3, less than Moonlight's 1e-5).
+The norms of the latents use the model's ``rms_norm_eps``, as in Megatron, SGLang and vLLM. transformers uses 1e-6
+there: the same for DeepSeek-V3, less than Moonlight's 1e-5.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families.family import Family, Rope, refuse, require_values, rope_parameters
+from megatron_dppo.hf.families.family import Family, Rope, raise_unsupported, require_values, rope_parameters
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
 
@@ -33,7 +33,9 @@ def _shape(hf_config: Any) -> ModelShape:
     require_values(hf_config, attention_bias=False, rope_interleave=True)
     heads = hf_config.num_attention_heads
     if hf_config.num_key_value_heads != heads:
-        refuse(hf_config, "num_key_value_heads", hf_config.num_key_value_heads, f"num_attention_heads ({heads})")
+        raise_unsupported(
+            hf_config, "num_key_value_heads", hf_config.num_key_value_heads, f"num_attention_heads ({heads})"
+        )
     return sigmoid_shape(hf_config, has_latent_attention=True, has_latent_queries=hf_config.q_lora_rank is not None)
 
 
@@ -56,34 +58,35 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
             v_head_dim=hf_config.v_head_dim,
             qk_layernorm=True,
             add_qkv_bias=False,
-            apply_rope_fusion=False,  # Megatron's kernel for MLA is experimental
+            # Megatron's fused kernel for MLA is experimental.
+            apply_rope_fusion=False,
         )
     )
 
 
 def _rope_fields(hf_config: Any) -> dict[str, Any]:
-    found = rope_parameters(hf_config, "default", "yarn")
-    if found["rope_type"] == "default":
-        return dict(rope_type="rope", rotary_base=found["rope_theta"])
+    parameters = rope_parameters(hf_config, "default", "yarn")
+    if parameters["rope_type"] == "default":
+        return dict(rope_type="rope", rotary_base=parameters["rope_theta"])
     for key, value in {"attention_factor": None, "truncate": True}.items():
-        if found.get(key, value) != value:
-            refuse(hf_config, f"rope_parameters.{key}", found[key], f"{value!r}")
-    whole = found.get("mscale_all_dim") or 0.0
+        if parameters.get(key, value) != value:
+            raise_unsupported(hf_config, f"rope_parameters.{key}", parameters[key], f"{value!r}")
+    mscale_all_dim = parameters.get("mscale_all_dim") or 0.0
     return dict(
         rope_type="yarn",
-        rotary_base=found["rope_theta"],
-        rotary_scaling_factor=float(found["factor"]),
-        original_max_position_embeddings=found["original_max_position_embeddings"],
-        beta_fast=float(found.get("beta_fast") or 32),
-        beta_slow=float(found.get("beta_slow") or 1),
-        # transformers takes a scale of its own only where there are both
-        mscale=float(found["mscale"]) if whole and found.get("mscale") else 1.0,
-        mscale_all_dim=float(whole),
+        rotary_base=parameters["rope_theta"],
+        rotary_scaling_factor=float(parameters["factor"]),
+        original_max_position_embeddings=parameters["original_max_position_embeddings"],
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        # transformers uses ``mscale`` only if both are set.
+        mscale=float(parameters["mscale"]) if mscale_all_dim and parameters.get("mscale") else 1.0,
+        mscale_all_dim=float(mscale_all_dim),
     )
 
 
 def _rope(hf_config: Any) -> Rope:
-    """Each layer has its own; these arguments of GPTModel are not read."""
+    """Return arguments that GPTModel does not read: each MLA layer has its own rotary embedding."""
     return Rope(_rope_fields(hf_config)["rotary_base"])
 
 

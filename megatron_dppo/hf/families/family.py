@@ -1,4 +1,4 @@
-"""What the package has to know of a family of models, and what families share."""
+"""Definition of a model family, and the parts that families share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_dppo.hf.families.rules import EXPERTS, Rule
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding, as arguments of Megatron's GPTModel."""
+    """Rotary embedding, as arguments of Megatron's GPTModel."""
 
     theta: float
     percent: float = 1.0
-    """share of a head's dimensions that is rotated, the first ones"""
+    """Fraction of a head's dimensions that is rotated, from the first one."""
     llama3_factor: float | None = None
-    """of Llama 3's scaling; None = not scaled"""
+    """Factor of Llama 3's scaling. None disables scaling."""
 
     def arguments(self) -> dict[str, Any]:
-        """By GPTModel's names."""
+        """Return the arguments by the names of GPTModel."""
         scaling = (
             {} if self.llama3_factor is None else {"rope_scaling": True, "rope_scaling_factor": self.llama3_factor}
         )
@@ -31,27 +31,27 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models with one Hugging Face class: sizes, fields in Megatron's configuration, names of weights."""
+    """Models of one Hugging Face class: sizes, TransformerConfig fields and weight names."""
 
     model_type: str
     hf_class: str
     shape: Callable[[Any], ModelShape]
-    """from config.json; refuses what it has no mapping for"""
+    """Returns the sizes from config.json. Raises CheckpointError for unsupported features."""
     fields: Callable[[Any, ModelShape], dict[str, Any]]
-    """of Megatron's TransformerConfig, beyond those that every family has"""
+    """Returns the family's TransformerConfig fields, beyond those of every family."""
     rope: Callable[[Any], Rope]
     attention: Callable[[ModelShape], tuple[Rule, ...]]
     dense: tuple[Rule, ...]
-    """of a layer without experts"""
+    """Rules of the MLP in a layer without experts."""
     experts: tuple[Rule, ...] = EXPERTS
-    """of a layer with experts"""
+    """Rules of the MLP in a layer with experts."""
 
 
-def refuse(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:
-    """Stop before a model that would be computed otherwise than config.json says.
+def raise_unsupported(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:
+    """Raise the error of an unsupported value in config.json.
 
     Raises:
-        CheckpointError: always.
+        CheckpointError: Always.
     """
     raise CheckpointError(
         f"config.json of model_type {hf_config.model_type!r} has {key} = {value!r}, which is not supported; "
@@ -60,66 +60,71 @@ def refuse(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:
 
 
 def require_values(hf_config: Any, **expected: Any) -> None:
-    """Stop unless each of these keys, where config.json has it at all, has the value, or one of a tuple of values.
+    """Check that each key that config.json has holds the expected value, or one of a tuple of values.
 
     Raises:
-        CheckpointError: the first that has another.
+        CheckpointError: A key has another value.
     """
     for key, values in expected.items():
         allowed = values if isinstance(values, tuple) else (values,)
-        if (found := getattr(hf_config, key, allowed[0])) not in allowed:
-            refuse(hf_config, key, found, " or ".join(map(repr, allowed)))
+        value = getattr(hf_config, key, allowed[0])
+        if value not in allowed:
+            raise_unsupported(hf_config, key, value, " or ".join(map(repr, allowed)))
 
 
 def check_common_keys(hf_config: Any) -> None:
-    """Stop before what no family has.
+    """Check for features that no family supports.
 
     Raises:
-        CheckpointError: quantised weights, another activation, layers with a window, biases in MLPs.
+        CheckpointError: Quantized weights, another activation, sliding windows, or biases in MLPs.
     """
     if getattr(hf_config, "quantization_config", None) is not None:
         method = dict(hf_config.quantization_config).get("quant_method", "")
-        refuse(hf_config, "quantization_config", method, "weights in bf16, fp16 or fp32 (convert the folder first)")
+        raise_unsupported(
+            hf_config, "quantization_config", method, "weights in bf16, fp16 or fp32 (convert the folder first)"
+        )
     require_values(hf_config, hidden_act="silu", mlp_bias=(False, None), use_sliding_window=(False, None))
     kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
-        refuse(hf_config, "layer_types", sorted(kinds), "'full_attention' in every layer")
+        raise_unsupported(hf_config, "layer_types", sorted(kinds), "'full_attention' in every layer")
 
 
 def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
-    """The parameters of the rotary embedding, wherever the transformers version keeps them, with ``rope_theta``.
+    """Return the parameters of the rotary embedding, ``rope_theta`` included.
+
+    transformers 5 keeps them in ``rope_parameters``, transformers 4 in ``rope_scaling`` and ``rope_theta``.
 
     Args:
-        hf_config: of any family.
-        kinds: the values of ``rope_type`` that the family has.
+        hf_config: transformers configuration.
+        kinds: Values of ``rope_type`` that the family supports.
 
     Raises:
-        CheckpointError: another kind.
+        CheckpointError: Another ``rope_type``.
     """
-    found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = found.get("rope_type", found.get("type", "default"))
+    parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in kinds:
-        refuse(hf_config, "rope_type", kind, " or ".join(map(repr, kinds)))
-    return {**found, "rope_type": kind, "rope_theta": float(found.get("rope_theta") or hf_config.rope_theta)}
+        raise_unsupported(hf_config, "rope_type", kind, " or ".join(map(repr, kinds)))
+    return {**parameters, "rope_type": kind, "rope_theta": float(parameters.get("rope_theta") or hf_config.rope_theta)}
 
 
 def default_rope(hf_config: Any) -> Rope:
-    """Of all dimensions of a head, not scaled.
+    """Return the rotary embedding of all dimensions of a head, without scaling.
 
     Raises:
-        CheckpointError: another kind, or of a part of a head.
+        CheckpointError: The embedding is scaled or covers a part of a head.
     """
-    found = rope_parameters(hf_config, "default")
-    if found.get("partial_rotary_factor", 1.0) != 1.0:
-        refuse(hf_config, "partial_rotary_factor", found["partial_rotary_factor"], "1.0")
-    return Rope(found["rope_theta"])
+    parameters = rope_parameters(hf_config, "default")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise_unsupported(hf_config, "partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
+    return Rope(parameters["rope_theta"])
 
 
-def common_shape(hf_config: Any, **more: Any) -> ModelShape:
-    """The sizes that every family's config.json has under one name, with ``more`` of its own.
+def common_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
+    """Return the sizes that all families name alike in config.json, with ``family_fields`` of one family.
 
     Raises:
-        CheckpointError: what no family has.
+        CheckpointError: A feature that no family supports.
     """
     check_common_keys(hf_config)
     return ModelShape(
@@ -128,18 +133,18 @@ def common_shape(hf_config: Any, **more: Any) -> ModelShape:
         num_attention_heads=hf_config.num_attention_heads,
         hidden_size=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
-        **{"num_query_groups": hf_config.num_key_value_heads, "num_experts": None} | more,
+        **{"num_query_groups": hf_config.num_key_value_heads, "num_experts": None} | family_fields,
     )
 
 
 def head_dim(hf_config: Any) -> int:
-    """Of grouped attention."""
-    found: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return found
+    """Return the head size of grouped attention."""
+    size: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return size
 
 
 def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
-    """Attention with grouped queries, in Megatron's configuration."""
+    """Return the TransformerConfig fields of grouped-query attention."""
     return dict(
         num_query_groups=hf_config.num_key_value_heads,
         kv_channels=head_dim(hf_config),
@@ -149,9 +154,10 @@ def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def expert_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
-    """Layers with experts, in Megatron's configuration; {} for a dense model."""
+    """Return the TransformerConfig fields of MoE layers; {} for a dense model."""
     if shape.num_experts is None:
         return {}
+    # 1 marks a layer with experts, 0 a dense one.
     mixed = {"moe_layer_freq": [int(i not in shape.dense_layers) for i in range(shape.num_layers)]}
     return (mixed if shape.dense_layers else {}) | dict(
         moe_ffn_hidden_size=hf_config.moe_intermediate_size,

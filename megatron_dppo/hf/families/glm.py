@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.5-Air: sigmoid routers, shared experts, heads that are rotated in part."""
+"""GLM-4.5 and GLM-4.5-Air: sigmoid routers, shared experts, partial rotary embedding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def _rope(hf_config: Any) -> Rope:
-    found = rope_parameters(hf_config, "default")
-    return Rope(found["rope_theta"], percent=found.get("partial_rotary_factor", 1.0))
+    parameters = rope_parameters(hf_config, "default")
+    return Rope(parameters["rope_theta"], percent=parameters.get("partial_rotary_factor", 1.0))
 
 
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and Mistral without a window."""
+"""Llama 2 and 3, and Mistral without a sliding window."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_dppo.hf.families.family import (
     common_shape,
     default_rope,
     grouped_fields,
-    refuse,
+    raise_unsupported,
     require_values,
     rope_parameters,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's scaling has fixed; all released Llama 3 models have these."""
+"""Values that Megatron's Llama 3 scaling fixes; all released Llama 3 models have them."""
 
 
 def _shape(hf_config: Any) -> ModelShape:
@@ -28,13 +28,13 @@ def _shape(hf_config: Any) -> ModelShape:
 
 
 def _rope(hf_config: Any) -> Rope:
-    found = rope_parameters(hf_config, "default", "llama3")
-    if found["rope_type"] == "default":
+    parameters = rope_parameters(hf_config, "default", "llama3")
+    if parameters["rope_type"] == "default":
         return default_rope(hf_config)
     for key, value in _LLAMA3.items():
-        if found[key] != value:
-            refuse(hf_config, f"rope_parameters.{key}", found[key], f"{value!r} (fixed in Megatron)")
-    return Rope(found["rope_theta"], llama3_factor=float(found["factor"]))
+        if parameters[key] != value:
+            raise_unsupported(hf_config, f"rope_parameters.{key}", parameters[key], f"{value!r} (fixed in Megatron)")
+    return Rope(parameters["rope_theta"], llama3_factor=float(parameters["factor"]))
 
 
 _family = partial(Family, shape=_shape, fields=grouped_fields, attention=grouped_attention, dense=DENSE_MLP)

@@ -22,30 +22,31 @@ _SHARED_EXPERT = (
 )
 
 
-def _shape(hf_config: Any, **more: Any) -> ModelShape:
+def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     require_values(hf_config, attention_bias=False)
-    return common_shape(hf_config, **more)
+    return common_shape(hf_config, **family_fields)
 
 
-def _shape_of_experts(hf_config: Any, **more: Any) -> ModelShape:
+def _moe_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     layers = range(hf_config.num_hidden_layers)
-    step, named = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
-    dense = tuple(i for i in layers if i in named or (i + 1) % step)  # transformers' rule
-    return _shape(hf_config, num_experts=hf_config.num_experts, dense_layers=dense, **more)
+    step = hf_config.decoder_sparse_step
+    # As in transformers: a layer is dense if it is listed, or if no MoE step falls on it.
+    dense = tuple(i for i in layers if i in hf_config.mlp_only_layers or (i + 1) % step)
+    return _shape(hf_config, num_experts=hf_config.num_experts, dense_layers=dense, **family_fields)
 
 
-def _shape_of_qwen2_moe(hf_config: Any) -> ModelShape:
-    return _shape_of_experts(hf_config, has_qkv_bias=hf_config.qkv_bias, has_shared_expert=True)
+def _qwen2_moe_shape(hf_config: Any) -> ModelShape:
+    return _moe_shape(hf_config, has_qkv_bias=hf_config.qkv_bias, has_shared_expert=True)
 
 
 def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
-    found = grouped_fields(hf_config, shape) | expert_fields(hf_config, shape)
+    fields = grouped_fields(hf_config, shape) | expert_fields(hf_config, shape)
     if shape.num_experts is not None:
-        found["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
+        fields["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
     if shape.has_shared_expert:
-        found["moe_shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size
-        found["moe_shared_expert_gate"] = True
-    return found
+        fields["moe_shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size
+        fields["moe_shared_expert_gate"] = True
+    return fields
 
 
 _family = partial(Family, fields=_fields, rope=default_rope, attention=grouped_attention, dense=DENSE_MLP)
@@ -53,13 +54,13 @@ FAMILIES = (
     _family(
         model_type="qwen3_moe",
         hf_class="Qwen3MoeForCausalLM",
-        shape=partial(_shape_of_experts, has_qk_norm=True),
+        shape=partial(_moe_shape, has_qk_norm=True),
     ),
     _family(model_type="qwen3", hf_class="Qwen3ForCausalLM", shape=partial(_shape, has_qk_norm=True)),
     _family(
         model_type="qwen2_moe",
         hf_class="Qwen2MoeForCausalLM",
-        shape=_shape_of_qwen2_moe,
+        shape=_qwen2_moe_shape,
         experts=EXPERTS + _SHARED_EXPERT,
     ),
     _family(model_type="qwen2", hf_class="Qwen2ForCausalLM", shape=partial(_shape, has_qkv_bias=True)),

@@ -1,6 +1,6 @@
-"""The rules between Hugging Face and Megatron weights that families are made of, both directions from one table.
+"""Rules that map Hugging Face weights to Megatron parameters and back; families are composed of them.
 
-A rule joins the Hugging Face tensors of one Megatron parameter into the *full* Megatron tensor and splits it again.
+A rule joins the Hugging Face tensors of one Megatron parameter into the *full* Megatron tensor, and splits it again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ def _alone(full: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _join_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """Megatron keeps, for each query group, its query heads, its key head and its value head together."""
-    groups, trailing = shape.num_query_groups, parts[0].shape[1:]
+    """Join q, k and v. Megatron stores each query group's query heads, key head and value head together."""
+    groups = shape.num_query_groups
+    trailing = parts[0].shape[1:]
     return torch.cat([p.reshape(groups, -1, *trailing) for p in parts], 1).reshape(-1, *trailing)
 
 
 def _split_qkv(full: Tensor, shape: ModelShape) -> list[Tensor]:
-    groups, trailing = shape.num_query_groups, full.shape[1:]
+    groups = shape.num_query_groups
+    trailing = full.shape[1:]
     heads = shape.num_attention_heads // groups
+    # Rows of one head.
     unit = full.shape[0] // (groups * (heads + 2))
     parts = full.reshape(groups, -1, *trailing).split([heads * unit, unit, unit], 1)
     return [p.reshape(-1, *trailing) for p in parts]
@@ -49,41 +52,47 @@ def _split_gated(full: Tensor, shape: ModelShape) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter and its Hugging Face tensors.
+    """Mapping of one Megatron parameter to its Hugging Face tensors.
 
-    ``{layer}`` and ``{expert}`` stand for global indices. ``shard_dim`` is the dimension that tensor parallelism
-    cuts (None = replicated); ``gated`` parameters are cut in each half; ``padded`` ones have a padded vocabulary.
+    Names contain ``{layer}`` and ``{expert}`` for global indices.
     """
 
     megatron: str
+    """Megatron parameter name."""
     hf: tuple[str, ...]
+    """Hugging Face weight names, in the order in which they are joined."""
     shard_dim: int | None = None
+    """Dimension that tensor parallelism splits. None means replicated."""
     join: Join = _only
     split: Split = _alone
     gated: bool = False
+    """True if tensor parallelism splits the two halves (gate and up) separately."""
     padded: bool = False
+    """True if the first dimension is the padded vocabulary."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter belongs to one expert."""
+        """True if the parameter belongs to one expert."""
         return "{expert}" in self.megatron
 
     def names(self, layer: int, expert: int) -> tuple[str, tuple[str, ...]]:
-        """The Megatron name and the Hugging Face names for a layer and an expert."""
+        """Return the Megatron name and the Hugging Face names for a layer and an expert."""
         fill = {"layer": layer, "expert": expert}
         return self.megatron.format(**fill), tuple(name.format(**fill) for name in self.hf)
 
 
-M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
-"""how the names of a layer begin in Megatron, and in Hugging Face"""
+M = "decoder.layers.{layer}."
+"""Prefix of a layer's parameter names in Megatron."""
+H = "model.layers.{layer}."
+"""Prefix of a layer's weight names in Hugging Face."""
 
 
 def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:
-    """A gated MLP: its joined gate and up projections, and its down projection.
+    """Return the rules of a gated MLP: the joined gate and up projections, and the down projection.
 
     Args:
-        megatron: the name in a layer, with ``{}`` for what follows ``linear_fc1`` and ``linear_fc2``.
-        hf: the name in a layer before ``gate_proj``.
+        megatron: Name of the MLP in a Megatron layer.
+        hf: Name of the MLP in a Hugging Face layer. ``{expert}`` in it makes a rule for each expert.
     """
     suffix = "{expert}" if "{expert}" in hf else ""
     gate_up = tuple(f"{H}{hf}.{x}_proj.weight" for x in ("gate", "up"))
@@ -114,7 +123,7 @@ EXPERTS = (
     *gated("mlp.experts", "mlp.experts.{expert}"),
 )
 ROUTER_BIAS = (Rule(M + "mlp.router.expert_bias", (H + "mlp.gate.e_score_correction_bias",)),)
-"""A buffer, in fp32 whatever the model's dtype."""
+"""Rule of the router bias, a buffer in fp32 for every model dtype."""
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), shard_dim=0, padded=True)
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), shard_dim=0, padded=True)
@@ -122,5 +131,5 @@ TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hf, shard_dim=0, padded=True
 
 
 def grouped_attention(shape: ModelShape) -> tuple[Rule, ...]:
-    """Attention with grouped queries, with what a family's model has of biases and norms."""
+    """Return the rules of grouped-query attention, with the model's biases and norms."""
     return GROUPED_ATTENTION + QKV_BIAS * shape.has_qkv_bias + QK_NORM * shape.has_qk_norm

@@ -1,38 +1,41 @@
-"""Experts chosen by sigmoid scores plus a bias, beside shared ones, after dense layers: GLM-4.5 and DeepSeek-V3."""
+"""MoE with sigmoid routers and a bias, shared experts, and dense first layers: GLM-4.5 and DeepSeek-V3."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families.family import common_shape, expert_fields, refuse, require_values
+from megatron_dppo.hf.families.family import common_shape, expert_fields, raise_unsupported, require_values
 from megatron_dppo.hf.families.rules import EXPERTS, ROUTER_BIAS, gated
 
 SIGMOID_EXPERTS = EXPERTS + ROUTER_BIAS + gated("mlp.shared_experts", "mlp.shared_experts")
-_IN_GROUP = 2
-"""Experts of a group whose scores add up to the group's, in transformers"""
+_EXPERTS_PER_GROUP_SCORE = 2
+"""Number of top experts whose scores add up to a group's score in transformers."""
 
 
-def sigmoid_shape(hf_config: Any, **more: Any) -> ModelShape:
-    """The sizes, with ``more`` of the family's own.
+def sigmoid_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
+    """Return the sizes, with ``family_fields`` of one family.
 
     Raises:
-        CheckpointError: routing that Megatron has not.
+        CheckpointError: Megatron does not support the routing.
     """
     require_values(hf_config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if hf_config.num_experts_per_tok < 2:
-        refuse(
-            hf_config, "num_experts_per_tok", hf_config.num_experts_per_tok, "2 and more (Megatron norms no single one)"
+        raise_unsupported(
+            hf_config,
+            "num_experts_per_tok",
+            hf_config.num_experts_per_tok,
+            "2 or more (Megatron does not normalize a single score)",
         )
     if hf_config.n_shared_experts < 1:
-        refuse(hf_config, "n_shared_experts", hf_config.n_shared_experts, "1 and more")
-    if _has_groups(hf_config) and hf_config.num_experts_per_tok // hf_config.topk_group != _IN_GROUP:
-        refuse(
+        raise_unsupported(hf_config, "n_shared_experts", hf_config.n_shared_experts, "1 or more")
+    if _has_groups(hf_config) and hf_config.num_experts_per_tok // hf_config.topk_group != _EXPERTS_PER_GROUP_SCORE:
+        raise_unsupported(
             hf_config,
             "topk_group",
             hf_config.topk_group,
-            f"num_experts_per_tok / {_IN_GROUP} (Megatron takes num_experts_per_tok / topk_group scores for a group's, "
-            f"the model {_IN_GROUP}), or n_group",
+            f"num_experts_per_tok / {_EXPERTS_PER_GROUP_SCORE} (for a group's score Megatron adds up "
+            f"num_experts_per_tok / topk_group scores, the model {_EXPERTS_PER_GROUP_SCORE}), or n_group",
         )
     return common_shape(
         hf_config,
@@ -41,12 +44,12 @@ def sigmoid_shape(hf_config: Any, **more: Any) -> ModelShape:
         has_shared_expert=True,
         has_router_bias=True,
         num_mtp_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
-        **more,
+        **family_fields,
     )
 
 
 def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
-    """Experts and routers in Megatron's configuration. The routers' biases stay as they are."""
+    """Return the TransformerConfig fields of experts and routers. The router biases are not updated."""
     groups = _has_groups(hf_config)
     return expert_fields(hf_config, shape) | dict(
         moe_router_score_function="sigmoid",
@@ -60,5 +63,5 @@ def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def _has_groups(hf_config: Any) -> bool:
-    """Whether the groups of experts exclude any."""
+    """Return True if the group limit excludes any experts."""
     return (hf_config.n_group or 1) > 1 and hf_config.topk_group < hf_config.n_group

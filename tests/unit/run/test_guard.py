@@ -101,10 +101,10 @@ class Recorder:
 
 
 class Planned(Updater):
-    def _packed(self, samples: list[Any]) -> Any:
+    def _pack(self, samples: list[Any]) -> Any:
         return samples, samples
 
-    def _weighted(self, packed: Any) -> Any:
+    def _add_token_weights(self, packed: Any) -> Any:
         return packed
 
 

@@ -137,7 +137,7 @@ def test_the_run_and_the_dry_run_have_one_list(dry: Any, monkeypatch: pytest.Mon
 
 def test_megatrons_own_refusal_is_a_problem_like_others(dry: Any) -> None:
     code, _, error = dry("--recompute-granularity", "full", "--recompute-method", "uniform", *SINGLE)
-    assert code == 2 and "Megatron's TransformerConfig refuses" in error and "recompute_num_layers" in error
+    assert code == 2 and "Megatron's TransformerConfig rejects" in error and "recompute_num_layers" in error
     code, _, error = dry("--model.transformer.activation_func_clamp_value", "true", *SINGLE)
     assert code == 2 and "expected float" in error
     code, _, error = dry("--model.transformer.init_method", "normal", *SINGLE)
