@@ -85,7 +85,7 @@ def pid_exists(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_answers_and_errors_are_those_of_a_client_in_this_process(engine: str) -> None:
+def test_responses_and_errors_equal_those_of_a_client_in_this_process(engine: str) -> None:
     case = Case(engine)
     wrong = replace(case.request, params=replace(case.request.params, max_new_tokens=3))
     filtered = replace(case.request, params=replace(case.request.params, top_k=4, return_sampling_mask=True))
@@ -112,7 +112,7 @@ def test_answers_and_errors_are_those_of_a_client_in_this_process(engine: str) -
     case.use(stub, run, count=2)
 
 
-def test_a_caller_that_gives_up_ends_the_request_at_the_server() -> None:
+def test_a_canceled_caller_cancels_the_request_at_the_server() -> None:
     case = Case("vllm")
     ended: list[bool] = []
 
@@ -140,7 +140,7 @@ def test_a_caller_that_gives_up_ends_the_request_at_the_server() -> None:
 
 
 @pytest.mark.slow
-def test_a_request_outlives_the_process_that_reads_its_answer() -> None:
+def test_a_request_survives_the_process_that_reads_its_response() -> None:
     case = Case("sglang")
     asked: list[str] = []
 
@@ -168,7 +168,7 @@ def test_a_request_outlives_the_process_that_reads_its_answer() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_pool_the_loss_is_told() -> None:
+def test_without_the_pool_a_lost_response_is_an_error() -> None:
     case = Case("sglang")
 
     async def run(clients: ClientProcesses, server: Any) -> None:
@@ -200,7 +200,7 @@ def test_signals_for_the_trainer_do_not_end_it() -> None:
     case.use(case.stub(), run)
 
 
-def test_messages_arrive_as_they_were_however_they_are_cut() -> None:
+def test_messages_arrive_unchanged_however_they_are_split() -> None:
     columns = {
         "a": ids(range(5)),
         "none": ids([]),
@@ -266,7 +266,7 @@ def test_a_generation_without_tokens_stays_one() -> None:
     case.use(case.stub(nothing), run)
 
 
-def test_a_process_that_nothing_was_asked_of_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_requests_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine it takes longer to start than a run would wait for its end.
     monkeypatch.setattr("megatron_dppo.engines.client_processes._EXIT_SECONDS", 60.0)
 

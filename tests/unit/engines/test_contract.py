@@ -189,7 +189,7 @@ def test_a_prefix_of_an_answer_that_stopped_is_no_answer() -> None:
         check(request, truncated(silent))
 
 
-def test_a_top_k_that_nobody_asked_for_is_refused() -> None:
+def test_an_unrequested_top_k_is_rejected() -> None:
     request, given = honest()
     with pytest.raises(ContractViolation, match="Top-K is there, expected none"):
         check(replace(request, params=replace(request.params, topk_logprobs=0)), given)

@@ -56,7 +56,7 @@ def lists(given: Generation) -> Sets:
 
 
 @pytest.mark.parametrize("topk", [0, 1, 4, 30])
-def test_honest_sets_keep_it(topk: int) -> None:
+def test_correct_sampling_masks_pass(topk: int) -> None:
     for seed in range(30):
         request, given = filtered(seed, topk)
         check_generation(given, request, CONTRACT, URL)
@@ -133,7 +133,7 @@ VALUES: dict[str, tuple[Callable[[Generation], Generation], str]] = {
 
 
 @pytest.mark.parametrize("name", [*FRAME, *VALUES])
-def test_a_lie_is_named(name: str) -> None:
+def test_a_wrong_sampling_mask_is_named(name: str) -> None:
     lie, message = (FRAME | VALUES)[name]
     for seed in (3, 14):
         request, given = filtered(seed)
@@ -156,7 +156,7 @@ def test_a_set_that_is_all_in_the_topk_has_all_of_the_mass() -> None:
         check_generation(lower, request, CONTRACT, URL)
 
 
-def test_more_ids_than_top_k_and_sets_that_nobody_asked_for_are_refused() -> None:
+def test_more_ids_than_top_k_and_unrequested_sampling_masks_are_rejected() -> None:
     request, given = filtered(0)
     most = max(len(part) for part in lists(given))
     check_generation(given, replace(request, params=replace(request.params, top_k=most)), CONTRACT, URL)

@@ -26,7 +26,7 @@ def post(stub: Stub, path: str, **options: Any) -> Any:
     return with_stub(stub, use)
 
 
-def test_json_text_and_empty_answers_come_back_and_the_key_goes_along() -> None:
+def test_json_text_and_empty_responses_are_returned_and_the_key_is_sent() -> None:
     stub = Stub({"/json": {"b": [1, 2]}, "/text": "Cache flushed.", "/empty": None})
     assert post(stub, "/json") == {"b": [1, 2]}
     assert post(stub, "/text") == "Cache flushed."
@@ -46,7 +46,7 @@ def test_json_text_and_empty_answers_come_back_and_the_key_goes_along() -> None:
         ({"success": False, "message": "no such folder"}, "no such folder"),
     ],
 )
-def test_a_refusal_tells_url_status_and_the_servers_words_and_never_the_key(body: Any, said: str) -> None:
+def test_an_http_error_has_url_status_and_the_servers_text_but_not_the_key(body: Any, said: str) -> None:
     stub = Stub({"/x": (400, body)})
     with pytest.raises(ServerError, match=said) as caught:
         post(stub, "/x")
@@ -66,7 +66,7 @@ def test_a_call_ends_at_its_deadline() -> None:
     assert time.monotonic() - start < 3 and caught.value.status is None
 
 
-def test_a_redirect_is_not_followed_since_it_would_carry_the_key_along() -> None:
+def test_a_redirect_is_not_followed_since_it_would_send_the_key() -> None:
     async def elsewhere(call: Call) -> Any:
         raise web.HTTPFound("/other")
 
@@ -76,7 +76,7 @@ def test_a_redirect_is_not_followed_since_it_would_carry_the_key_along() -> None
     assert stub.paths == ["/x"]
 
 
-def test_nobody_listening_is_an_error_that_names_the_address() -> None:
+def test_a_refused_connection_is_an_error_that_names_the_address() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -94,7 +94,7 @@ def test_nobody_listening_is_an_error_that_names_the_address() -> None:
 
 
 @pytest.mark.parametrize(("repeat", "calls"), [(True, 2), (False, 1)])
-def test_a_broken_connection_is_tried_again_only_where_a_repeat_is_safe(repeat: bool, calls: int) -> None:
+def test_a_broken_connection_is_retried_only_where_a_repeat_is_safe(repeat: bool, calls: int) -> None:
     came: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -157,7 +157,7 @@ def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
 
 
 @pytest.mark.parametrize(("keep_alive", "connections"), [(True, 1), (False, 3)])
-def test_a_connection_is_used_again_unless_told_otherwise(keep_alive: bool, connections: int) -> None:
+def test_a_connection_is_reused_unless_keep_alive_is_off(keep_alive: bool, connections: int) -> None:
     async def run() -> int:
         peers = set()
 

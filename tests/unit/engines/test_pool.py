@@ -71,21 +71,21 @@ def test_siblings_move_to_another_server_when_theirs_is_much_busier() -> None:
     assert sum(shares(servers)) == 60 and min(shares(servers)) >= 20
 
 
-def test_pools_of_several_ranks_begin_with_different_servers() -> None:
+def test_pools_of_several_ranks_start_with_different_servers() -> None:
     servers = fakes(3)
     for first in range(3):
         asyncio.run(ask(pool_of(servers, first=first), 1))
     assert shares(servers) == [1, 1, 1] and [s.requests[0].request_id for s in servers] == ["r0"] * 3
 
 
-def test_no_more_requests_are_under_way_than_allowed() -> None:
+def test_no_more_requests_are_in_flight_than_allowed() -> None:
     servers = fakes(1)
     answers = asyncio.run(ask(pool_of(servers, most=5), 17))
     assert servers[0].most == 5 and len(answers) == 17
 
 
 @pytest.mark.parametrize("way", ["dead", "hung"])
-def test_requests_of_a_server_that_dies_or_hangs_are_answered_once_by_the_others(way: str) -> None:
+def test_requests_of_a_server_that_dies_or_hangs_are_completed_once_by_the_others(way: str) -> None:
     servers = fakes(3)
 
     async def run() -> tuple[ServerPool, list[Generation]]:
@@ -103,7 +103,7 @@ def test_requests_of_a_server_that_dies_or_hangs_are_answered_once_by_the_others
     assert pool.counts.servers_lost == 1 and pool.counts.retries == 10
 
 
-def test_a_refusal_is_the_callers_error_and_costs_no_server() -> None:
+def test_a_rejected_request_is_the_callers_error_and_evicts_no_server() -> None:
     servers = fakes(2)
     for server in servers:
         server.refuses = {"bad"}
@@ -117,7 +117,7 @@ def test_a_refusal_is_the_callers_error_and_costs_no_server() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_came_back_works_only_with_the_current_weights() -> None:
+def test_a_restarted_server_is_used_only_with_the_current_weights() -> None:
     servers = fakes(2)
 
     async def run() -> None:
@@ -142,7 +142,7 @@ def test_a_server_that_came_back_works_only_with_the_current_weights() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_from_other_weights_is_not_used() -> None:
+def test_a_response_from_other_weights_is_not_used() -> None:
     servers = fakes(2)
 
     async def run() -> None:
@@ -158,7 +158,7 @@ def test_an_answer_from_other_weights_is_not_used() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_says_one_version_and_answers_with_another_ends_in_an_error() -> None:
+def test_a_server_that_reports_one_version_and_samples_with_another_is_an_error() -> None:
     servers = fakes(1)
 
     async def run() -> None:
@@ -170,7 +170,7 @@ def test_a_server_that_says_one_version_and_answers_with_another_ends_in_an_erro
     asyncio.run(run())
 
 
-def test_an_answer_may_hold_tokens_of_each_version_that_was_current_meanwhile() -> None:
+def test_a_response_may_have_tokens_of_each_version_that_was_current_meanwhile() -> None:
     servers = fakes(1, seconds=0.01)
 
     async def run() -> None:
@@ -185,7 +185,7 @@ def test_an_answer_may_hold_tokens_of_each_version_that_was_current_meanwhile() 
     asyncio.run(run())
 
 
-def test_without_a_usable_server_the_error_names_each_and_why() -> None:
+def test_without_a_usable_server_the_error_lists_each_server_and_its_problem() -> None:
     servers = fakes(2)
     servers[0].dead = servers[1].dead = True
 

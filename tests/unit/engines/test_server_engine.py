@@ -94,7 +94,7 @@ def check(completion: Completion, first: int, versions: list[int]) -> None:
     assert completion.loss_mask is None and completion.text == ",".join(map(str, tokens))
 
 
-def test_completions_come_in_the_order_of_the_prompts_with_all_their_parts(
+def test_completions_are_in_the_order_of_the_prompts_with_all_columns(
     engine: ServerEngine, servers: list[FakeServer]
 ) -> None:
     for server in servers:
@@ -115,7 +115,7 @@ def test_completions_come_in_the_order_of_the_prompts_with_all_their_parts(
     assert engine.policy_version == 1
 
 
-def test_a_response_that_was_stopped_from_outside_goes_on_under_the_new_weights(
+def test_a_response_that_was_aborted_continues_under_the_new_weights(
     engine: ServerEngine, servers: list[FakeServer]
 ) -> None:
     found: list[Completion] = []
@@ -191,7 +191,7 @@ def test_the_slowest_groups_are_stopped_and_continued_later(engine: ServerEngine
     assert not engine.unfinished()
 
 
-def test_what_is_not_kept_begins_anew(engine: ServerEngine, servers: list[FakeServer]) -> None:
+def test_a_group_that_is_not_held_starts_anew(engine: ServerEngine, servers: list[FakeServer]) -> None:
     slow_groups(servers, {1})
     first = first_complete(engine, [0, 1], [0, 1], 2, params(60), enough=1, keep=())
     assert first[1] is None
@@ -201,7 +201,7 @@ def test_what_is_not_kept_begins_anew(engine: ServerEngine, servers: list[FakeSe
     assert again is not None and {c.policy_versions for c in again} == {(VersionSpan(5, 0, 7),)}
 
 
-def test_requests_that_were_never_sent_do_not_begin_when_others_are_stopped(servers: list[FakeServer]) -> None:
+def test_requests_that_were_never_sent_do_not_start_when_others_are_stopped(servers: list[FakeServer]) -> None:
     dense = SimpleNamespace(vocab_size=VOCAB, eos_token_id=END)
     import megatron_dppo.engines.server_engine as module
 
@@ -220,7 +220,7 @@ def test_requests_that_were_never_sent_do_not_begin_when_others_are_stopped(serv
     engine.close()
 
 
-def test_what_is_under_way_can_be_looked_at_goes_on_and_goes_on_elsewhere(
+def test_a_snapshot_of_groups_in_flight_continues_here_and_in_another_engine(
     engine: ServerEngine, servers: list[FakeServer]
 ) -> None:
     slow_groups(servers, set(), end=60)
@@ -243,7 +243,7 @@ def test_what_is_under_way_can_be_looked_at_goes_on_and_goes_on_elsewhere(
         assert torch.equal(other.routed_experts, expected)  # type: ignore[arg-type]
 
 
-def test_a_pause_takes_requests_back_and_sends_none_until_new_weights_are_there(
+def test_a_pause_aborts_requests_and_sends_none_until_the_weights_are_new(
     engine: ServerEngine, servers: list[FakeServer]
 ) -> None:
     slow_groups(servers, set(), end=60)
@@ -260,7 +260,7 @@ def test_a_pause_takes_requests_back_and_sends_none_until_new_weights_are_there(
     check((later.result(20) or [])[0], 3, [9] * 58)
 
 
-def test_a_function_goes_on_by_replay_after_it_was_stopped(servers: list[FakeServer]) -> None:
+def test_a_function_continues_by_replay_after_it_was_stopped(servers: list[FakeServer]) -> None:
     """Turns of four tokens with two of a tool between them; the second call gives the function what it had."""
     begun: list[int] = []
 
@@ -321,7 +321,7 @@ def test_when_one_request_fails_the_others_have_ended(engine: ServerEngine, serv
     assert all(server.running == 0 for server in servers)
 
 
-def test_the_loop_thread_passes_results_and_errors_on_and_ends() -> None:
+def test_the_loop_thread_returns_results_and_errors_and_ends() -> None:
     thread = LoopThread("test")
 
     async def double(x: int) -> int:
@@ -372,7 +372,7 @@ def asked_from(servers: list[FakeServer]) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.usefixtures("shared")
-def test_the_routes_of_a_prompt_are_asked_for_once_for_all_siblings(
+def test_the_routes_of_a_prompt_are_requested_once_for_all_siblings(
     engine: ServerEngine, servers: list[FakeServer]
 ) -> None:
     slow_groups(servers, set(), end=40)
@@ -391,7 +391,7 @@ def test_the_routes_of_a_prompt_are_asked_for_once_for_all_siblings(
 
 
 @pytest.mark.usefixtures("shared")
-def test_siblings_whose_weights_nobody_asked_ask_again_or_begin_again(
+def test_siblings_without_routes_of_their_weights_request_them_or_start_again(
     engine: ServerEngine, servers: list[FakeServer]
 ) -> None:
     """Requests that wait for their turn while the weights change; of version 2 all is over before the routes come."""
@@ -415,7 +415,7 @@ def test_siblings_whose_weights_nobody_asked_ask_again_or_begin_again(
 
 
 @pytest.mark.usefixtures("shared")
-def test_a_response_whose_prompt_was_read_by_weights_that_are_gone_begins_again(
+def test_a_response_whose_prompt_was_read_by_old_weights_starts_again(
     engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_groups(servers, set(), end=20)
@@ -436,7 +436,7 @@ def test_a_response_whose_prompt_was_read_by_weights_that_are_gone_begins_again(
 
 
 @pytest.mark.usefixtures("shared")
-def test_a_group_that_is_stopped_before_its_routes_are_there_goes_on_later(
+def test_a_group_that_is_stopped_before_its_routes_arrive_continues_later(
     engine: ServerEngine, servers: list[FakeServer]
 ) -> None:
     slow_groups(servers, {0}, end=20)
