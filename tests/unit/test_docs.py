@@ -86,3 +86,16 @@ def test_sentences_of_pages_are_short() -> None:
         if lengths and (statistics.fmean(lengths) > 18 or max(lengths) > 50):
             long[page.name] = (statistics.fmean(lengths), max(lengths))
     assert not long
+
+
+def test_modules_that_pages_name_are_there() -> None:
+    package = ROOT / "megatron_dppo"
+    folders = "|".join(
+        sorted(path.name for path in package.iterdir() if path.is_dir() and not path.name.startswith("_"))
+    )
+    missing = []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for name in re.findall(rf"`((?:{folders})/[a-z0-9_/]+\.py)`", page.read_text(encoding="utf-8")):
+            if not (package / name).exists():
+                missing.append(f"{page.name}: {name}")
+    assert not missing
