@@ -61,9 +61,16 @@ class TrainerConnection:
             os._exit(0)
 
     def receive(self) -> Sequence[RewardItem]:
-        """Return the samples of the next chunk. EOFError reports that the trainer has exited."""
+        """Return the samples of the next chunk, and report that their time limit begins.
+
+        Unpickling imports what the samples refer to, torch for example. That is not the function's time.
+
+        Raises:
+            EOFError: The trainer has exited.
+        """
         self._check()
         self._chunk, items = self._connection.recv()
+        self.send(None, ScoringOutcome(0.0, {}))
         return items
 
     def send(self, index: int | None, outcome: ScoringOutcome, *, is_end: bool = False) -> None:

@@ -16,9 +16,10 @@ from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.process_tree import kill_process_tree
 from megatron_dppo.rewards.scoring import Reply, ScoringOutcome, run_worker, too_slow
+from megatron_dppo.rewards.time_limit import TimeLimit
 
 _START_SECONDS = 120.0
-"""Time limit in seconds for the start of the process and the import of the function."""
+"""Time limit in seconds for the start of the process with the import of the function, and for unpickling a chunk."""
 _EXIT_SECONDS = 5.0
 """Time limit in seconds for a process that closed its connection to exit by itself."""
 _GRACE_SECONDS = 0.5
@@ -60,8 +61,12 @@ class Worker:
         self._at_exit: Any = None
         self._chunk = SampleChunk(0, [])
         self._started = False
-        self.deadline = 0.0
-        """Time (``time.monotonic()``) after which the process is killed."""
+        self._time_limit: TimeLimit | None = None
+
+    @property
+    def deadline(self) -> float:
+        """Time (``time.monotonic()``) at which to call ``receive``, also without a reply."""
+        return 0.0 if self._time_limit is None else self._time_limit.deadline
 
     @property
     def connection(self) -> Connection:
@@ -76,7 +81,7 @@ class Worker:
         self._await_start()
         self._chunk = SampleChunk(self._chunk.number + 1, indices)
         self.connection.send((self._chunk.number, [items[index] for index in indices]))
-        self.deadline = time.monotonic() + self._limit
+        self._time_limit = TimeLimit(self._process.pid, _START_SECONDS)
 
     def receive(self) -> SampleChunk | None:
         """Read available replies; return the chunk when it is complete or its process was killed or died."""
@@ -89,12 +94,12 @@ class Worker:
                     return self._chunk
                 if reply.sample_index is not None:
                     self._chunk.outcomes[self._chunk.indices[reply.sample_index]] = reply.outcome
-                self.deadline = time.monotonic() + self._limit
+                self._time_limit = TimeLimit(self._process.pid, self._limit)
         except Exception as error:  # The connection ended, or the function wrote something into it.
             self._chunk.error = f"the scoring process died ({self._how_it_ended(error)})"
             self.close()
             return self._chunk
-        if time.monotonic() < self.deadline:
+        if time.monotonic() < self.deadline or (self._time_limit is not None and self._time_limit.extend()):
             return None
         # Over the limit: kill the process. The caller retries or fails the unscored samples of the chunk.
         self._chunk.error = too_slow(self._timeout)
