@@ -1,1 +1,1 @@
-"""What belongs to one run: the checks before it, its folder and lock, its starts, updates, processes and hangs."""
+"""One training run: preflight checks, folder and lock, loop, checkpoints, processes and watchdog."""

@@ -210,7 +210,7 @@ def build_sampling_engine(
 def build_weight_sync(
     config: Config, hf_config: Any, device: torch.device, sharing: MemorySharing | None = None
 ) -> WeightSync:
-    """What sends weights to the servers of the run, by clients of its own.
+    """Return the sync that sends weights to the run's servers, with clients of its own.
 
     Args:
         config: the whole configuration.
@@ -241,7 +241,7 @@ def build_publisher(
     platform: Platform,
     sharing: MemorySharing | None = None,
 ) -> Publisher:
-    """What gives new weights to the engines of all ranks; ``sharing`` is what ``find_sharing`` gave."""
+    """Return the publisher of new weights to the engines of all ranks; ``sharing`` is the result of ``find_sharing``."""
     from megatron_dppo.weights.adapter_proof import AdapterProof
     from megatron_dppo.weights.probe import Probe
     from megatron_dppo.weights.publish import BatchInvariantPublisher, LocalPublisher, ServerPublisher

@@ -28,7 +28,7 @@ from megatron_dppo.parallel.objects import from_leader
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """What every rank reads."""
+    """Inputs that every rank reads."""
 
     hf_config: Any
     num_parameters: int
@@ -38,29 +38,29 @@ class ModelInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSets:
-    """What rank 0 reads for all."""
+    """Data sets that rank 0 reads for all ranks."""
 
     train_prompts: PromptDataset
     eval_prompts: dict[str, PromptDataset]
     """Held-out sets by name; a single one without a name is called ``""``; empty = no evaluation."""
     warmup_data: SupervisedDataset | None
     data_summary: str
-    """What was read, dropped and kept, for the terminal."""
+    """Numbers of rows read and dropped, for the console."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(ModelInputs, DataSets):
-    """What the configuration names."""
+    """Model, tokenizer and data of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialModelInputs:
-    """What there is of the ``ModelInputs``: data are looked at even if some of it is wrong."""
+    """Readable parts of ``ModelInputs``: the data are checked even if the model has problems."""
 
     tokenizer: Any
     context_length: int | None
     complete: ModelInputs | None
-    """None = something is wrong with it"""
+    """None if the model has problems."""
 
 
 def read_inputs(config: Config, world_size: int) -> Inputs:
@@ -154,7 +154,7 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
 
 
 def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
-    """Whether the model has what the configuration asks of it."""
+    """Check that the model supports the configuration."""
     problems, path = ErrorCollector(), config.model.path
     problems.attempt(get_family(hf_config).rope, hf_config)
     if not config.model.random_init:
@@ -189,7 +189,7 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
 
 
 def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
-    """What the configuration asks for that is not there for models of this family."""
+    """Yield settings that models of this family do not support."""
     noise = config.rollout.perturbation.router_noise
     for key, value, has_it, reason in (
         (

@@ -38,7 +38,7 @@ def this_try() -> dict[str, Any]:
 
 
 def is_earlier(other: Mapping[str, Any]) -> bool:
-    """Whether somebody belongs to an earlier try of our job."""
+    """Return True if a process belongs to an earlier attempt of this job."""
     ours = this_try()
     return bool(ours) and other.get("job") == ours["job"] and int(other.get("try", 0)) < ours["try"]
 
@@ -80,18 +80,18 @@ HEARTBEAT_SECONDS = 5.0
 
 
 CLAIM_SECONDS = 60.0
-"""How long an earlier try of the same job has to see that it is over; several heartbeats must fit in."""
+"""Seconds that an earlier attempt of the same job has to exit. Longer than several heartbeats."""
 
 
 WATCH_SECONDS = 30.0
-"""How long a newcomer looks for heartbeats of an owner on another machine; several of them must fit in."""
+"""Seconds to watch for heartbeats of an owner on another machine. Longer than several heartbeats."""
 
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def this_process() -> dict[str, Any]:
-    """Who we are, so that another process can tell whether we still live."""
+    """Return the identity of this process, by which another process can check that it is alive."""
     return {
         "host": socket.gethostname(),
         "machine": _machine(),
@@ -120,10 +120,10 @@ def _birth(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Words:
-    """How messages speak of a folder and of who works in it."""
+    """Words of the messages about a folder and its owner."""
 
     key: str = "run.output_dir"
-    """by which the user chose the folder"""
+    """Configuration key or option that names the folder."""
     owner: str = "run"
     way_out: str = "Choose another folder, or stop that run"
 
@@ -208,7 +208,7 @@ class FolderLock:
         time.sleep(HEARTBEAT_SECONDS / 5)
 
     def _try_lock(self) -> bool:
-        """Whether the kernel gives us the lock; also True where the file system has none, and the heartbeat decides."""
+        """Return True if the kernel grants the lock, or if the file system has no locks and the heartbeat decides."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -226,7 +226,7 @@ class FolderLock:
             return False
 
     def _owner(self) -> dict[str, Any] | None:
-        """Who wrote the file last; None for an empty or unreadable one (its owner died while it wrote)."""
+        """Return the last writer of the file. None if it is empty or unreadable: its owner died while writing."""
         try:
             owner = json.loads(os.pread(self._file, 4096, 0))
         except ValueError:

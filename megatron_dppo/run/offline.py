@@ -47,18 +47,18 @@ _VERSION = 0
 
 
 _OF_A_TRAINER = {"ipc": "the memory of a trainer", "adapter": "the adapters of a trainer"}
-"""What methods of the weight sync give that is not the weights of a folder"""
+"""Weight sync methods that need a trainer, and what they send."""
 
 
 @dataclass(frozen=True)
 class Offline:
-    """What answers, and how prompts for it are read."""
+    """An engine with weights, and the reader of its prompts."""
 
     config: Config
     engine: RolloutEngine
     prompts: PromptReader
     weights: str
-    """which they are, for the reader"""
+    """Name of the weights, for output."""
 
 
 def offline_config(target: Path, overrides: Sequence[str]) -> Config:
@@ -172,7 +172,7 @@ _TOGETHER = 1024
 
 
 def evaluate(offline: Offline, answers: Path | None = None) -> dict[str, float]:
-    """What ``[eval]`` shows of the weights on all of ``data.eval``, as a run logs it under ``eval/``.
+    """Evaluate the weights on all of ``data.eval`` and return the metrics that a run logs under ``eval/``.
 
     Args:
         offline: what answers.

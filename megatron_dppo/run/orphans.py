@@ -1,4 +1,4 @@
-"""What this process starts does not outlive it, and it does not outlive its launcher."""
+"""Processes end with their parent: children with this process, this process with its launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _guarded = 0
 """The process whose forked children end with it; 0 = none. A copy of it in such a child is no guarded process."""
 _forking = False
-"""Whether the fork under way is to be followed by a parent-death signal."""
+"""True if the current fork needs a parent-death signal."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whether the output folder can take what a run writes; nothing is created."""
+"""Checks of the output folder and its free space. Nothing is created."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.run_folder import OLD
 
 _OPTIMIZER_BYTES = 12
-"""a parameter's fp32 copy and Adam's two moments in a checkpoint"""
+"""Bytes of a parameter's fp32 copy and Adam's two moments in a checkpoint."""
 _LOGS = 10_000_000
-"""metrics, samples, curves"""
+"""Bytes of metrics, samples and curves."""
 
 
 def output_problems(config: Config) -> Iterator[UserError]:
-    """What is wrong with ``run.output_dir`` itself, and with the folder of ``rollout.weight_sync``."""
+    """Yield problems of ``run.output_dir`` and of the folder of ``rollout.weight_sync``."""
     folders = {"run.output_dir": config.run.output_dir}
     if config.rollout.weight_sync.folder is not None:
         folders["rollout.weight_sync.folder"] = config.rollout.weight_sync.folder
@@ -48,12 +48,12 @@ def _why_not(folder: Path) -> str | None:
 
 
 def weights_bytes(config: Config, inputs: Inputs) -> int:
-    """Of the weights alone, in the dtype of training."""
+    """Return the bytes of the weights in the dtype of training."""
     return inputs.num_parameters * DTYPES[config.model.dtype].itemsize
 
 
 def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
-    """Of one checkpoint, an estimate: what is trained, its fp32 copy and two moments."""
+    """Estimate the bytes of one checkpoint: trained parameters, their fp32 copy and two moments."""
     return _trained(config, inputs) * (DTYPES[config.model.dtype].itemsize + _OPTIMIZER_BYTES)
 
 
@@ -65,19 +65,19 @@ def _trained(config: Config, inputs: Inputs) -> int:
 
 
 def estimate_save_bytes(config: Config, inputs: Inputs) -> int:
-    """What must be free before the next checkpoint: as much as the last one took, or an estimate before the first."""
+    """Return the bytes that the next checkpoint needs: the size of the largest one, or an estimate before the first."""
     folder = checkpoints_folder(Path(config.run.output_dir))
     sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}
     return max(sizes.values(), default=checkpoint_bytes(config, inputs))
 
 
 def folder_bytes(folder: Path) -> int:
-    """What the files in it take."""
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def run_bytes(config: Config, inputs: Inputs) -> int:
-    """What a run from its beginning writes at most at one time."""
+    """Estimate the most bytes that a whole run has on disk at one time."""
     parameters, checkpoint = inputs.num_parameters, config.checkpoint
     # The oldest is deleted when the next one is complete.
     num_checkpoints = 1
@@ -98,7 +98,7 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
 
 
 def rollout_bytes(config: Config, inputs: Inputs) -> int:
-    """What the samples of one step take on disk at most."""
+    """Estimate the most bytes of the recorded samples of one step."""
     rollout, shape = config.rollout, routing_shape(inputs.hf_config, weights=config.train.router_replay_weights)
     routes = 0
     if config.train.needs_engine_routing and shape is not None:

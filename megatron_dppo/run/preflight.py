@@ -32,25 +32,25 @@ from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 
 @dataclass
 class Start:
-    """What the checks know, and what they found out for the run."""
+    """Input of the checks, and what they read for the run."""
 
     config: Config
     world_size: int
     rank: int = 0
     dry_run: bool = False
-    """also report what a run could do without, such as one of several servers"""
+    """Also report problems that a run survives, such as one unusable server of several."""
     unreliable_sections: frozenset[str] = frozenset()
-    """sections of the configuration that hold something else than the user meant"""
+    """Sections of the configuration with errors, whose checks are skipped."""
     model: ModelInputs | None = None
-    """None = not read yet, or something is wrong with it"""
+    """None before it is read, or if it has problems."""
     inputs: Inputs | None = None
-    """with the data; only where ``reads_data``"""
+    """Model and data, on ranks with ``reads_data``."""
     notes: list[str] = field(default_factory=list)
-    """what the user should know and need not mend"""
+    """Notes for the user that need no fix."""
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank reads the data sets; a dry run has no process group to receive them by."""
+        """True if this rank reads the data sets. A dry run has no process group to receive them."""
         return self.rank == 0 or self.dry_run
 
 
@@ -60,9 +60,9 @@ class PreflightCheck:
 
     name: str
     reads: frozenset[str]
-    """sections of the configuration that it depends on"""
+    """Sections of the configuration that the check depends on."""
     find: Callable[[Start], Iterable[UserError]]
-    """returns or raises what is wrong"""
+    """Returns or raises the problems."""
     on_rank_0: bool = False
 
 
@@ -107,10 +107,10 @@ def _reward(start: Start) -> Iterable[UserError]:
 
 
 def check_flags(config: Config) -> None:
-    """Whether Megatron has the flags that went to ``model.transformer``, as every flag of an unknown name does.
+    """Check that Megatron has the flags of ``model.transformer``.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: A flag does not exist.
     """
     if config.model.transformer:
         from megatron_dppo.mcore.compat.shims import apply_shims

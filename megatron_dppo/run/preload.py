@@ -1,4 +1,4 @@
-"""What a process imports from which runs on a CPU are forked; nothing that starts a thread."""
+"""Imports of a process that forks runs on a CPU. None of them starts a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a job that has ended may be queued again: how many tries in a row saved nothing newer than the one before.
+"""Limit of restarts: counts the attempts of a job in a row that saved nothing newer.
 
 The record is a small file that outlives the job's tries. It also tells of a try that ended without a word, as on a node
 that failed. No torch needed.
@@ -28,18 +28,18 @@ class TriesUsedUp(UserError):
 
 @dataclass(frozen=True, order=True)
 class DiskProgress:
-    """How far a run has come on the disk; more is larger."""
+    """Progress of a run on disk, in order."""
 
     step: int = 0
-    """of the newest complete checkpoint; 0 = none"""
+    """Step of the newest complete checkpoint. 0 without one."""
     warm: bool = False
-    """whether the warmed-up model is there"""
+    """True if the warmed-up model exists."""
     warmup_step: int = 0
-    """that a stopped warm-up has saved"""
+    """Step that an interrupted warm-up has saved."""
 
     @classmethod
     def of(cls, output_dir: Path) -> DiskProgress:
-        """What is in the folder of a run."""
+        """Return the progress in the folder of a run."""
         folder = checkpoints_folder(output_dir)
         return cls(_newest(folder), (output_dir / "base").is_dir(), _newest(folder / "warmup"))
 
@@ -58,14 +58,14 @@ def _newest(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class TryRecord:
-    """What is known of the tries so far."""
+    """Record of the attempts so far."""
 
     ends: int = 0
-    """tries in a row that have ended at ``progress``"""
+    """Attempts in a row that ended at ``progress``."""
     progress: DiskProgress = DiskProgress()
-    """the most that any of the job's tries has ended with"""
+    """Best progress at the end of an attempt."""
     running: bool = False
-    """whether a try has begun and not told its end"""
+    """True if an attempt has begun and has not recorded its end."""
 
 
 class Restarts:
@@ -163,11 +163,11 @@ class Restarts:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How the trainer has ended, by the rank that tells it."""
+    """Exit code of the trainer, and the rank that explains it."""
 
     code: int
     rank: int | None = None
-    """None = no rank has told anything: they were killed together, or their nodes failed"""
+    """None if no rank recorded its end: all were killed together, or their nodes failed."""
 
 
 def how_it_ended(folder: Path, code: int) -> RankEnd:

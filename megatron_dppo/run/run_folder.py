@@ -51,7 +51,7 @@ OURS = (
     "swanlab",
     "trackers.json",
 )
-"""What runs write, beside the marker, the lock and ``old``; a folder that has one of these but no marker is foreign."""
+"""Names that a run writes, beside the marker, the lock and ``old``. Without a marker they are not a run's."""
 
 
 @contextmanager
@@ -170,14 +170,14 @@ def _prepare(folder: Path, config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Marker:
-    """What the marker file says of the run in a folder."""
+    """Contents of the marker file of a run's folder."""
 
     run_id: str
     submission: str
-    """the job that began it (see ``submission``)"""
+    """Job that began the run (see ``submission``)."""
     created: str
     moving_to: str = ""
-    """the folder in ``old`` that this run is being moved to; empty = it is not"""
+    """Folder in ``old`` that the run is being moved to. Empty if it is not being moved."""
 
 
 def new_marker() -> Marker:

@@ -123,7 +123,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 class Records:
-    """What a run reports: metrics to files and trackers, lines to the terminal, a summary at the end.
+    """Reports of a run: metrics to files and trackers, lines to the console, a summary at the end.
 
     Args:
         config: configuration of the run.
@@ -245,7 +245,7 @@ class Records:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:
-    """What the rollouts look like; numerators and denominators of this rank."""
+    """Return metrics of the rollouts, as numerators and denominators of this rank."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [r for r in rollouts if not r.reward_failed]
     lengths = [len(r.completion.token_ids) for r in rollouts]

@@ -25,11 +25,11 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ServerCheckResult:
-    """What the servers said."""
+    """Result of checking the servers."""
 
     problems: list[UserError]
     usable: bool
-    """whether one of them has no problem"""
+    """True if at least one server has no problem."""
 
 
 def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) -> ServerCheckResult:
@@ -54,7 +54,7 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
 
 
 def required_server_features(config: Config, inputs: Inputs | None) -> ServerRequirements:
-    """What the run wants from each of its servers; without ``inputs`` with the longest prompt that it may have."""
+    """Return what the run requires of its servers. Without ``inputs`` it assumes the longest allowed prompt."""
     assert config.rollout.engine != "local"
     answers = {"train": config.rollout.max_new_tokens, "eval": config.eval_max_new_tokens if config.data.eval else 0}
     if inputs is None:
@@ -105,7 +105,7 @@ _SIZES = ("vocab_size", "hidden_size", "tie_word_embeddings", "architectures")
 
 
 def served_quantization(config: Config) -> Quantization | None:
-    """How the weights of ``rollout.servers.model`` are quantised; None = servers have those of the model itself.
+    """Return the quantization of ``rollout.servers.model``. None if the servers have the model's own weights.
 
     Raises:
         ConfigError: no folder, not quantised, or in a form that no new weights can be brought into.
@@ -130,7 +130,7 @@ def served_quantization(config: Config) -> Quantization | None:
 
 
 def check_served_model(config: Config) -> None:
-    """Whether ``rollout.servers.model`` is a copy of the model, in a form that its new weights can be brought into.
+    """Check that ``rollout.servers.model`` is a copy of the model in a supported quantization.
 
     Raises:
         ConfigError: it is not.

@@ -67,7 +67,7 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def requested(self) -> bool:
-        """Whether any rank was asked to stop; equal on all ranks (a collective)."""
+        """Return True if any rank received a stop signal; a collective of all ranks."""
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         number = torch.tensor(self._number, device=device)
         dist.all_reduce(number, dist.ReduceOp.MAX)

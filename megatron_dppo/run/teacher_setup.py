@@ -27,7 +27,7 @@ _SHOWN = 3
 
 
 def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]:
-    """What is wrong with ``distillation.teacher_path``; nothing without a teacher.
+    """Return the problems of ``distillation.teacher_path``; none without a teacher.
 
     Args:
         config: of the run.
@@ -112,7 +112,7 @@ def _check_layout(name: str, hf_config: Any, config: Config, policy: ModelInputs
 def build_teacher(
     config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform
 ) -> MegatronTeacher | TeacherServers | None:
-    """That of ``[distillation]``; None without."""
+    """Return the teacher of ``[distillation]``. None without distillation."""
     path = config.distillation.teacher_path
     if path is None:
         return teacher_servers(config)

@@ -29,7 +29,7 @@ from megatron_dppo.config.run import RunConfig
 from megatron_dppo.report.clock import PROGRESS
 
 EXIT_CODE = 4
-"""of a run that hangs"""
+"""Exit code of a run that hangs."""
 _SHARE_OF_TIMEOUT = 0.9
 _ALONE = {"start", "rollout", "reward", "prefetch_wait", "publish", "evaluate", "save", "export"}
 """Phases in which a rank works alone for as long as it needs, while others wait over the CPU."""
@@ -41,21 +41,21 @@ _VERDICT = "megatron_dppo/hang"
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank told last."""
+    """Last heartbeat of a rank."""
 
     count: int
-    """goes up with each beat"""
+    """Number of heartbeats sent."""
     changes: int
     step: int
     phase: str
     entered: float
-    """the phase, ``time.time()``"""
+    """Start of the phase, ``time.time()``."""
     pid: int
     host: str
 
     @classmethod
     def mine(cls, count: int) -> Beat:
-        """Of this process, now."""
+        """Return the heartbeat of this process."""
         now = PROGRESS
         return cls(count, now.changes, now.step, now.phase, now.entered, os.getpid(), socket.gethostname())
 
@@ -120,7 +120,7 @@ def describe(ranks: dict[int, Seen], behind: list[int], now: float) -> str:
 
 
 def _state(beat: Beat) -> str:
-    """What the kernel says of a process of this machine."""
+    """Return the kernel's state of a process on this machine, in words."""
     if beat.host != socket.gethostname():
         return ""
     try:
@@ -223,7 +223,7 @@ class Watchdog:
                 self._end(describe(self._ranks, behind, now))
 
     def _speaks(self, behind: list[int]) -> bool:
-        """Whether this rank is the one that reports."""
+        """Return True if this rank reports."""
         return self._rank == min(set(range(self._world)) - set(behind), default=min(behind))
 
     def _deaf(self, now: float) -> str:
