@@ -241,7 +241,7 @@ def build_publisher(
     platform: Platform,
     sharing: MemorySharing | None = None,
 ) -> Publisher:
-    """Return the publisher of new weights to the engines of all ranks; ``sharing`` is the result of ``find_sharing``."""
+    """Return the publisher of new weights to the engines of all ranks; ``sharing`` is that of ``find_sharing``."""
     from megatron_dppo.weights.adapter_proof import AdapterProof
     from megatron_dppo.weights.probe import Probe
     from megatron_dppo.weights.publish import BatchInvariantPublisher, LocalPublisher, ServerPublisher
