@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
-from megatron_dppo.commands.experiments.grid import PLACES, GridRun, merged, run_settings
-from megatron_dppo.commands.experiments.row import read_handed
+from megatron_dppo.commands.experiments.grid import PLACEHOLDER_PATHS, GridRun, merged, run_settings
+from megatron_dppo.commands.experiments.row import read_external_rows
 from megatron_dppo.commands.experiments.runner import make_base_at
 from megatron_dppo.commands.experiments.statistics import Row, band
 from megatron_dppo.commands.experiments.store import Store
@@ -229,7 +229,7 @@ def measure(figure: Figure, run: GridRun, store: Store) -> dict[str, Any]:
     if not base.is_dir():
         store.make_folders()
         make_base_at(store, run, base, print)
-    config = validate(merged(run.settings, PLACES), "token_statistics")
+    config = validate(merged(run.settings, PLACEHOLDER_PATHS), "token_statistics")
     if not figure.trains:
         scored = score(config, base, base)
         return {"bins": bins(scored), "tokens": len(scored.ids)}
@@ -358,7 +358,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     store = Store(options.output)
     file = options.output / "rows.jsonl"
-    rows: list[Row] = [handed.row for source in options.rows for handed in read_handed(source)]
+    rows: list[Row] = [handed.row for source in options.rows for handed in read_external_rows(source)]
     rows += [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for name in options.names or FIGURES:
         figure = FIGURES[name]

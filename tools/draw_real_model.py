@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib
 
-from megatron_dppo.commands.experiments.row import read_handed
+from megatron_dppo.commands.experiments.row import read_external_rows
 from megatron_dppo.commands.experiments.statistics import band, cells, series
 
 matplotlib.use("Agg")
@@ -41,7 +41,7 @@ EVAL_EVERY = 5
 def main() -> None:
     """Write the picture."""
     rows, picture = (*sys.argv[1:], "docs/real_model/rows.jsonl.xz", "docs/real_model/losses.png")[:2]
-    rows_of_cell = cells(each.row for each in read_handed(Path(rows)))
+    rows_of_cell = cells(each.row for each in read_external_rows(Path(rows)))
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 9}):
         figure, axes = plt.subplots(

@@ -75,7 +75,7 @@ def test_without_a_mismatch_there_is_rounding_and_one_dose_is_told_from_the_othe
         ),
     )
     assert replayed["mean_abs"] < 2e-6, "what is replayed is no mismatch"
-    assert replayed["not_separated"]["router ids"] == "replayed in training already"
+    assert replayed["not_separated"]["router ids"] == "replayed in training"
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from megatron_dppo.commands.experiments.experiment import Block, Claim, Experiment
-from megatron_dppo.commands.experiments.report import Request, carry_out
+from megatron_dppo.commands.experiments.report import Request, execute
 
 TINY = {
     "run": {"num_steps": 2},
@@ -22,4 +22,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    carry_out(EXPERIMENT, Request(output=sys.argv[1], seeds=(3,), warmup_steps=2))
+    execute(EXPERIMENT, Request(output=sys.argv[1], seeds=(3,), warmup_steps=2))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_dppo.commands.experiments.catalogue import TASKS
-from megatron_dppo.commands.experiments.grid import PLACES, merged
+from megatron_dppo.commands.experiments.grid import PLACEHOLDER_PATHS, merged
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.tasks import write_model_folder
@@ -29,7 +29,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(**rollout: Any) -> Config:
-    return validate(merged(TASKS["rare_words"], PLACES, {"rollout": rollout}), "test")
+    return validate(merged(TASKS["rare_words"], PLACEHOLDER_PATHS, {"rollout": rollout}), "test")
 
 
 @pytest.fixture(scope="module")

@@ -181,14 +181,14 @@ _WARMUP: Mapping[str, Settings] = {
 
 
 def warmup_settings(task: str, seed: int, num_steps: int | None = None) -> Settings:
-    """The configuration of the run that makes a base model: a warm-up, and one tiny step of training.
+    """Return the configuration of the run that trains a base model: a warm-up and one tiny step of training.
 
-    The real model needs none: its settings name the files that it and its task are made of.
+    The real model needs no training: its settings identify the files of model and task.
 
     Args:
-        task: a key of ``TASKS``.
-        seed: of initial weights and corpus.
-        num_steps: supervised steps; None = as many as the task needs.
+        task: Key of ``TASKS``.
+        seed: Seed of initial weights and corpus.
+        num_steps: Supervised steps. None uses the task's number.
     """
     if (files := task_files(task)) is not None:
         digests = {name: hashlib.sha256((files / name).read_bytes()).hexdigest() for name in _REAL_MODEL_FILES}

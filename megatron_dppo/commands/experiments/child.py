@@ -1,4 +1,4 @@
-"""One run in a process of its own, forked from one that has imported everything."""
+"""One run of an experiment in a forked process, which inherits all imports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.files import write_synced
 from megatron_dppo.report.records import read_metrics
 
-KEPT = (
+ROW_METRICS = (
     "rollout/reward",
     "rollout/response_length",
     "eval/accuracy",
@@ -44,20 +44,20 @@ KEPT = (
     "train/grad_norm",
     "train/skipped_updates",
 )
-"""Metrics of each step that a row has."""
+"""Metrics of each step that are stored in a row."""
 COSTS = "costs.json"
-"""in the folder of a base model"""
-KEPT_PREFIX = "train/counterfactual"
+"""File name of the costs in the folder of a base model."""
+ROW_METRIC_PREFIX = "train/counterfactual"
 
 
 def make_base(task: str, settings: Settings, target: str) -> None:
-    """Warm the base model of a task up and put its folder at ``target``, whole or not at all.
+    """Warm up the base model of a task and create its folder ``target`` atomically.
 
-    The folder of the real model has links to its files.
+    The folder of the real model holds links to its files.
     """
     folder = Path(f"{target}.partial")
-    _begin(folder)
-    began = time.perf_counter()
+    _prepare_process(folder)
+    start_time = time.perf_counter()
     made = folder / "run" / "base"
     if task == REAL_MODEL:
         made.mkdir(parents=True)
@@ -66,19 +66,19 @@ def make_base(task: str, settings: Settings, target: str) -> None:
     else:
         write_model_folder(task, folder / "model")
         _train(task, settings, folder / "run", {"model": {"path": str(folder / "model")}})
-    costs = {"cpu_seconds": _cpu_seconds(), "wall_seconds": time.perf_counter() - began}
+    costs = {"cpu_seconds": _cpu_seconds(), "wall_seconds": time.perf_counter() - start_time}
     write_synced(made / COSTS, json.dumps(costs))
     made.replace(target)
     shutil.rmtree(folder)
 
 
 def make_row(run: GridRun, base: str, folder: str, row: str) -> None:
-    """Do a run and write its row; a run that was stopped by a signal leaves none."""
-    place = Path(folder)
-    _begin(place)
-    began = time.perf_counter()
-    config, error = _train(run.task, run.settings, place / "run", {"model": {"path": base}})
-    curves = read_curves(place / "run" / "metrics.jsonl")
+    """Execute a run and write its row. A run that is stopped by a signal writes none."""
+    work_folder = Path(folder)
+    _prepare_process(work_folder)
+    start_time = time.perf_counter()
+    config, error = _train(run.task, run.settings, work_folder / "run", {"model": {"path": base}})
+    curves = read_curves(work_folder / "run" / "metrics.jsonl")
     steps = curves.get("rollout/reward", [])
     if not error and len(steps) < config.run.num_steps:
         raise RuntimeError(f"the run ended after {len(steps)} of {config.run.num_steps} steps")
@@ -95,54 +95,54 @@ def make_row(run: GridRun, base: str, folder: str, row: str) -> None:
         "curves": curves,
         "base": Path(base).name,
         "cpu_seconds": _cpu_seconds(),
-        "wall_seconds": time.perf_counter() - began,
+        "wall_seconds": time.perf_counter() - start_time,
     }
     write_synced(Path(row), json.dumps(values) + "\n")
-    shutil.rmtree(place)
+    shutil.rmtree(work_folder)
 
 
-def log_of(folder: Path) -> Path:
-    """What a run that works in ``folder`` prints."""
+def log_path(folder: Path) -> Path:
+    """Return the log file of a run with the work folder ``folder``."""
     return folder.with_name(folder.name + ".log")
 
 
 def read_curves(metrics: Path) -> dict[str, list[float | None]]:
-    """The kept metrics over the steps; those of an evaluation before training come first."""
+    """Return the stored metrics over the steps. An evaluation before training comes first."""
     records = read_metrics(metrics)
-    names = [n for n in {n for r in records for n in r} if n in KEPT or n.startswith(KEPT_PREFIX)]
+    names = [n for n in {n for r in records for n in r} if n in ROW_METRICS or n.startswith(ROW_METRIC_PREFIX)]
     return {name: [record[name] for record in records if record.get(name) is not None] for name in sorted(names)}
 
 
-def _train(task: str, settings: Settings, folder: Path, places: Mapping[str, Any]) -> tuple[Config, str]:
-    """Run the trainer; returns the configuration and what a run that is told to stop says, mostly nothing."""
+def _train(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]) -> tuple[Config, str]:
+    """Run the trainer. Return the configuration and the error that stopped the run, usually empty."""
     from megatron_dppo.run.loop import run as train
 
-    values = merged(settings, {"run": {"output_dir": str(folder)}}, places)
+    values = merged(settings, {"run": {"output_dir": str(folder)}}, paths)
     if (files := task_files(task)) is not None:
         resolve_paths(values, files)
     config = validate(values, "experiment")
     try:
         train(config)
     except TrainingStopped as error:
-        # A result of the settings, such as gradients that are not finite: the same run would end so again.
+        # A result of the settings, such as gradients that are not finite. The same run would stop again.
         traceback.print_exc()
         return config, f"{type(error).__name__}: {error}"
     return config, ""
 
 
-def _begin(folder: Path) -> None:
-    """An empty folder, a log beside it, and no life after the command's."""
-    threading.Thread(target=_end_with_the_command, name="command", daemon=True).start()
+def _prepare_process(folder: Path) -> None:
+    """Create an empty work folder, redirect output to its log, and exit with the command."""
+    threading.Thread(target=_exit_with_command, name="command", daemon=True).start()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    log = os.open(log_of(folder), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(log_path(folder), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
 
 
-def _end_with_the_command() -> None:
-    """The server that this process is forked from lives on while one of its children does: it tells nothing."""
+def _exit_with_command() -> None:
+    """Kill this process when the command exits: the fork server stays alive and sends no signal."""
     command = multiprocessing.parent_process()
     assert command is not None
     command.join()
@@ -150,6 +150,6 @@ def _end_with_the_command() -> None:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it started and that have ended."""
+    """Return the CPU time of this process and of its finished children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)

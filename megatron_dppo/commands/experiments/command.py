@@ -1,4 +1,4 @@
-"""``megatron-dppo experiment NAME``."""
+"""``megatron-dppo experiment NAME``: compare losses under controlled mismatches."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from megatron_dppo.errors import ConfigError
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``experiment``."""
-    parser.add_argument("name", help="which one, as windtunnel; docs/experiments.md lists them")
-    parser.add_argument("--quick", action="store_true", help="a few losses, mismatches and seeds")
+    """Add the arguments of ``experiment``."""
+    parser.add_argument("name", help="experiment, such as windtunnel; docs/experiments.md lists them")
+    parser.add_argument("--quick", action="store_true", help="run a few losses, mismatches and seeds only")
     parser.add_argument("--output", default="runs/experiments", help="folder of rows, base models, table and figures")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
-    parser.add_argument("--seeds", type=int, nargs="+", help="instead of the experiment's")
-    parser.add_argument("--limit", type=int, help="stop after so many new runs; the same command goes on")
-    parser.add_argument("--rows", nargs="+", default=[], help="rows.jsonl (or .xz) of other machines, to take over")
-    parser.add_argument("--list", action="store_true", help="print the runs that are missing; do none, write nothing")
-    parser.add_argument("--warmup-steps", type=int, help="of the base models; default: as many as the task needs")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs, one core each")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds (default: the experiment's)")
+    parser.add_argument("--limit", type=int, help="stop after this many new runs; rerun to resume")
+    parser.add_argument("--rows", nargs="+", default=[], help="rows.jsonl (or .xz) of other machines to import")
+    parser.add_argument("--list", action="store_true", help="print the missing runs, run nothing")
+    parser.add_argument("--warmup-steps", type=int, help="warm-up steps of the base models (default: the task's)")
 
 
 def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Do the missing runs, write table, figures and verdicts; the exit code is 0.
+    """Execute the missing runs, write table, figures and verdicts, and return 0.
 
     Raises:
-        UserError: no such experiment, an option or a row is wrong, another command works in the folder, or a run ended
-            without a result.
+        UserError: Unknown experiment, wrong option or row, a locked folder, or a run without a result.
     """
     from megatron_dppo.commands.experiments.named import EXPERIMENTS
-    from megatron_dppo.commands.experiments.report import Request, carry_out
+    from megatron_dppo.commands.experiments.report import Request, execute
 
     if overrides:
         raise ConfigError(f"unexpected argument {overrides[0]!r}; an experiment declares its settings")
@@ -50,15 +49,15 @@ def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int
         list_only=options.list,
         rows=options.rows,
     )
-    carry_out(EXPERIMENTS[options.name], request)
+    execute(EXPERIMENTS[options.name], request)
     return 0
 
 
 def _check_seeds(seeds: Sequence[int]) -> None:
     from megatron_dppo.config.run import MAX_SEED
 
-    for place, seed in enumerate(seeds):
+    for index, seed in enumerate(seeds):
         if not 0 <= seed <= MAX_SEED:
             raise ConfigError(f"--seeds {seed}: expected 0 to {MAX_SEED}")
-        if seed in seeds[:place]:
-            raise ConfigError(f"--seeds {seed} stands there twice: expected each seed once")
+        if seed in seeds[:index]:
+            raise ConfigError(f"--seeds {seed} is given twice; expected each seed once")

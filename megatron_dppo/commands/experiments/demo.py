@@ -1,4 +1,4 @@
-"""``megatron-dppo demo``: three losses from one base model under one forced mismatch, a picture and a sentence."""
+"""``megatron-dppo demo``: train three losses from one base model under one mismatch; draw and summarize them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
 from megatron_dppo.commands.experiments.child import read_curves
 from megatron_dppo.commands.experiments.grid import GridRun, merged, run_settings
-from megatron_dppo.commands.experiments.runner import do_runs
+from megatron_dppo.commands.experiments.runner import execute_runs
 from megatron_dppo.commands.experiments.statistics import Row, masked, series
 from megatron_dppo.commands.experiments.store import Store
 from megatron_dppo.errors import UserError
 from megatron_dppo.files import disk_errors, write_synced
 
 _COLORS = ("#0072b2", "#e69f00", "#6e6e6e", "#009e73")
-"""told apart also without seeing red and green as different"""
+"""Colors that are distinguishable with red-green color blindness."""
 
 
 _PANELS = (
@@ -28,12 +28,12 @@ _PANELS = (
 
 
 def write_picture(rows: Sequence[Row], labels: Mapping[str, str], picture: Path) -> None:
-    """Draw one line a run in each panel.
+    """Draw one line per run in each panel.
 
     Args:
-        rows: of finished runs.
-        labels: loss -> name in the legend.
-        picture: the PNG file.
+        rows: Rows of finished runs.
+        labels: Names in the legend by loss.
+        picture: PNG file to write.
     """
     import matplotlib
 
@@ -57,7 +57,8 @@ def write_picture(rows: Sequence[Row], labels: Mapping[str, str], picture: Path)
         plt.close(figure)
 
 
-TASK, MISMATCH = "rare_chain", "hot"
+TASK = "rare_chain"
+MISMATCH = "hot"
 
 
 STEPS = 40
@@ -68,40 +69,40 @@ LABELS: Mapping[str, str] = {
     "grpo": "GRPO clip-higher",
     "pg_is": "PG-IS without a trust region",
 }
-"""Loss of the catalogue -> what it is called."""
+"""Names of the losses in text and picture."""
 
 
 PICTURES = ("demo.png", "demo.txt")
 
 
 WINDOW = 5
-"""steps that a figure of the sentence is the mean of"""
+"""Steps over which the numbers of the summary are averaged."""
 
 
-_FALLEN = 0.8
-"""A run has fallen that ends below this share of its best."""
+_COLLAPSE_RATIO = 0.8
+"""A run that ends below this fraction of its best reward has fallen."""
 
 
-_ALIKE = 0.03
-"""Some deviations of a step's reward, which is the mean over 512 samples of four words."""
+_MIN_LEAD = 0.03
+"""Smallest difference of final rewards that counts: a few standard deviations of a step's reward."""
 
 
-_TELL_EVERY = 15.0
+_PROGRESS_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What is asked for on the command line."""
+    """Options of the command line."""
 
     output: str = "runs/demo"
     steps: int = STEPS
     seed: int = 0
     jobs: int = len(LABELS)
-    """runs at a time"""
+    """Concurrent runs."""
 
     @property
     def runs(self) -> list[GridRun]:
-        """The three runs, alike but for the loss."""
+        """Three runs that differ in their loss only."""
         short = {"run": {"num_steps": self.steps}, "eval": {"every": self.steps}}
         base = merged(TASKS[TASK], short)
         return [
@@ -110,12 +111,11 @@ class Demo:
         ]
 
 
-def carry_out(demo: Demo) -> None:
-    """Do the runs that are missing; write ``demo.png`` and ``demo.txt``, print the sentence.
+def execute(demo: Demo) -> None:
+    """Execute the missing runs, write ``demo.png`` and ``demo.txt``, and print the summary.
 
     Raises:
-        UserError: a run ended without a result, files of these names are somebody else's, or another command works in
-            the folder.
+        UserError: A run without a result, files of these names from something else, or a locked folder.
     """
     folder = Path(demo.output)
     store = Store(folder)
@@ -123,37 +123,37 @@ def carry_out(demo: Demo) -> None:
     for name in PICTURES:
         if (folder / name).exists() and not (folder / "rows").is_dir():
             raise UserError(
-                f"{folder / name} exists, and no demo has written to {folder}: give --output another folder"
+                f"{folder / name} exists, but {folder} is not the folder of a demo. Fix: choose another --output"
             )
     with store.held():
-        _carry_out(store, demo)
+        _execute_locked(store, demo)
 
 
-def _carry_out(store: Store, demo: Demo) -> None:
+def _execute_locked(store: Store, demo: Demo) -> None:
     runs = demo.runs
     if not store.base(runs[0]).is_dir():
         print(
-            f"no base model of seed {demo.seed} comes with the package: it is made first, once (about three minutes of "
-            "one core)",
+            f"the package has no base model of seed {demo.seed}: training it once takes about three minutes of one "
+            "core",
             flush=True,
         )
     print(
-        f"three runs of {demo.steps} steps from one base model, {demo.jobs} at a time; folder {store.folder}",
+        f"three runs of {demo.steps} steps from one base model, {demo.jobs} concurrently; folder {store.folder}",
         flush=True,
     )
-    with _telling(store, runs):
-        rows = do_runs(store, runs, demo.jobs, lambda line: print(line, flush=True))
-    found = [rows[run.key] for run in runs]
-    text = sentence(found)
-    picture, told = (store.folder / name for name in PICTURES)
+    with _print_progress(store, runs):
+        rows = execute_runs(store, runs, demo.jobs, lambda line: print(line, flush=True))
+    ordered = [rows[run.key] for run in runs]
+    text = sentence(ordered)
+    picture, summary = (store.folder / name for name in PICTURES)
     with disk_errors(store.folder, "picture and sentence"):
-        write_synced(told, text + "\n")
-        write_picture(found, LABELS, picture)
+        write_synced(summary, text + "\n")
+        write_picture(ordered, LABELS, picture)
     print(f"\n{text}\n\npicture: {picture}", flush=True)
 
 
 def best(rewards: Sequence[float]) -> float:
-    """The highest mean of ``WINDOW`` steps in a row.
+    """Return the highest mean over ``WINDOW`` consecutive steps.
 
     Example:
         >>> best([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5])
@@ -164,23 +164,23 @@ def best(rewards: Sequence[float]) -> float:
 
 
 def last(rewards: Sequence[float]) -> float:
-    """The mean of the last ``WINDOW`` steps."""
+    """Return the mean of the last ``WINDOW`` steps."""
     return sum(rewards[-WINDOW:]) / len(rewards[-WINDOW:])
 
 
 def sentence(rows: Sequence[Row]) -> str:
-    """What happened, by these rows and no other knowledge.
+    """Summarize the rows in one sentence.
 
     Args:
-        rows: of the three runs, whatever losses of ``LABELS`` they are.
+        rows: Rows of the three runs, with losses of ``LABELS``.
     """
-    parts = [_told(row) for row in rows]
+    parts = [_describe_run(row) for row in rows]
     ends = {LABELS[row["loss"]]: last(series(row, "rollout/reward")) for row in rows if not row["error"]}
     steps, seed = rows[0]["settings"]["run"]["num_steps"], rows[0]["seed"]
     *_, second, highest = sorted([*ends.values(), -1.0, -1.0])
     if not ends:
         outcome = "none of them came to its end"
-    elif highest - second < _ALIKE:
+    elif highest - second < _MIN_LEAD:
         outcome = "none of them ends clearly highest"
     else:
         outcome = f"{max(ends, key=ends.__getitem__)} ends highest"
@@ -190,42 +190,44 @@ def sentence(rows: Sequence[Row]) -> str:
     )
 
 
-def _told(row: Row) -> str:
+def _describe_run(row: Row) -> str:
     label, rewards = LABELS[row["loss"]], series(row, "rollout/reward")
     if row["error"]:
         return f"{label} was stopped after {len(rewards)} steps ({row['error'].partition('.')[0]})"
-    top, end, share = best(rewards), last(rewards), masked(row)
+    top = best(rewards)
+    end = last(rewards)
+    share = masked(row)
     masks = f"masks {share:.0%} of the tokens" if share else "masks nothing"
-    verb = "falls to" if end < _FALLEN * top else "ends at"
+    verb = "falls to" if end < _COLLAPSE_RATIO * top else "ends at"
     return f"{label} ({masks}) starts at {rewards[0]:.2f}, reaches {top:.2f} and {verb} {end:.2f}"
 
 
 @contextmanager
-def _telling(store: Store, runs: Sequence[GridRun]) -> Iterator[None]:
-    """Print how far the runs are from time to time."""
+def _print_progress(store: Store, runs: Sequence[GridRun]) -> Iterator[None]:
+    """Print the progress of the runs periodically."""
     done = threading.Event()
 
-    def tell() -> None:
-        while not done.wait(_TELL_EVERY):
+    def print_states() -> None:
+        while not done.wait(_PROGRESS_SECONDS):
             states = [_state(store, run) for run in runs]
             if any(states):
                 print("  ".join(filter(None, states)), flush=True)
 
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
-    teller.start()
+    printer = threading.Thread(target=print_states, name="progress", daemon=True)
+    printer.start()
     try:
         yield
     finally:
         done.set()
-        teller.join()
+        printer.join()
 
 
 def _state(store: Store, run: GridRun) -> str:
-    """The step and the last reward of a run that is under way; empty = it is not."""
-    file = store.place(run) / "run" / "metrics.jsonl"
+    """Return step and last reward of a running run. Empty for others."""
+    file = store.work_folder(run) / "run" / "metrics.jsonl"
     try:
         rewards = read_curves(file).get("rollout/reward", []) if file.is_file() else []
-    except FileNotFoundError:  # the run has just ended
+    except FileNotFoundError:  # The run finished in between.
         return ""
     name = LABELS[run.loss].split(" ", maxsplit=1)[0]
     return f"{name} step {len(rewards)} reward {rewards[-1]:.2f}" if rewards else ""

@@ -1,4 +1,4 @@
-"""``megatron-dppo demo``."""
+"""``megatron-dppo demo``: compare three losses in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from megatron_dppo.errors import ConfigError
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``demo``."""
-    parser.add_argument("--steps", type=int, default=40, help="rollout steps of each run (40)")
-    parser.add_argument("--jobs", type=int, default=3, help="runs at a time, one thread each (3)")
-    parser.add_argument("--seed", type=int, default=0, help="0 has its base model in the package; others make theirs")
-    parser.add_argument("--output", default="runs/demo", help="folder of picture, sentence and runs (runs/demo)")
+    """Add the arguments of ``demo``."""
+    parser.add_argument("--steps", type=int, default=40, help="rollout steps of each run (default 40)")
+    parser.add_argument("--jobs", type=int, default=3, help="concurrent runs, one thread each (default 3)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed; the package has the base model of seed 0, others are trained first"
+    )
+    parser.add_argument(
+        "--output", default="runs/demo", help="folder of picture, sentence and runs (default runs/demo)"
+    )
 
 
 def run_demo(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Do three runs and draw them; the exit code is 0.
+    """Execute three runs, draw them and return 0.
 
     Raises:
-        UserError: a run ended without a result, or the output folder is not the demo's.
+        UserError: A run without a result, or an output folder of something else.
     """
     if overrides:
         raise ConfigError(f"unexpected argument {overrides[0]!r}; the demo takes --steps, --jobs, --seed and --output")
     for name, least in (("steps", 1), ("jobs", 1), ("seed", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} {getattr(options, name)}: expected at least {least}")
-    from megatron_dppo.commands.experiments.demo import Demo, carry_out
+    from megatron_dppo.commands.experiments.demo import Demo, execute
     from megatron_dppo.config.run import MAX_SEED
 
     if options.seed > MAX_SEED:
         raise ConfigError(f"--seed {options.seed}: expected at most {MAX_SEED}")
 
-    carry_out(Demo(output=options.output, steps=options.steps, seed=options.seed, jobs=options.jobs))
+    execute(Demo(output=options.output, steps=options.steps, seed=options.seed, jobs=options.jobs))
     return 0

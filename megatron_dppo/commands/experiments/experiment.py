@@ -1,4 +1,4 @@
-"""What an experiment is: which runs, and what is told of them."""
+"""Declaration of an experiment: its runs and its claims."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
 from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged, run_settings
-from megatron_dppo.commands.experiments.statistics import band, whole
+from megatron_dppo.commands.experiments.statistics import band, mean_reward
 
 SEARCH_SEEDS = (100, 101)
-"""No result is reported of these."""
+"""Seeds of the search. No results are reported for them."""
 SEEDS = (0, 1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That one loss is better than another one, to be judged from the rows."""
+    """Claim that one loss is better than another, judged from the rows."""
 
     text: str
     better: str
@@ -26,15 +26,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Block:
-    """Losses x mismatches on one task."""
+    """Grid of losses and mismatches on one task."""
 
     task: str
     losses: Sequence[str]
     mismatches: Sequence[str]
     settings: Settings
-    """over the task's"""
+    """Settings that override the task's."""
     searched_on: str = ""
-    """the task on which its losses' settings are searched; empty = its own"""
+    """Task on which the settings of its losses are searched. Empty for its own."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Experiment:
     title: str
     blocks: Sequence[Block]
     quick: Sequence[Block]
-    """with ``--quick``"""
+    """Blocks with ``--quick``."""
     claims: Sequence[Claim] = ()
     quick_seeds: Sequence[int] = SEEDS[:2]
     search_under: str = ""
-    """the mismatch under which each loss's candidates are tried; empty = nothing is searched"""
+    """Mismatch of the search for each loss's settings. Empty disables the search."""
 
     def search(self, quick: bool) -> list[GridRun]:
-        """The runs of the search: every candidate of every loss on the search's seeds; none with ``--quick``."""
+        """Return the runs of the search: every candidate of every loss on the search seeds. None with ``--quick``."""
         if not self.search_under or quick:
             return []
         return [
@@ -65,22 +65,22 @@ class Experiment:
         ]
 
     def report(self, quick: bool, seeds: Sequence[int] | None, rows: Iterable[Mapping[str, object]]) -> list[GridRun]:
-        """The runs whose results are reported, by what the search's rows say.
+        """Return the reported runs, with the settings that the search chose.
 
         Args:
-            quick: a few of them.
-            seeds: of the runs; None = the experiment's.
-            rows: of all runs of the search; empty = the defaults of the losses.
+            quick: Return a few of them only.
+            seeds: Seeds of the runs. None uses the experiment's.
+            rows: Rows of the search. Empty uses the defaults of the losses.
         """
         best = choose(rows)
-        blocks, usual = (self.quick, self.quick_seeds) if quick else (self.blocks, SEEDS)
+        blocks, default_seeds = (self.quick, self.quick_seeds) if quick else (self.blocks, SEEDS)
         return [
             self._run(block, loss, mismatch, seed, candidates[number] if candidates else {}, candidate=number)
             for block in blocks
             for mismatch in block.mismatches
             for loss in block.losses
             for number, candidates in [best.get((block.searched_on or block.task, loss), (0, []))]
-            for seed in seeds or usual
+            for seed in seeds or default_seeds
         ]
 
     def _run(
@@ -100,14 +100,15 @@ class Experiment:
 
 
 def choose(rows: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], tuple[int, Sequence[Settings]]]:
-    """(task, loss) -> the candidate with the highest mean score over the search's seeds, and all candidates."""
+    """Return the candidate with the highest mean score, and all candidates, by task and loss."""
     scores: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in rows:
         if row["phase"] == "search":
-            place = scores.setdefault((str(row["task"]), str(row["loss"])), {})
-            place.setdefault(int(str(row["candidate"])), []).append(whole(row))
+            by_candidate = scores.setdefault((str(row["task"]), str(row["loss"])), {})
+            by_candidate.setdefault(int(str(row["candidate"])), []).append(mean_reward(row))
     best = {}
-    for (task, loss), of in scores.items():
-        means = {number: found.mean for number, values in of.items() if (found := band(values)) is not None}
+    for (task, loss), by_candidate in scores.items():
+        means = {number: b.mean for number, values in by_candidate.items() if (b := band(values)) is not None}
+        # Of equal means, the first candidate wins.
         best[task, loss] = max(means, key=lambda number: (means[number], -number)), LOSSES[loss].candidates
     return best

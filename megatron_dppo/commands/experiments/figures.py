@@ -1,4 +1,4 @@
-"""Figures and tables of experiments: reward over the steps, mean and range over seeds."""
+"""Figures and tables of experiments: reward over steps, mean and range over seeds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _COLUMNS = 3
 
 
 def write_page(rows: Iterable[Row], picture: Path, title: str) -> None:
-    """Draw the training reward: one panel a task and mismatch, one line and band a loss."""
+    """Draw the training reward: one panel per task and mismatch, one line and band per loss."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = cells(rows)
-    panels = list(dict.fromkeys((task, mismatch) for task, mismatch, _ in found))
-    losses = list(dict.fromkeys(loss for _, _, loss in found))
+    by_cell = cells(rows)
+    panels = list(dict.fromkeys((task, mismatch) for task, mismatch, _ in by_cell))
+    losses = list(dict.fromkeys(loss for _, _, loss in by_cell))
     colors = dict(zip(losses, plt.get_cmap("tab20").colors * 2, strict=False))
     height = ceil(len(panels) / _COLUMNS)
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
@@ -31,8 +31,8 @@ def write_page(rows: Iterable[Row], picture: Path, title: str) -> None:
         figure, axes = plt.subplots(height, _COLUMNS, figsize=size, layout="constrained", squeeze=False)
         for axis, (task, mismatch) in zip(axes.flat, panels, strict=False):
             for loss in losses:
-                if of := found.get((task, mismatch, loss)):
-                    _draw(axis, [series(row, "rollout/reward") for row in of], loss, colors[loss])
+                if cell_rows := by_cell.get((task, mismatch, loss)):
+                    _draw(axis, [series(row, "rollout/reward") for row in cell_rows], loss, colors[loss])
             axis.set_title(f"{task}, {mismatch}", loc="left")
             axis.set_xlabel("rollout step")
         for axis in list(axes.flat)[len(panels) :]:
@@ -58,24 +58,25 @@ _MEANINGS = {
 }
 
 
-def as_table(rows: Iterable[Row], runs: Sequence[GridRun]) -> str:
-    """One table a task and score: losses down, mismatches across; ``mean [least, largest]`` over seeds.
+def format_results(rows: Iterable[Row], runs: Sequence[GridRun]) -> str:
+    """Format one table per task and score: a row per loss, a column per mismatch, ``mean [minimum, maximum]``.
 
     Args:
-        rows: of finished runs.
-        runs: of the whole grid, for what is missing or refused.
+        rows: Rows of finished runs.
+        runs: All runs of the grid, to show missing and refused ones.
     """
-    found = list(rows)
+    row_list = list(rows)
     parts = []
     for task in dict.fromkeys(run.task for run in runs):
-        mine = [run for run in runs if run.task == task and run.phase == "report"]
+        task_runs = [run for run in runs if run.task == task and run.phase == "report"]
         for name, score in SCORES.items():
-            of = bands(found, score)
-            texts = {cell: f"{value} ({value.count})" for cell, value in of.items()}
-            parts.append(f"### {task}: {_MEANINGS[name]} (seeds)\n\n{_grid(mine, texts)}")
-        shares = {cell: f"{m.mean:.1%}" for cell, of_cell in cells(found).items() if (m := band(map(masked, of_cell)))}
-        parts.append(f"### {task}: masked tokens\n\n{_grid(mine, shares)}")
-    return "\n\n".join([*parts, _notes(found, runs)])
+            texts = {cell: f"{value} ({value.count})" for cell, value in bands(row_list, score).items()}
+            parts.append(f"### {task}: {_MEANINGS[name]} (seeds)\n\n{_grid(task_runs, texts)}")
+        shares = {
+            cell: f"{m.mean:.1%}" for cell, cell_rows in cells(row_list).items() if (m := band(map(masked, cell_rows)))
+        }
+        parts.append(f"### {task}: masked tokens\n\n{_grid(task_runs, shares)}")
+    return "\n\n".join([*parts, _notes(row_list, runs)])
 
 
 def _grid(runs: Sequence[GridRun], texts: dict[tuple[str, str, str], str]) -> str:
@@ -83,14 +84,14 @@ def _grid(runs: Sequence[GridRun], texts: dict[tuple[str, str, str], str]) -> st
     refused = {(run.task, run.mismatch, run.loss) for run in runs if run.refusal}
     lines = ["| loss | " + " | ".join(mismatches) + " |", "|---" * (len(mismatches) + 1) + "|"]
     for loss in dict.fromkeys(run.loss for run in runs):
-        of = [(runs[0].task, mismatch, loss) for mismatch in mismatches]
-        entries = [texts.get(cell, "refused" if cell in refused else "-") for cell in of]
+        row_cells = [(runs[0].task, mismatch, loss) for mismatch in mismatches]
+        entries = [texts.get(cell, "refused" if cell in refused else "-") for cell in row_cells]
         lines.append(f"| {loss} | " + " | ".join(entries) + " |")
     return "\n".join(lines)
 
 
 def _notes(rows: Sequence[Row], runs: Sequence[GridRun]) -> str:
-    """How much is done, what it took, what was refused and what stopped."""
+    """List progress, cost, and refused and stopped runs."""
     keys = {row["key"] for row in rows}
     wanted = {run.key for run in runs if not run.refusal}
     cpu = sum(row["cpu_seconds"] for row in rows)

@@ -1,4 +1,4 @@
-"""A declared grid of runs: losses x mismatches x tasks x seeds, each run an ordinary configuration."""
+"""Grid of runs: losses x mismatches x tasks x seeds, each run an ordinary configuration."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megatron_dppo.config.io import validate
 from megatron_dppo.errors import ConfigError
 
 Settings = Mapping[str, Any]
-"""Nested tables, as those of a TOML file."""
+"""Nested tables as in a TOML file."""
 
 
 @dataclass(frozen=True)
 class LossSetting:
-    """A row of the table."""
+    """Loss of the grid: a row of the table."""
 
     name: str
     table: Settings
-    """the ``[loss]`` section"""
+    """Section ``[loss]``."""
     candidates: Sequence[Settings] = ()
-    """settings among which the search chooses, over those above; none = nothing is searched"""
+    """Settings that the search tries on top. Empty disables the search."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A column of the table: a difference of engine and trainer at one level."""
+    """Mismatch of engine and trainer at one level: a column of the table."""
 
     name: str
     level: str
@@ -51,40 +51,40 @@ class GridRun:
     mismatch: str
     seed: int
     settings: Settings = field(repr=False)
-    """all but where it reads the base model and where it writes"""
+    """Configuration without the paths of base model and output."""
     phase: str = "report"
-    """``search``: settings are tried on seeds that no result is reported of"""
+    """``report``, or ``search`` for trials on seeds without reported results."""
     candidate: int = 0
-    """which one of the loss's candidates"""
+    """Index of the loss's candidate."""
 
     @cached_property
     def key(self) -> str:
-        """Names the run by all that its result depends on."""
+        """Hash of everything that the result depends on."""
         # The empty string is part of the keys of all recorded rows.
         text = json.dumps([self.task, self.seed, self.settings, ""], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def weights(self) -> str:
-        """What the engine's weights are rounded to, or ``none``."""
+        """Format to which the engine's weights are rounded, or ``none``."""
         return str(self.settings["rollout"].get("perturbation", {}).get("weights", "none"))
 
     @cached_property
     def refusal(self) -> str:
-        """Why the configuration is refused; empty = it is not."""
+        """Error of an invalid configuration. Empty for a valid one."""
         try:
-            validate(merged(self.settings, PLACES), self.key)
+            validate(merged(self.settings, PLACEHOLDER_PATHS), self.key)
         except ConfigError as error:
             return str(error).partition("\n")[2].strip(" -")
         return ""
 
 
-PLACES: Settings = {"run": {"output_dir": "run"}, "model": {"path": "base"}}
-"""What a run is given when it starts."""
+PLACEHOLDER_PATHS: Settings = {"run": {"output_dir": "run"}, "model": {"path": "base"}}
+"""Paths for validation. The real ones are set when a run starts."""
 
 
 def merged(*tables: Settings) -> dict[str, Any]:
-    """Nested tables over one another; later values win."""
+    """Merge nested tables. Later values win."""
     result: dict[str, Any] = {}
     for table in tables:
         for key, value in table.items():
@@ -97,6 +97,6 @@ def merged(*tables: Settings) -> dict[str, Any]:
 def run_settings(
     base: Settings, loss: LossSetting, mismatch: Mismatch, seed: int, chosen: Settings | None = None
 ) -> Settings:
-    """The configuration of one run: the task's settings, the mismatch, the loss and what the search chose for it."""
+    """Return the configuration of a run: settings of task, mismatch, loss, and of the search."""
     seeded = {"run": {"seed": seed}, "loss": dict(loss.table)}
     return merged(base, mismatch.settings, seeded, chosen or {})

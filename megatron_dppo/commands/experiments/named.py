@@ -1,4 +1,4 @@
-"""The experiments by name."""
+"""Declared experiments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_dppo.commands.experiments.grid import Settings
 _MASKS = ("dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl")
 _CAPPED = tuple(f"{name} cap 5" for name in _MASKS)
 _RELAXED_GRPO = ("grpo relaxed up", "grpo relaxed down", "grpo relaxed both")
-OF_FIGURES = (*_RELAXED_GRPO, "dppo_binary_tv far", *_CAPPED[1:])
-"""losses that single experiments ask for, and the wind tunnel does not"""
-_EVERY = tuple(name for name in LOSSES if name not in OF_FIGURES)
+FIGURE_LOSSES = (*_RELAXED_GRPO, "dppo_binary_tv far", *_CAPPED[1:])
+"""Losses of single experiments, not of the wind tunnel."""
+_EVERY = tuple(name for name in LOSSES if name not in FIGURE_LOSSES)
 _MAIN = ("dppo_binary_tv", "dppo_binary_tv cap 2", "dppo_binary_kl", "grpo", "pg_is")
 _CLAIMS = (
     Claim("DPPO (Binary-TV) learns faster than ratio clipping", "dppo_binary_tv", "grpo"),
@@ -160,4 +160,4 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         *(_REAL_MODEL, _REAL_MODEL_END),
     )
 }
-"""Name -> experiment."""
+"""Experiments by name."""

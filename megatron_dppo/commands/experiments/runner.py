@@ -1,4 +1,4 @@
-"""Do the runs of a grid that are not there yet, several at a time; whatever ends it, the next call goes on."""
+"""Concurrent execution of a grid's missing runs. After an interruption the next call resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.experiments.child import COSTS, log_of, make_base, make_row
+from megatron_dppo.commands.experiments.child import COSTS, log_path, make_base, make_row
 from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.store import Rows, Store
 from megatron_dppo.engines.local.perturbation import require_modelopt
@@ -27,58 +27,60 @@ class _Job:
     target: Callable[..., None]
     arguments: tuple[Any, ...]
     result: Path
-    """is there when the job is done"""
+    """Path that exists when the job is done."""
     log: Path
     name: str
     needs: Path | None = None
-    """is there when the job can begin"""
+    """Folder that must exist before the job starts. None for no dependency."""
 
     @property
-    def ready(self) -> bool:
-        """Whether it can begin."""
+    def is_ready(self) -> bool:
+        """True if the job can start."""
         return self.needs is None or self.needs.is_dir()
 
 
-def do_runs(
-    store: Store, runs: Sequence[GridRun], jobs: int, say: Callable[[str], None], limit: int | None = None
+def execute_runs(
+    store: Store, runs: Sequence[GridRun], jobs: int, print_line: Callable[[str], None], limit: int | None = None
 ) -> Rows:
-    """The rows of all runs that are not refused, those that are missing made now.
+    """Return the rows of all valid runs. Execute the missing ones first.
 
     Args:
-        store: where they are.
-        runs: of a grid; runs of one key are one run.
-        jobs: processes at a time.
-        say: gets a line a run.
-        limit: at most so many new runs.
+        store: Store of rows and base models.
+        runs: Runs of a grid. Runs with the same key are executed once.
+        jobs: Concurrent processes.
+        print_line: Receives one line per finished run.
+        limit: Largest number of new runs. None executes all.
 
     Raises:
-        UserError: a run ended without a result, a package is missing, or a row that is there is broken.
+        UserError: A run without a result, a missing package, or a broken row.
     """
-    wanted = {run.key: run for run in runs if not run.refusal}
-    found = store.read(list(wanted.values()))  # before any work: a broken row would spoil the end of it
-    missing = [run for key, run in wanted.items() if key not in found][:limit]
+    by_key = {run.key: run for run in runs if not run.refusal}
+    # Read all rows before any work, so that a broken one is reported at once.
+    rows = store.read(list(by_key.values()))
+    missing = [run for key, run in by_key.items() if key not in rows][:limit]
     store.make_folders()
-    for key in found:  # a command may have been killed right after the row was written
-        shutil.rmtree(store.place(wanted[key]), ignore_errors=True)
-        log_of(store.place(wanted[key])).unlink(missing_ok=True)
+    # A command may have been killed between writing the row and removing the work folder.
+    for key in rows:
+        shutil.rmtree(store.work_folder(by_key[key]), ignore_errors=True)
+        log_path(store.work_folder(by_key[key])).unlink(missing_ok=True)
     for form in {run.weights for run in missing} - {"none"}:
         require_modelopt(form)
     if missing:
-        _do(_jobs(store, missing), jobs, say)
-    return found | store.read(missing)
+        _execute_jobs(_jobs(store, missing), jobs, print_line)
+    return rows | store.read(missing)
 
 
-def make_base_at(store: Store, run: GridRun, target: Path, say: Callable[[str], None]) -> None:
-    """Make the base model of a run at ``target``, wherever the store or the package has one.
+def make_base_at(store: Store, run: GridRun, target: Path, print_line: Callable[[str], None]) -> None:
+    """Train the base model of a run into ``target``, even if the store or the package has one.
 
     Raises:
-        UserError: the warm-up ended without a result.
+        UserError: The warm-up exited without a result.
     """
-    _do([_base_job(store, run, target)], 1, say)
+    _execute_jobs([_base_job(store, run, target)], 1, print_line)
 
 
 def _jobs(store: Store, runs: Sequence[GridRun]) -> list[_Job]:
-    """Each base model that is missing, and then the runs that start from it."""
+    """Return a job for each missing base model, followed by the runs that start from it."""
     groups: dict[Path, list[GridRun]] = {}
     for run in runs:
         groups.setdefault(store.base(run), []).append(run)
@@ -91,56 +93,60 @@ def _jobs(store: Store, runs: Sequence[GridRun]) -> list[_Job]:
 
 def _base_job(store: Store, run: GridRun, target: Path) -> _Job:
     name = f"base of {run.task}, seed {run.settings['run']['seed']}"
-    return _Job(make_base, (run.task, store.warmup(run), str(target)), target, log_of(Path(f"{target}.partial")), name)
-
-
-def _run_job(store: Store, run: GridRun) -> _Job:
-    folder, row = store.place(run), store.row(run)
-    name = f"{run.task}, {run.mismatch}, {run.loss}, seed {run.seed}"
     return _Job(
-        make_row, (run, str(store.base(run)), str(folder), str(row)), row, log_of(folder), name, store.base(run)
+        make_base, (run.task, store.warmup(run), str(target)), target, log_path(Path(f"{target}.partial")), name
     )
 
 
-def _do(jobs: Sequence[_Job], at_once: int, say: Callable[[str], None]) -> None:
+def _run_job(store: Store, run: GridRun) -> _Job:
+    folder, row = store.work_folder(run), store.row(run)
+    name = f"{run.task}, {run.mismatch}, {run.loss}, seed {run.seed}"
+    return _Job(
+        make_row, (run, str(store.base(run)), str(folder), str(row)), row, log_path(folder), name, store.base(run)
+    )
+
+
+def _execute_jobs(jobs: Sequence[_Job], at_once: int, print_line: Callable[[str], None]) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOAD])
-    # The runs are small: a GPU would wait for its kernels. The server that they are forked from reads this.
+    # The runs are too small for a GPU. The fork server reads these variables when it starts.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # The server imports before a run has a log: Megatron's warnings about optional packages would be on the terminal.
+    # The fork server imports before a run has a log: hide Megatron's warnings about optional packages.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    waiting, running, done = list(jobs), dict[Any, tuple[BaseProcess, _Job]](), 0
+    waiting = list(jobs)
+    running: dict[Any, tuple[BaseProcess, _Job]] = {}
+    done = 0
     try:
         while waiting or running:
-            while len(running) < at_once and (job := next((job for job in waiting if job.ready), None)):
+            while len(running) < at_once and (job := next((job for job in waiting if job.is_ready), None)):
                 waiting.remove(job)
                 process = context.Process(target=job.target, args=job.arguments)
                 process.start()
                 running[process.sentinel] = process, job
             for sentinel in wait(list(running)):
-                ended, job = running.pop(sentinel)
-                ended.join()
+                finished, job = running.pop(sentinel)
+                finished.join()
                 done += 1
-                _check(ended, job)
-                say(f"[{done}/{len(jobs)}] {job.name}{_outcome(job.result)}")
+                _require_result(finished, job)
+                print_line(f"[{done}/{len(jobs)}] {job.name}{_format_outcome(job.result)}")
     finally:
-        for left, _ in running.values():
-            left.kill()
-            left.join()
+        for unfinished, _ in running.values():
+            unfinished.kill()
+            unfinished.join()
 
 
-def _check(process: BaseProcess, job: _Job) -> None:
+def _require_result(process: BaseProcess, job: _Job) -> None:
     if job.result.exists():
         job.log.unlink(missing_ok=True)
         return
     tail = job.log.read_text(encoding="utf-8", errors="replace")[-2000:] if job.log.is_file() else ""
     raise UserError(
-        f"the run ({job.name}) ended with exit code {process.exitcode} and without a result; the same command goes on "
-        f"with it. Its log {job.log} ends:\n{tail}"
+        f"The run ({job.name}) exited with code {process.exitcode} and without a result. Fix: see its log {job.log}, "
+        f"then rerun the command to resume. The log ends:\n{tail}"
     )
 
 
-def _outcome(result: Path) -> str:
+def _format_outcome(result: Path) -> str:
     file = result / COSTS if result.is_dir() else result
     row = json.loads(file.read_text(encoding="utf-8"))
     rewards = row.get("curves", {}).get("rollout/reward", [])

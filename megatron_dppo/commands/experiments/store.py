@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_dppo.commands.experiments.catalogue import warmup_settings
 from megatron_dppo.commands.experiments.grid import GridRun, Settings
-from megatron_dppo.commands.experiments.row import Handed, labelled, read_stored
+from megatron_dppo.commands.experiments.row import ExternalRow, read_stored, relabel_row
 from megatron_dppo.commands.experiments.statistics import Row
 from megatron_dppo.errors import ErrorCollector, UserError
 from megatron_dppo.files import disk_errors, existing_parent, write_synced
@@ -21,39 +21,42 @@ from megatron_dppo.run.lock import FolderLock, Words
 Rows = dict[str, Row]
 """Key of a run -> its row."""
 SHIPPED = Path(__file__).with_name("bases")
-"""base models that come with the package: ``tools/make_demo_base.py`` writes them"""
+"""Base models of the package, written by ``tools/make_demo_base.py``."""
 _FOLDERS = ("rows", "bases", "runs")
 _WORDS = Words(
     key="--output",
     owner="command",
-    way_out="Wait for it (more --jobs do its runs faster), or give this one another --output and bring the rows "
-    "together with --rows",
+    way_out="Wait for it (more --jobs finish its runs faster), or choose another --output and merge the rows with "
+    "--rows",
 )
 
 
 @dataclass(frozen=True)
 class Store:
-    """Where rows and base models are: ``rows/KEY-HASH.json``, ``bases/TASK-SEED-HASH/``, ``runs/`` for what is under
-    way. HASH is of the warm-up's settings."""
+    """Folder of rows and base models.
+
+    Rows are ``rows/KEY-HASH.json``, base models ``bases/TASK-SEED-HASH/``. Running runs work in ``runs/``. HASH is the
+    digest of the warm-up's settings.
+    """
 
     folder: Path
     warmup_steps: int | None = None
-    """of base models; None = as many as the task needs"""
+    """Warm-up steps of base models. None uses the task's number."""
 
     def row(self, run: GridRun) -> Path:
-        """The file of a run's row."""
+        """Return the file of a run's row."""
         return self.folder / "rows" / f"{run.key}-{self._digest(run)}.json"
 
     def has(self, run: GridRun) -> bool:
-        """Whether there is one."""
+        """Return True if the run has a row."""
         return os.path.exists(self.row(run))
 
-    def place(self, run: GridRun) -> Path:
-        """Where it works."""
+    def work_folder(self, run: GridRun) -> Path:
+        """Return the work folder of a run."""
         return self.folder / "runs" / run.key
 
     def base(self, run: GridRun) -> Path:
-        """The folder of its base model: the package's, where one of these settings comes with it, else the store's."""
+        """Return the base model of a run: the package's if one has these settings, else the store's."""
         name = f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"
         shipped = SHIPPED / name
         return shipped if shipped.is_dir() else self.folder / "bases" / name
@@ -62,47 +65,49 @@ class Store:
         return hashlib.sha256(json.dumps(self.warmup(run), sort_keys=True).encode()).hexdigest()[:8]
 
     def warmup(self, run: GridRun) -> Settings:
-        """The configuration that makes it."""
+        """Return the configuration of the base model's warm-up."""
         return warmup_settings(run.task, run.settings["run"]["seed"], self.warmup_steps)
 
     def read(self, runs: Sequence[GridRun]) -> Rows:
-        """The rows that there are.
+        """Read the existing rows of these runs.
 
         Raises:
-            UserError: files that are no rows of these runs, all of them.
+            UserError: All invalid rows.
         """
-        problems, found = ErrorCollector(), Rows()
+        problems = ErrorCollector()
+        rows = Rows()
         for run in {run.key: run for run in runs if self.has(run)}.values():
             row = problems.attempt(read_stored, self.row(run), run, self.base(run).name)
             if row is not None:
-                found[run.key] = labelled(row, run)
+                rows[run.key] = relabel_row(row, run)
         problems.raise_if_any()
-        return found
+        return rows
 
-    def lacking(self, handed: Sequence[Handed], runs: Sequence[GridRun]) -> Rows:
-        """The rows of these runs that are not here yet.
+    def new_rows(self, external: Sequence[ExternalRow], runs: Sequence[GridRun]) -> Rows:
+        """Return the external rows of these runs that the store lacks.
 
         Args:
-            handed: rows that other machines made.
-            runs: of the grid; rows of other runs, or of a base model that was made in another way, are left out.
+            external: Rows of other machines.
+            runs: Runs of the grid. Rows of other runs or other base models are skipped.
 
         Raises:
-            UserError: a row contradicts the run that it names.
+            UserError: A row contradicts the run that it names.
         """
-        wanted, new = {(run.key, self.base(run).name): run for run in runs}, Rows()
-        for each in handed:
-            run = wanted.get((each.row["key"], each.row["base"]))
+        by_identity = {(run.key, self.base(run).name): run for run in runs}
+        new = Rows()
+        for each in external:
+            run = by_identity.get((each.row["key"], each.row["base"]))
             if run is None or each.row["settings"] != run.settings or self.has(run):
                 continue
             each.check(run, self.base(run).name)
-            new.setdefault(run.key, labelled(each.row, run))
+            new.setdefault(run.key, relabel_row(each.row, run))
         return new
 
     def add(self, rows: Rows, runs: Sequence[GridRun]) -> None:
         """Write rows of these runs.
 
         Raises:
-            DiskError: they cannot be written.
+            DiskError: They cannot be written.
         """
         self.make_folders()
         files = {run.key: self.row(run) for run in runs}
@@ -124,10 +129,10 @@ class Store:
             raise UserError(f"--output {self.folder}: {error.strerror}; choose another folder") from None
 
     def make_folders(self, *more: str) -> None:
-        """Make the folders that a command writes to, and ``more`` of them.
+        """Create the folders of the store, and the additional folders ``more``.
 
         Raises:
-            UserError: one of them cannot be.
+            UserError: A folder cannot be created.
         """
         self.check_output_dir()
         for name in (*_FOLDERS, *more):
@@ -138,16 +143,16 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"--output {self.folder}: the folder {folder} cannot be made: {error.strerror}; move away what is in "
-                "its place, or choose an --output that this user can write to"
+                f"--output {self.folder}: the folder {folder} cannot be created: {error.strerror}. Fix: remove "
+                "what is there, or choose a writable --output"
             ) from None
 
     @contextmanager
     def held(self, *more: str) -> Iterator[None]:
-        """Keep other commands out, and make the folders (see ``make_folders``).
+        """Lock the store and create its folders (see ``make_folders``).
 
         Raises:
-            UserError: another command works here, or they cannot be made.
+            UserError: Another command holds the lock, or a folder cannot be created.
         """
         self.check_output_dir()
         self._make(self.folder)

@@ -1,6 +1,6 @@
-"""What the numbers say, and what they do not: two losses separate where their bands over seeds do not overlap.
+"""Verdicts on claims: two losses separate if their bands over seeds do not overlap.
 
-Where they overlap, seeds themselves may be what spreads: a difference that has one sign on every seed is told apart.
+If bands overlap because of the spread over seeds, a difference with the same sign on every seed has its own verdict.
 """
 
 from __future__ import annotations
@@ -11,57 +11,65 @@ from itertools import combinations
 from megatron_dppo.commands.experiments.experiment import Claim
 from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 
-_FEWEST, _FEWEST_PAIRS = 3, 5
-"""Seeds below which nothing is said to hold, and nothing of differences on the same seed: five have one sign by chance
-once in 16 times."""
-_TOLD = ("holds", "reversed", "higher on every seed", "lower on every seed", "open", "too few seeds")
+_MIN_SEEDS = 3
+"""Fewest seeds for a verdict."""
+_MIN_PAIRS = 5
+"""Fewest common seeds for a verdict by sign: five have the same sign by chance in 1 of 16 cases."""
+_VERDICTS = ("holds", "reversed", "higher on every seed", "lower on every seed", "open", "too few seeds")
 
 
-def as_verdicts(rows: Iterable[Row], claims: Sequence[Claim]) -> str:
-    """The claims with where they hold, are reversed, and are open; then how often each pair of losses separates."""
-    of = {name: bands(rows, score) for rows in [list(rows)] for name, score in SCORES.items()}
-    parts = [_claim(claim, of[claim.score]) for claim in claims]
-    return "\n".join([*parts, "", *(_pairs(name, found) for name, found in of.items())])
+def format_verdicts(rows: Iterable[Row], claims: Sequence[Claim]) -> str:
+    """Format the conditions in which each claim holds, and how often each pair of losses separates."""
+    row_list = list(rows)
+    by_score = {name: bands(row_list, score) for name, score in SCORES.items()}
+    parts = [_format_claim(claim, by_score[claim.score]) for claim in claims]
+    pairs = [_format_pairs(name, by_cell) for name, by_cell in by_score.items()]
+    return "\n".join([*parts, "", *pairs])
 
 
 def judge(better: Band, worse: Band) -> str:
-    """One of ``_TOLD``: ``holds`` or ``reversed`` where the bands do not overlap, else what the same seeds say."""
-    if min(better.count, worse.count) < _FEWEST:
+    """Return one of ``_VERDICTS``: by the bands if they do not overlap, else by the differences on common seeds."""
+    if min(better.count, worse.count) < _MIN_SEEDS:
         return "too few seeds"
     if better.above(worse) or worse.above(better):
         return "holds" if better.above(worse) else "reversed"
     apart = better.minus(worse)
-    if apart is None or apart.count < _FEWEST_PAIRS or apart.low <= 0 <= apart.high:
+    if apart is None or apart.count < _MIN_PAIRS or apart.low <= 0 <= apart.high:
         return "open"
     return "higher on every seed" if apart.low > 0 else "lower on every seed"
 
 
-def _claim(claim: Claim, found: Mapping[Cell, Band]) -> str:
-    places: dict[str, list[str]] = {}
-    for (task, mismatch, loss), better in found.items():
-        worse = found.get((task, mismatch, claim.worse))
+def _format_claim(claim: Claim, by_cell: Mapping[Cell, Band]) -> str:
+    by_verdict: dict[str, list[str]] = {}
+    for (task, mismatch, loss), better in by_cell.items():
+        worse = by_cell.get((task, mismatch, claim.worse))
         if loss == claim.better and worse is not None:
             apart = better.minus(worse)
             pairs = "" if apart is None else f" ({apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}])"
             text = f"{task}/{mismatch} {better} against {worse}{pairs}"
-            places.setdefault(judge(better, worse), []).append(text)
-    if not places:
+            by_verdict.setdefault(judge(better, worse), []).append(text)
+    if not by_verdict:
         return f"- {claim.text}: not measured."
-    total = sum(map(len, places.values()))
+    total = sum(map(len, by_verdict.values()))
     head = f"- {claim.text} (`{claim.better}` above `{claim.worse}`, {claim.score}; {total} conditions; in brackets"
     head += " differences on the same seed):"
-    return "\n".join([head, *(f"  - {w} in {len(places[w])}: {'; '.join(places[w])}" for w in _TOLD if w in places)])
+    lines = [
+        f"  - {verdict} in {len(by_verdict[verdict])}: {'; '.join(by_verdict[verdict])}"
+        for verdict in _VERDICTS
+        if verdict in by_verdict
+    ]
+    return "\n".join([head, *lines])
 
 
-def _pairs(score: str, found: Mapping[Cell, Band]) -> str:
-    losses = list(dict.fromkeys(loss for _, _, loss in found))
-    conditions = list(dict.fromkeys((task, mismatch) for task, mismatch, _ in found))
-    told = "first above : second above : bands overlap; of the last first : second higher on every seed"
-    lines = [f"Pairs by `{score}` ({told}):"]
+def _format_pairs(score: str, by_cell: Mapping[Cell, Band]) -> str:
+    losses = list(dict.fromkeys(loss for _, _, loss in by_cell))
+    conditions = list(dict.fromkeys((task, mismatch) for task, mismatch, _ in by_cell))
+    legend = "first above : second above : bands overlap; of the last first : second higher on every seed"
+    lines = [f"Pairs by `{score}` ({legend}):"]
     for one, two in combinations(losses, 2):
-        counts = dict.fromkeys(_TOLD, 0)
+        counts = dict.fromkeys(_VERDICTS, 0)
         for condition in conditions:
-            a, b = found.get((*condition, one)), found.get((*condition, two))
+            a, b = by_cell.get((*condition, one)), by_cell.get((*condition, two))
             if a is not None and b is not None:
                 counts[judge(a, b)] += 1
         above, below, higher, lower, no_sign, _ = counts.values()

@@ -40,10 +40,10 @@ class _UnknownValueError(Exception):
 
 
 def commands(script: str, environment: dict[str, str]) -> list[list[Word]]:
-    """Return the words of every command of a script, in order.
+    r"""Return the words of every command of a script, in order.
 
     Example:
-        >>> [[word.text for word in words] for words in commands("N=2\\nA=(--n $N)\\nrun ${A[@]} --m=$((N * 3))", {})]
+        >>> [[word.text for word in words] for words in commands("N=2\nA=(--n $N)\nrun ${A[@]} --m=$((N * 3))", {})]
         [['run', '--n', '2', '--m=6']]
 
     Args:

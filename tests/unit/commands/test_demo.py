@@ -105,7 +105,7 @@ def test_the_picture_has_a_line_a_run(tmp_path: Path) -> None:
 def test_what_is_asked_for_wrongly_is_an_error_before_any_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "do_runs", lambda *_: pytest.fail("a run began"))
+    monkeypatch.setattr(demo, "execute_runs", lambda *_: pytest.fail("a run began"))
     (tmp_path / "demo.png").write_bytes(b"mine")
     for arguments, text in (
         (["--steps", "0"], "--steps 0: expected at least 1"),
@@ -113,7 +113,7 @@ def test_what_is_asked_for_wrongly_is_an_error_before_any_run(
         (["--seed", "-1"], "--seed -1: expected at least 0"),
         (["--seed", str(2**63)], "--seed 9223372036854775808: expected at most 9223372036854775807"),
         (["--stepz", "3"], "unexpected argument '--stepz'"),
-        (["--output", str(tmp_path)], "give --output another folder"),
+        (["--output", str(tmp_path)], "choose another --output"),
     ):
         assert main(["demo", *arguments]) == 2, arguments
         assert text in capsys.readouterr().err

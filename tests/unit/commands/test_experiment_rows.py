@@ -13,7 +13,7 @@ import pytest
 from megatron_dppo.commands.experiments import demo, report, runner
 from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, choose
 from megatron_dppo.commands.experiments.named import EXPERIMENTS
-from megatron_dppo.commands.experiments.row import read_handed
+from megatron_dppo.commands.experiments.row import read_external_rows
 from megatron_dppo.commands.experiments.store import Store
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
@@ -38,11 +38,11 @@ def test_rows_of_another_machine_are_taken_over_where_they_belong_to_the_grid(tm
     file = tmp_path / "rows.jsonl.xz"
     lines = [json.dumps(row) for row in (other_base, other_grid, other_settings, *rows[3:], rows[4])]
     file.write_bytes(lzma.compress("\n".join(lines).encode()))
-    new = store.lacking(read_handed(file), runs)
+    new = store.new_rows(read_external_rows(file), runs)
     assert new == {row["key"]: row for row in rows[3:]} and not store.folder.exists()
     store.add(new, runs)
     assert store.read(runs) == new
-    assert not store.lacking(read_handed(file), runs)
+    assert not store.new_rows(read_external_rows(file), runs)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_file_that_an_editor_or_another_tool_has_written_is_read(
     text = "".join(json.dumps(row_of(run, store)) + "\n" for run in LONG)
     file = tmp_path / "rows.jsonl"
     file.write_bytes(change(text).encode())
-    assert len(store.lacking(read_handed(file), LONG)) == len(LONG)
+    assert len(store.new_rows(read_external_rows(file), LONG)) == len(LONG)
 
 
 def put(*path: str | int, value: Any) -> Damage:
@@ -115,13 +115,13 @@ def test_a_broken_row_is_told_with_its_line_and_in_the_store_with_its_file_befor
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(runner, "_do", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(runner, "_execute_jobs", lambda *_: pytest.fail("a run was started"))
     store, runs = Store(tmp_path / "here"), EXPERIMENTS["long_tail"].report(True, (0,), ())
     row = json.loads(json.dumps(row_of(runs[0], store)))
     damage(row)
     file = write(tmp_path / "rows.jsonl", row_of(runs[-1], Store(Path("x"), 5)), row)
-    with pytest.raises(UserError, match=rf"^--rows {file}, line 2: {problem}.*take this line out"):
-        store.lacking(read_handed(file), runs)
+    with pytest.raises(UserError, match=rf"^--rows {file}, line 2: {problem}.*remove this line"):
+        store.new_rows(read_external_rows(file), runs)
     stored = store.row(runs[0])
     stored.parent.mkdir(parents=True)
     write(stored, row)
@@ -129,7 +129,7 @@ def test_a_broken_row_is_told_with_its_line_and_in_the_store_with_its_file_befor
     for more in ([], ["--list"]):
         assert main([*command, *more]) == 2
         error = capsys.readouterr().err
-        assert f"{stored}: " in error and "Move this file away" in error and "Traceback" not in error
+        assert f"{stored}: " in error and "Fix: remove this file" in error and "Traceback" not in error
     stored.unlink()
     assert len(store.read(runs)) == 0
 
@@ -141,9 +141,9 @@ def test_what_is_no_row_is_told(text: str, tmp_path: Path) -> None:
     for place in (file, store.row(LONG[0])):
         place.write_bytes(b"\n" * (place == file) + text.encode("latin-1"))
     if text:
-        with pytest.raises(UserError, match=r"line 2: .*Expected the rows\.jsonl of an experiment"):
-            read_handed(file)
-    with pytest.raises(UserError, match=f"^{store.row(LONG[0])}: .*Move this file away"):
+        with pytest.raises(UserError, match=r"line 2: .*Fix: copy the rows\.jsonl"):
+            read_external_rows(file)
+    with pytest.raises(UserError, match=f"^{store.row(LONG[0])}: .*Fix: remove this file"):
         store.read(LONG)
 
 
@@ -165,17 +165,17 @@ def test_files_of_rows_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     whole = lzma.compress(b"{}\n" * 100)
     for name, data in (("a.xz", b""), ("b.xz", whole[:-9]), ("c.xz", b"{}"), ("d.jsonl", whole)):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(UserError, match=rf"^--rows .*{name}.*[Ee]xpected the rows\.jsonl"):
-            read_handed(tmp_path / name)
+        with pytest.raises(UserError, match=rf"^--rows .*{name}.*(xpected|copy) the rows\.jsonl"):
+            read_external_rows(tmp_path / name)
     for place in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match=r"^--rows .*expected the rows\.jsonl"):
-            read_handed(place)
+            read_external_rows(place)
 
 
 def test_a_stopped_run_has_a_row_with_fewer_steps(tmp_path: Path) -> None:
     store, runs = Store(tmp_path), LONG
     row = row_of(runs[0], store, error="TrainingStopped: no", curves={})
-    store.add(store.lacking(read_handed(write(tmp_path / "r.jsonl", row)), runs), runs)
+    store.add(store.new_rows(read_external_rows(write(tmp_path / "r.jsonl", row)), runs), runs)
     assert store.read(runs)[runs[0].key] == row
 
 
@@ -192,12 +192,12 @@ def test_a_row_gets_the_names_that_its_run_has_here(tmp_path: Path) -> None:
 
 def test_all_published_rows_are_whole(tmp_path: Path) -> None:
     counts = {"figures": 185, "precision": 45, "rows": 953}
-    handed = {name: read_handed(DOCS / f"{name}.jsonl.xz") for name in counts}
+    handed = {name: read_external_rows(DOCS / f"{name}.jsonl.xz") for name in counts}
     assert {name: len(rows) for name, rows in handed.items()} == counts
     store = Store(tmp_path)
     for name, file in (("stability", "figures"), ("bad_updates", "figures"), ("precision", "precision")):
         runs = EXPERIMENTS[name].report(False, None, ())
-        assert len(store.lacking(handed[file], runs)) == len(runs)
+        assert len(store.new_rows(handed[file], runs)) == len(runs)
 
 
 def test_the_list_counts_what_would_be_taken_and_writes_nothing(
@@ -208,21 +208,21 @@ def test_the_list_counts_what_would_be_taken_and_writes_nothing(
     command = ["experiment", "long_tail", "--quick", "--seeds", "0", "1", "--output", str(output)]
     assert main([*command, "--list", "--rows", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [f"{n} rows would be taken from {f}" for n, f in zip((3, 2), files, strict=True)]
+    assert lines[:2] == [f"{n} rows would be imported from {f}" for n, f in zip((3, 2), files, strict=True)]
     assert len(lines) == 2 + len(LONG) - 5 and not output.exists()
 
 
 def test_each_file_of_rows_is_told_once_with_its_total(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_do", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(runner, "_execute_jobs", lambda *_: pytest.fail("a run was started"))
     output = tmp_path / "here"
     file = str(write(tmp_path / "rows.jsonl", *(row_of(r, Store(output)) for r in LONG)))
     command = ["experiment", "long_tail", "--quick", "--seeds", "0", "1", "--output", str(output)]
     for total in (len(LONG), 0):
         assert main([*command, "--rows", file, file]) == 0
-        told = [line for line in capsys.readouterr().out.splitlines() if "taken" in line]
-        assert told == [f"{total} rows taken from {file}", f"0 rows taken from {file}"]
+        told = [line for line in capsys.readouterr().out.splitlines() if "imported" in line]
+        assert told == [f"{total} rows imported from {file}", f"0 rows imported from {file}"]
     assert not (output / LOCK).exists()
 
 
@@ -230,11 +230,11 @@ def test_a_second_command_in_the_folder_is_refused_and_only_lists(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (report, demo):
-        monkeypatch.setattr(module, "do_runs", lambda *_: pytest.fail("a run was started"))
+        monkeypatch.setattr(module, "execute_runs", lambda *_: pytest.fail("a run was started"))
     name, store = str(tmp_path), Store(tmp_path)
     experiment = ["experiment", "long_tail", "--quick", "--output", name]
     with store.held():
-        working = store.place(LONG[0]) / "run"
+        working = store.work_folder(LONG[0]) / "run"
         working.mkdir(parents=True)
         for command in (experiment, ["demo", "--output", name]):
             assert main(command) == 2
@@ -251,7 +251,7 @@ def test_an_output_that_can_be_no_folder_is_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (report, demo):
-        monkeypatch.setattr(module, "do_runs", lambda *_: pytest.fail("a run was started"))
+        monkeypatch.setattr(module, "execute_runs", lambda *_: pytest.fail("a run was started"))
     file = tmp_path / "file"
     file.write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -264,6 +264,6 @@ def test_an_output_that_can_be_no_folder_is_refused(
             assert f"--output {place}: " in capsys.readouterr().err
     for place in (tmp_path / "link", tmp_path / "taken"):
         assert main([*command, "--output", str(place)]) == 2
-        assert "cannot be made: File exists; move away" in capsys.readouterr().err
+        assert "cannot be created: File exists. Fix: remove" in capsys.readouterr().err
     assert file.read_text() == "mine" and (tmp_path / "taken" / "rows").read_text() == "mine"
     assert not (tmp_path / "taken" / LOCK).exists()

@@ -13,13 +13,13 @@ from megatron_dppo.commands.experiments import catalogue as tasks
 from megatron_dppo.commands.experiments import runner
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, REAL_MODEL, TASKS, warmup_settings
 from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
-from megatron_dppo.commands.experiments.figures import as_table, write_page
-from megatron_dppo.commands.experiments.grid import PLACES, GridRun, merged
+from megatron_dppo.commands.experiments.figures import format_results, write_page
+from megatron_dppo.commands.experiments.grid import PLACEHOLDER_PATHS, GridRun, merged
 from megatron_dppo.commands.experiments.named import EXPERIMENTS
-from megatron_dppo.commands.experiments.runner import do_runs
-from megatron_dppo.commands.experiments.statistics import Band, bands, final, whole
+from megatron_dppo.commands.experiments.runner import execute_runs
+from megatron_dppo.commands.experiments.statistics import Band, bands, final, mean_reward
 from megatron_dppo.commands.experiments.store import Store
-from megatron_dppo.commands.experiments.verdicts import as_verdicts
+from megatron_dppo.commands.experiments.verdicts import format_verdicts
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import validate
 from megatron_dppo.engines.local import perturbation as quantized
@@ -73,7 +73,7 @@ def test_every_run_of_every_experiment_is_a_configuration_that_the_trainer_takes
 
 @pytest.mark.parametrize("task", sorted(set(TASKS) - {REAL_MODEL}))
 def test_the_base_model_of_a_task_and_seed_is_a_run_of_its_own_without_the_losses(task: str) -> None:
-    config = validate(merged(warmup_settings(task, 7), PLACES), "base")
+    config = validate(merged(warmup_settings(task, 7), PLACEHOLDER_PATHS), "base")
     assert config.warmup.num_steps >= 1000 and config.run.seed == 7 and config.warmup.data == f"task:{task}"
     runs = [
         GridRun(task, loss, "none", 7, merged(TASKS[task], {"run": {"seed": 7}, "loss": {"name": loss}}))
@@ -129,10 +129,10 @@ def test_the_search_tries_every_candidate_on_seeds_of_its_own_and_the_best_is_re
 
 
 def test_scores_are_means_over_all_steps_and_over_the_last_quarter_and_missing_steps_count_as_nothing() -> None:
-    assert whole(row("grpo", 0, [0.0, 0.2, 0.4, 1.0])) == pytest.approx(0.4)
+    assert mean_reward(row("grpo", 0, [0.0, 0.2, 0.4, 1.0])) == pytest.approx(0.4)
     assert final(row("grpo", 0, [0.0, 0.2, 0.4, 1.0])) == 1.0
     stopped = row("grpo", 0, [0.8, 0.8], error="TrainingStopped: no")
-    assert (whole(stopped), final(stopped)) == (0.4, 0.0)
+    assert (mean_reward(stopped), final(stopped)) == (0.4, 0.0)
 
 
 ROWS = [
@@ -145,14 +145,14 @@ ROWS = [
 
 
 def test_a_band_is_the_mean_and_the_extremes_over_seeds() -> None:
-    found = bands(ROWS, whole)
+    found = bands(ROWS, mean_reward)
     assert found["rare_words", "none", "grpo"] == Band(pytest.approx(0.59667, abs=1e-4), 0.5, 0.69, 3)
     assert ("rare_words", "none", "ipo") not in found
 
 
 def test_the_table_shows_bands_what_is_missing_what_is_refused_and_what_stopped() -> None:
     stopped = row("grpo", 3, [0.1], error="TrainingStopped: the gradient")
-    text = as_table([*ROWS, stopped], SMALL.report(False, (0, 1, 2), ()))
+    text = format_results([*ROWS, stopped], SMALL.report(False, (0, 1, 2), ()))
     lines = text.splitlines()
     assert lines[2] == "| loss | none | staleness 4 |"
     assert lines[4] == "| dppo_binary_tv | 0.75 [0.70, 0.80] (3) | - |"
@@ -170,11 +170,11 @@ def test_a_claim_holds_only_where_the_bands_do_not_overlap_and_three_seeds_are_t
         Claim("D", "cispo", "grpo"),
         Claim("E", "drpo", "grpo"),
     ]
-    text = as_verdicts(ROWS, claims).split("\n\n")[0].splitlines()
+    text = format_verdicts(ROWS, claims).split("\n\n")[0].splitlines()
     verdicts = {text[i][2]: text[i + 1].split(":")[0].strip(" -") for i in (0, 2, 4, 6)}
     assert verdicts == {"A": "holds in 1", "B": "reversed in 1", "C": "open in 1", "D": "too few seeds in 1"}
     assert text[-1] == "- E: not measured."
-    assert "- dppo_binary_tv / grpo: 1 : 0 : 0; 0 : 0" in as_verdicts(ROWS, claims)
+    assert "- dppo_binary_tv / grpo: 1 : 0 : 0; 0 : 0" in format_verdicts(ROWS, claims)
 
 
 def test_where_bands_overlap_a_difference_on_every_seed_is_told_apart() -> None:
@@ -187,7 +187,7 @@ def test_where_bands_overlap_a_difference_on_every_seed_is_told_apart() -> None:
     ]
     claims = [Claim(name, *pair) for name, pair in (("A", ("ipo", "grpo")), ("B", ("grpo", "ipo")))]
     claims += [Claim("C", "drpo", "grpo"), Claim("D", "pg_is", "grpo")]
-    text = as_verdicts(rows, claims)
+    text = format_verdicts(rows, claims)
     found = [line.strip(" -") for line in text.split("\n\n")[0].splitlines()[1::2]]
     assert [line.split(" in 1")[0] for line in found] == ["higher on every seed", "lower on every seed", "open", "open"]
     assert "0.53 [0.11, 0.95] against 0.50 [0.10, 0.90] (+0.030 [+0.010, +0.050])" in found[0]
@@ -210,15 +210,15 @@ def test_runs_that_have_a_row_are_not_done_again(tmp_path: Path, monkeypatch: py
             else:
                 job.result.mkdir()
 
-    monkeypatch.setattr(runner, "_do", pretend)
+    monkeypatch.setattr(runner, "_execute_jobs", pretend)
     accepted = [run for run in runs if not run.refusal]
-    assert len(do_runs(store, runs, 1, print, limit=3)) == 3
+    assert len(execute_runs(store, runs, 1, print, limit=3)) == 3
     assert [name.startswith("base") for name in done] == [True, False, False, True, False]  # by base model
     done.clear()
-    assert len(do_runs(store, [*runs, *runs], 1, print)) == len(accepted)
+    assert len(execute_runs(store, [*runs, *runs], 1, print)) == len(accepted)
     assert len(done) == len(accepted) - 3
     done.clear()
-    assert do_runs(store, runs, 1, print) == store.read(accepted) and not done
+    assert execute_runs(store, runs, 1, print) == store.read(accepted) and not done
 
 
 def test_the_command_lists_what_is_missing_and_refuses_what_it_does_not_know(
@@ -234,7 +234,7 @@ def test_the_command_lists_what_is_missing_and_refuses_what_it_does_not_know(
         ([*command, "--loss.name", "grpo"], "unexpected argument '--loss.name'"),
         ([*command, "--seeds", "0", "-1"], "--seeds -1: expected 0 to 9223372036854775807"),
         ([*command, "--seeds", str(2**63)], f"--seeds {2**63}: expected 0 to {2**63 - 1}"),
-        ([*command, "--seeds", "3", "0", "3"], "--seeds 3 stands there twice"),
+        ([*command, "--seeds", "3", "0", "3"], "--seeds 3 is given twice"),
     ):
         assert main(wrong) == 2
         assert message in capsys.readouterr().err
@@ -244,6 +244,6 @@ def test_coarse_weights_without_modelopt_are_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
-    monkeypatch.setattr(runner, "_do", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(runner, "_execute_jobs", lambda *_: pytest.fail("a run was started"))
     assert main(["experiment", "stability", "--quick", "--output", str(tmp_path)]) == 2
     assert "weights = 'fp8'" in (text := capsys.readouterr().err) and "pip install 'megatron-dppo[modelopt]'" in text
