@@ -27,20 +27,20 @@ class _Trainer:
 
     groups = SimpleNamespace(world=None)
     optimizer = SimpleNamespace(finish_overlapped_gather=lambda: None)
-    policy_version, is_drawn = 0, False
+    policy_version, is_randomized = 0, False
 
     def __init__(self) -> None:
-        self.lora = SimpleNamespace(drawn=self._drawn)
+        self.lora = SimpleNamespace(randomized=self._randomized)
         self.bridge = SimpleNamespace(export=lambda value: iter(weights(0).items()))
 
     @contextmanager
-    def _drawn(self) -> Iterator[None]:
-        self.is_drawn = True
+    def _randomized(self) -> Iterator[None]:
+        self.is_randomized = True
         yield
-        self.is_drawn = False
+        self.is_randomized = False
 
     def adapter(self) -> Tensor:
-        return torch.full((2,), -7.0 if self.is_drawn else float(self.policy_version))
+        return torch.full((2,), -7.0 if self.is_randomized else float(self.policy_version))
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
         return iter([(NAME, self.adapter())])
@@ -61,7 +61,7 @@ class _Run:
 
     def _probe(self, sync: object, urls: Sequence[str], version: int) -> ProbeFindings:
         """As the real one: what a server adds has to be what the trainer has."""
-        self.probed.append((self.trainer.is_drawn, sorted(urls)))
+        self.probed.append((self.trainer.is_randomized, sorted(urls)))
         expected = self.trainer.adapter()
         wrong = {s.url for s in self.servers if s.url in urls and not torch.equal(s.adds(), expected)}  # type: ignore[attr-defined]
         return ProbeFindings(dict.fromkeys(wrong, "other numbers"), {})
