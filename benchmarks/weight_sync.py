@@ -59,9 +59,9 @@ SHAPE: dict[str, Any] = {
 """Qwen3-30B-A3B is 48 layers, 128 experts, hidden size 2048, vocabulary 151,936."""
 FULL_BYTES = 30.53e9 * 2
 """Qwen3-30B-A3B in bf16"""
-SIZES = [("disk", 512), ("tensor", 16), ("tensor", 128), ("ipc", 16), ("ipc", 128)]
+SIZES = [("disk", 512), ("ipc", 16), ("ipc", 128)]
 SIZES += [("distributed", 16), ("distributed", 64), ("distributed", 512)]
-PROVED = [("disk", 512), ("tensor", 128), ("ipc", 128), ("distributed", 64), ("distributed", 512)]
+PROVED = [("disk", 512), ("ipc", 128), ("distributed", 64), ("distributed", 512)]
 SERIAL = [("serial", 16), ("serial", 64)]
 """``distributed`` as it would be without overlap"""
 WAYS = [(*way, False) for way in [*SIZES, *SERIAL]] + [(*way, True) for way in PROVED]

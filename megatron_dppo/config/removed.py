@@ -31,6 +31,9 @@ _ONE_KL = "Use 'reverse_kl' or 'forward_kl'."
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ("distillation.divergence", "mixed_kl"): _ONE_KL,
     ("distillation.divergence", "jsd"): _ONE_KL,
+    ("rollout.weight_sync.method", "tensor"): (
+        "Use 'ipc' for servers on the trainer's machine, or 'disk' with rollout.weight_sync.folder in /dev/shm."
+    ),
 }
 """Replacement, as a sentence, for each ``(path of the key, removed value)``."""
 

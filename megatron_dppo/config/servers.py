@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
 
-WeightSyncMethod = Literal["distributed", "ipc", "disk", "tensor", "adapter"]
+WeightSyncMethod = Literal["distributed", "ipc", "disk", "adapter"]
 
 
 class ServersConfig(Section):
@@ -74,9 +74,9 @@ class WeightSyncConfig(Section):
 
     method: WeightSyncMethod = "distributed"
     """Transport. ``distributed``: broadcast over NCCL, or gloo without GPUs. ``ipc``: servers map the trainer's memory,
-    on its GPUs (``servers.colocated``) or its CPU. ``disk``: a folder that trainer and servers share. ``tensor``: by
-    value over HTTP, for small models on one machine. ``adapter``: only the adapters of ``[lora]``, in a shared folder;
-    the servers add them to the base model that they started with (``docs/lora.md``)."""
+    on its GPUs (``servers.colocated``) or its CPU. ``disk``: a folder that trainer and servers share. ``adapter``: only
+    the adapters of ``[lora]``, in a shared folder; the servers add them to the base model that they started with
+    (``docs/lora.md``)."""
     bucket_megabytes: int = Field(512, gt=0)
     """Size of a transfer bucket in megabytes. A larger tensor is sent alone. Rank 0 holds two buckets; with ``ipc``
     each rank on a server's GPU does."""

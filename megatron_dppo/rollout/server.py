@@ -108,7 +108,7 @@ class InferenceServer(Protocol):
     the call.
 
     The caller updates the weights in this order: ``pause``; ``wake_weights``; ``begin_update``; for each bucket
-    ``receive_tensors``, ``receive_handles`` or ``receive_broadcast``; ``end_update``; ``resume``.
+    ``receive_handles`` or ``receive_broadcast``; ``end_update``; ``resume``.
     From ``begin_update`` to ``end_update`` the server reports version -1. A caller that dies in between therefore never
     leaves incomplete weights under a valid version.
     """
@@ -174,9 +174,6 @@ class InferenceServer(Protocol):
 
     async def begin_update(self) -> None:
         """Open a series of ``receive_*`` calls, after ``pause``; an update that was left open is closed first."""
-
-    async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Receive some weights by value, full tensors by Hugging Face name (same host)."""
 
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]

@@ -8,7 +8,7 @@ handles and passes them to the servers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,6 +152,31 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
             self._shared = None
 
 
+class SharedBuckets:
+    """Buckets of a shared stream; after each tensor, the other tasks of the event loop run.
+
+    Args:
+        weights: iterator over ``stream``, perhaps through another one that computes digests.
+        stream: shared stream, whose buckets are shared one by one.
+    """
+
+    def __init__(self, weights: Weights, stream: SharedStream) -> None:
+        self._weights = weights
+        self._stream = stream
+
+    def __aiter__(self) -> SharedBuckets:
+        return self
+
+    async def __anext__(self) -> Tensors:
+        bucket = Tensors()
+        for item in self._weights:
+            bucket.append(item)
+            await asyncio.sleep(0)
+            if self._stream.complete:
+                return bucket
+        raise StopAsyncIteration
+
+
 class HandleTransfer:
     """Transfer on rank 0: the servers read one bucket while the next is gathered.
 
@@ -182,7 +207,7 @@ class HandleTransfer:
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.begin_update())
         reading: asyncio.Task[None] | None = None
         try:
-            async for tensors in _buckets(weights, stream):
+            async for tensors in SharedBuckets(weights, stream):
                 if reading is not None:
                     await reading
                 reading = self._start(sort_widest_first(tensors), stream, attempt)
@@ -213,14 +238,3 @@ class HandleTransfer:
             stream.taken = frozenset(rank for server in readers for rank in self._owners[server.url])
 
         return asyncio.create_task(read())
-
-
-async def _buckets(weights: Weights, stream: SharedStream) -> AsyncIterator[Tensors]:
-    """Yield each bucket of the stream; after each tensor, the other tasks of the event loop run."""
-    bucket = Tensors()
-    for item in weights:
-        bucket.append(item)
-        await asyncio.sleep(0)
-        if stream.complete:
-            yield bucket
-            bucket = Tensors()

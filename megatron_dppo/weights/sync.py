@@ -25,7 +25,7 @@ from megatron_dppo.weights.handles import HandleTransfer, MemorySharing, SharedS
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, read_num_kv_heads
 from megatron_dppo.weights.quantization import Quantization, quantize_stream
-from megatron_dppo.weights.transfer import BucketTransfer, Weights
+from megatron_dppo.weights.transfer import BroadcastTransfer, Weights
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class WeightSync:
         self._folder = weights_folder
         self._dtype = dtype
         self._runner = asyncio.Runner()
-        self._buckets = BucketTransfer(self._servers, config, device, transport or TorchTransport())
+        self._broadcasts = BroadcastTransfer(self._servers, config, device, transport or TorchTransport())
         self._sharing = sharing
         self._adapter = adapter
         self._quantization = quantization
@@ -103,7 +103,7 @@ class WeightSync:
     async def send_async(
         self, weights: Weights, version: int, synced: Mapping[str, ServerInfo] | None = None
     ) -> SyncResult:
-        """Run ``send`` on the caller's event loop. The methods ``disk`` and ``tensor`` use no thread."""
+        """Run ``send`` on the caller's event loop. The methods ``disk`` and ``ipc`` use no thread."""
         attempt = Attempt(version, synced or {})
         is_retry = self._versions[-1:] == [version]
         if not is_retry:
@@ -160,14 +160,14 @@ class WeightSync:
         self._runner.close()
 
     async def _close(self) -> None:
-        await self._buckets.leave_group()
+        await self._broadcasts.leave_group()
         for server in self._servers:
             await server.close()
 
     async def _send(self, weights: Weights, attempt: Attempt, is_retry: bool) -> SyncProof | None:
         if is_retry:
             # A server that restarted since the last attempt is a new process and not in the group.
-            await self._buckets.leave_group()
+            await self._broadcasts.leave_group()
         await self._find_servers(attempt, is_retry)
 
         # Pause before anything else: a server whose trainer died in a sync is still paused and fails its health check.
@@ -188,14 +188,14 @@ class WeightSync:
         elif self._handles is not None and isinstance(weights, SharedStream):
             await self._handles.send(watched, weights, attempt)
         else:
-            await self._buckets.send(watched, attempt, self._last_versions)
+            await self._broadcasts.send(watched, attempt, self._last_versions)
 
         # Verify, then resume the servers that passed.
         if proof is not None:
             await proof.verify(attempt.remaining(self._servers), attempt)
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.resume())
-        if attempt.failed.keys() & set(self._buckets.members):
-            await self._buckets.leave_group()
+        if attempt.failed.keys() & set(self._broadcasts.members):
+            await self._broadcasts.leave_group()
         return proof
 
     async def _find_servers(self, attempt: Attempt, is_retry: bool) -> None:

@@ -80,8 +80,8 @@ class _BucketInFlight(NamedTuple):
         await asyncio.gather(*self, return_exceptions=True)
 
 
-class BucketTransfer:
-    """The methods ``distributed`` and ``tensor``; the group of the first persists from sync to sync.
+class BroadcastTransfer:
+    """The method ``distributed``. The broadcast group persists from sync to sync.
 
     Args:
         servers: all servers of the run.
@@ -113,11 +113,9 @@ class BucketTransfer:
             attempt: records the servers that fail.
             last_versions: version that each server got last, by URL.
         """
-        is_broadcast = self._config.method == "distributed"
-        if is_broadcast:
-            await self._join(attempt.remaining(self._servers), attempt, last_versions)
+        await self._join(attempt.remaining(self._servers), attempt, last_versions)
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.begin_update())
-        if is_broadcast and set(self.members) != {s.url for s in attempt.remaining(self._servers)}:
+        if set(self.members) != {s.url for s in attempt.remaining(self._servers)}:
             # A broadcast waits for every member of the group, so it cannot start when one of them has failed.
             return attempt.fail_all(attempt.remaining(self._servers), _OTHER_FAILED)
         previous: _BucketInFlight | None = None
@@ -145,9 +143,6 @@ class BucketTransfer:
         previous: _BucketInFlight | None,
     ) -> _BucketInFlight:
         """Start to send a bucket; returns when the previous one is sent."""
-        if self._config.method == "tensor":
-            calls = asyncio.create_task(attempt.call_each(servers, lambda server: server.receive_tensors(tensors)))
-            return _BucketInFlight(calls, calls)
         tensors = sort_widest_first(tensors)
         received = asyncio.create_task(self._announce(describe_tensors(tensors), servers, attempt))
         if previous is not None:

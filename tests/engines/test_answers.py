@@ -47,7 +47,7 @@ def test_sglang(sglang: Engine, new_model: Reference, tmp_path: Path) -> None:
 
 
 def test_vllm(vllm: Engine, new_model: Reference, tmp_path: Path) -> None:
-    check_answers(vllm, "tensor", new_model, tmp_path)
+    check_answers(vllm, "disk", new_model, tmp_path)
 
 
 def test_a_server_that_cannot_be_reached_is_named(

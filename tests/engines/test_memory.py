@@ -13,7 +13,7 @@ from tests.engines.proxy import Exchange, Proxy
 from tests.engines.runs import arguments
 from tests.engines.servers import Engine
 from tests.engines.tiny import Reference
-from tests.engines.updates import by_value, from_disk, off
+from tests.engines.updates import by_handle, from_disk, off
 
 _CLOSE = 1e-4
 
@@ -38,7 +38,7 @@ def check_turns(engine: Engine, new_model: Reference) -> None:
         await asyncio.sleep(0.5)
         assert not waiting.done()
         waiting.cancel()
-        await by_value(server, new_model, 7)
+        await by_handle(server, new_model, 7)
         await server.resume()
         answer = await server.generate(ask(SHORT, 12))
         assert [span.policy_version for span in answer.versions] == [7]

@@ -111,7 +111,7 @@ def run_with(lie: Lie, engine: Engine, model: Path, folder: Path, **more: Any) -
         "rollout__prompts_per_step": 4,
         "rollout__samples_per_prompt": 4,
         "rollout__weight_sync__attempts": 1,
-        "rollout__weight_sync__method": "tensor",
+        "rollout__weight_sync__method": "ipc",
         "train__mini_batches": 1,
         "eval__every": 100,
         "eval__max_prompts": 1,

@@ -13,7 +13,7 @@ from megatron_dppo.types import VersionSpan
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference, difference
-from tests.engines.updates import Update, by_broadcast, by_handle, by_value, from_disk, off, vanishing_trainer
+from tests.engines.updates import Update, by_broadcast, by_handle, from_disk, off, receive, vanishing_trainer
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
     return sglang_server
 
 
-@pytest.mark.parametrize("update", [from_disk, by_value, by_handle, by_broadcast])
+@pytest.mark.parametrize("update", [from_disk, by_handle, by_broadcast])
 def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
     sglang: Engine, old_model: Reference, new_model: Reference, update: Update
 ) -> None:
@@ -54,7 +54,7 @@ def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_i
         running = asyncio.create_task(server.generate(ask(SHORT, 400)))
         await asyncio.sleep(0.1)
         await server.pause()
-        await by_value(server, new_model, 1)
+        await by_handle(server, new_model, 1)
         await server.resume()
         return await running
 
@@ -95,13 +95,13 @@ def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_
     async def dies(server: InferenceServer) -> None:
         await server.pause()
         await server.begin_update()
-        await server.receive_tensors(list(new_model.weights())[:5])
+        await receive(server, list(new_model.weights())[:5])
 
     async def comes_back(server: InferenceServer) -> None:
         assert (await server.info()).policy_version == -1
         await server.pause()
         assert await server.health()
-        await by_value(server, new_model, 3)
+        await by_handle(server, new_model, 3)
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == 3 and off(new_model, answer, SHORT) < 1e-5

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import base64
+import io
+import math
 import pickle
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
+from megatron_dppo.rollout.handles import HostHandle, SharedBucket, as_flattened_bucket, as_json
 from megatron_dppo.weights.attempt import SyncResult
+from megatron_dppo.weights.handles import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo.weights.transfer_group import TensorBucket, flatten_bucket
 from tests.engines.proxy import Exchange, Proxy
 from tests.engines.servers import Engine
 from tests.engines.tiny import Reference
@@ -36,20 +40,63 @@ def swallow(path: str) -> Lie:
     return before
 
 
-def in_body(change: Callable[[dict[str, torch.Tensor]], None]) -> Lie:
-    """Tensors that are sent by value are others when they arrive."""
+class HandleReader(pickle.Unpickler):
+    """Reads the handle of a ``flattened_bucket``, and does not open its memory."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        replacements: dict[str, Callable[..., Any]] = {
+            "rebuild_storage_filename": lambda _kind, _manager, file, size: HostHandle(file, size),
+            "rebuild_typed_storage": lambda handle, _dtype: handle,
+            "rebuild_tensor": lambda _kind, handle, _metadata: handle,
+        }
+        return replacements.get(name) or super().find_class(module, name)
+
+
+def read_tensors(
+    handle: HostHandle, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> dict[str, torch.Tensor]:
+    """Copies of the tensors in shared memory."""
+    file = Path("/dev/shm") / handle.name.decode().lstrip("/")
+    data = torch.frombuffer(bytearray(file.read_bytes()[: handle.size]), dtype=torch.uint8)
+    tensors, start = {}, 0
+    for name, kind, shape in zip(names, dtypes, shapes, strict=True):
+        dtype = getattr(torch, kind)
+        size = math.prod(shape) * dtype.itemsize
+        tensors[name] = data[start : start + size].view(dtype).view(tuple(shape))
+        start += size
+    return tensors
+
+
+SHARED: list[SharedBucket] = []
+"""Memory that servers were given in place of the trainer's; held until they have read it."""
+
+
+def in_memory(change: Callable[[dict[str, torch.Tensor]], None]) -> Lie:
+    """The server is given other memory than the trainer's, with other tensors in it."""
+
+    def other(tensors: dict[str, torch.Tensor]) -> TensorBucket:
+        change(tensors)
+        bucket = flatten_bucket(list(tensors.items()))
+        while SHARED:
+            SHARED.pop().free(taken=True)
+        SHARED.append(SharedBucket(bucket.data, readers=1))
+        return bucket
 
     async def before(exchange: Exchange) -> bool:
         if exchange.path == "/update_weights_from_tensor":
             # What this test's own client has packed.
-            tensors = dict(pickle.loads(base64.b64decode(exchange.request["serialized_named_tensors"][0])))
-            change(tensors)
-            packed = base64.b64encode(pickle.dumps(list(tensors.items()))).decode()
-            exchange.request["serialized_named_tensors"] = [packed]
+            payload = base64.b64decode(exchange.request["serialized_named_tensors"][0])
+            sent = HandleReader(io.BytesIO(payload)).load()
+            described = [(m.name, str(m.dtype).removeprefix("torch."), m.shape) for m in sent["metadata"]]
+            bucket = other(read_tensors(sent["flattened_tensor"], *zip(*described, strict=True)))
+            packed = as_flattened_bucket(SHARED[0].handle, bucket.names, bucket.dtypes, bucket.shapes)
+            exchange.request["serialized_named_tensors"] = [base64.b64encode(packed).decode()]
         elif exchange.path == "/update_weights":
-            tensors = load(base64.b64decode(exchange.request["update_info"]["safetensors"]))
-            change(tensors)
-            exchange.request["update_info"]["safetensors"] = base64.b64encode(save(tensors)).decode()
+            (info,) = exchange.request["update_info"]
+            handle = HostHandle(base64.b64decode(info["memory"]["name"]), info["memory"]["size"])
+            bucket = other(read_tensors(handle, info["names"], info["dtypes"], info["shapes"]))
+            info |= {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+            info["memory"] = as_json(SHARED[0].handle)
         return True
 
     return before
@@ -99,7 +146,11 @@ def syncs(
         client: Any = SGLangServer(proxy.url) if engine.kind == "sglang" else VLLMServer(proxy.url)
         config = WeightSyncConfig(method=method, timeout_seconds=60)  # type: ignore[arg-type]
         device = torch.device("cpu")
-        sync = WeightSync([client], config, model_folder=model.folder, weights_folder=place, dtype=dtype, device=device)
+        where = {"model_folder": model.folder, "weights_folder": place}
+        sharing = None
+        if method == "ipc":
+            sharing = MemorySharing({client.url: [0]}, 2**20, dtype, tied=False, group=None)
+        sync = WeightSync([client], config, **where, dtype=dtype, device=device, sharing=sharing)
         try:
             assert sync.send(iter(other.weights()), 0).good
             for version, lie in enumerate(lies, 1):
@@ -123,20 +174,20 @@ QKV = "model.layers.1.self_attn.{q,k,v}_proj.weight"
 DOWN = "model.layers.0.mlp.experts.*.down_proj.weight"
 
 
-def by_value(kind: str) -> list[Lie]:
+def by_reference(kind: str) -> list[Lie]:
     path = "/update_weights_from_tensor" if kind == "sglang" else "/update_weights"
-    return [swallow(path), in_body(one_element), in_body(one_missing)]
+    return [swallow(path), in_memory(one_element), in_memory(one_missing)]
 
 
 NAMED = ["model.embed_tokens.weight", QKV, DOWN]
-"""by the lies of ``by_value``"""
+"""by the lies of ``by_reference``"""
 
 
 def test_each_version_of_sglang_is_found_out(
     sglang: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
 ) -> None:
     where = (sglang, new_model, old_model, tmp_path)
-    check(syncs(*where, "tensor", torch.float32, by_value("sglang")), NAMED)
+    check(syncs(*where, "ipc", torch.float32, by_reference("sglang")), NAMED)
 
 
 @pytest.mark.parametrize(("engine", "dtype"), [("sglang_bf16", torch.bfloat16), ("vllm", torch.float32)])
@@ -150,7 +201,7 @@ def test_an_update_that_is_confirmed_and_not_done_or_done_with_a_wrong_tensor_is
 ) -> None:
     server: Engine = request.getfixturevalue(engine)
     where = (server, new_model, old_model, tmp_path)
-    check(syncs(*where, "tensor", dtype, by_value(server.kind)), NAMED)
+    check(syncs(*where, "ipc", dtype, by_reference(server.kind)), NAMED)
     path = "/update_weights_from_distributed" if server.kind == "sglang" else "/update_weights"
     check(syncs(*where, "distributed", dtype, [swapped_names(path)]), [f"{GATE.format(0)}, {GATE.format(1)}"])
     lies = [other_folder(old_model.folder)]

@@ -12,11 +12,13 @@ from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.rollout.server import InferenceServer
+from megatron_dppo.weights.handles import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.checks import check_logprobs
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 from tests.engines.tiny import ROUTING, Reference, make_tied
+from tests.engines.updates import receive
 
 EMBEDDING = "model.embed_tokens.weight"
 SHARED = "model.layers.1.mlp.shared_expert.gate_proj.weight"
@@ -41,7 +43,7 @@ def test_log_probabilities_and_experts_of_sglang_equal_those_of_transformers(
     async def load(server: InferenceServer) -> None:
         await server.pause()
         await server.begin_update()
-        await server.receive_tensors(list(weights.items()))
+        await receive(server, list(weights.items()))
         await server.end_update(-1)
         await server.resume()
 
@@ -75,9 +77,11 @@ def test_a_single_element_that_changes_by_one_bit_is_proved_in_tied_and_in_packe
 ) -> None:
     weights = {name: tensor.bfloat16() for name, tensor in model.weights()}
     client: InferenceServer = (SGLangServer if bf16_server.kind == "sglang" else VLLMServer)(bf16_server.url)
-    config = WeightSyncConfig(method="tensor", timeout_seconds=60)
+    config = WeightSyncConfig(method="ipc", timeout_seconds=60)
     where = {"model_folder": model.folder, "weights_folder": tmp_path}
-    sync = WeightSync([client], config, **where, dtype=torch.bfloat16, device=torch.device("cpu"), tied=True)
+    sharing = MemorySharing({client.url: [0]}, 2**20, torch.bfloat16, tied=True, group=None)
+    device = torch.device("cpu")
+    sync = WeightSync([client], config, **where, dtype=torch.bfloat16, device=device, tied=True, sharing=sharing)
     try:
         for version, changed in enumerate(((), (SHARED,), (EMBEDDING,), (SHARED, EMBEDDING))):
             for name in changed:

@@ -17,7 +17,7 @@ from megatron_dppo.weights.transfer_group import flatten_bucket
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference, difference
-from tests.engines.updates import Update, by_broadcast, by_handle, by_value, from_disk, off, vanishing_trainer
+from tests.engines.updates import Update, by_broadcast, by_handle, from_disk, off, receive, vanishing_trainer
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def vllm(vllm_server: Engine, old_model: Reference) -> Engine:
     return vllm_server
 
 
-@pytest.mark.parametrize("update", [from_disk, by_value, by_handle, by_broadcast])
+@pytest.mark.parametrize("update", [from_disk, by_handle, by_broadcast])
 def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
     vllm: Engine, old_model: Reference, new_model: Reference, update: Update
 ) -> None:
@@ -63,7 +63,7 @@ def test_the_checksum_sees_a_change_of_one_tensor_that_the_server_keeps_packed(
         await server.pause()
         for version, weights in ((1, changed.items()), (2, old_model.weights())):
             await server.begin_update()
-            await server.receive_tensors(list(weights))
+            await receive(server, list(weights))
             await server.end_update(version)
             assert (await server.weight_digests() == before) == (version == 2)
         await server.resume()
@@ -78,7 +78,7 @@ def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_i
         running = asyncio.create_task(server.generate(ask(SHORT, 400)))
         await asyncio.sleep(0.1)
         await server.pause()
-        await by_value(server, new_model, 1)
+        await by_handle(server, new_model, 1)
         await server.resume()
         return await running
 
@@ -124,14 +124,14 @@ def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
     call(vllm, use)
 
 
-@pytest.mark.parametrize("update", [by_value, from_disk])
+@pytest.mark.parametrize("update", [by_handle, from_disk])
 def test_an_update_that_was_never_ended_leaves_no_good_version_and_another_one_makes_it_good(
     vllm: Engine, new_model: Reference, update: Update
 ) -> None:
     async def dies(server: InferenceServer) -> None:
         await server.pause()
         await server.begin_update()
-        await server.receive_tensors([(n, w * 0) for n, w in new_model.weights() if "o_proj" not in n][:20])
+        await receive(server, [(n, w * 0) for n, w in new_model.weights() if "o_proj" not in n][:20])
 
     async def comes_back(server: InferenceServer) -> None:
         assert (await server.info()).policy_version == -1
@@ -152,7 +152,7 @@ def test_a_server_that_is_resumed_in_the_middle_of_an_update_lives_and_its_token
     async def use(server: InferenceServer) -> None:
         await server.pause()
         await server.begin_update()
-        await server.receive_tensors(list(new_model.weights())[:20])
+        await receive(server, list(new_model.weights())[:20])
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == -1 and len(answer.token_ids)
@@ -166,13 +166,13 @@ def test_a_tensor_that_does_not_fit_is_an_error_after_which_the_server_lives_and
     async def use(server: InferenceServer) -> None:
         await server.pause()
         await server.begin_update()
-        await server.receive_tensors(list(new_model.weights())[:20])
+        await receive(server, list(new_model.weights())[:20])
         with pytest.raises(ServerError, match=r"update_weights: HTTP 500"):
-            await server.receive_tensors([("model.layers.0.self_attn.q_proj.weight", torch.zeros(3, 3))])
+            await receive(server, [("model.layers.0.self_attn.q_proj.weight", torch.zeros(3, 3))])
         await server.resume()
         assert (await server.generate(ask(SHORT, 20))).versions[0].policy_version == -1
         await server.pause()
-        await by_value(server, new_model, 6)
+        await by_handle(server, new_model, 6)
         await server.resume()
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == 6 and off(new_model, answer, SHORT) < 1e-5

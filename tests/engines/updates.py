@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+
+from torch import Tensor
 
 from megatron_dppo.rollout.handles import SharedBucket
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
@@ -25,23 +27,22 @@ async def from_disk(server: InferenceServer, model: Reference, version: int) -> 
     await server.update_from_disk(str(model.folder), version)
 
 
-async def by_value(server: InferenceServer, model: Reference, version: int) -> None:
-    weights = list(model.weights())
-    await server.begin_update()
-    for start in range(0, len(weights), 7):
-        await server.receive_tensors(weights[start : start + 7])
-    await server.end_update(version)
+async def receive(server: InferenceServer, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Have a server read some tensors from this process's memory."""
+    bucket = flatten_bucket(tensors)
+    shared = SharedBucket(bucket.data, readers=1)
+    try:
+        await server.receive_handles(bucket.names, bucket.dtypes, bucket.shapes, [shared.handle])
+    finally:
+        bucket.data.fill_(0xFF)  # the server is done with it
+        shared.free(taken=True)
 
 
 async def by_handle(server: InferenceServer, model: Reference, version: int) -> None:
     weights = list(model.weights())
     await server.begin_update()
     for start in range(0, len(weights), 11):
-        bucket = flatten_bucket(weights[start : start + 11])
-        shared = SharedBucket(bucket.data, readers=1)
-        await server.receive_handles(bucket.names, bucket.dtypes, bucket.shapes, [shared.handle])
-        bucket.data.fill_(0xFF)  # the server is done with it
-        shared.free(taken=True)
+        await receive(server, weights[start : start + 11])
     await server.end_update(version)
 
 

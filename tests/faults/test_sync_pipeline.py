@@ -137,7 +137,7 @@ def one_sync(
     loop, link, held = VirtualLoop(1e6, 10**6), Link(stages.link), Held()
     engines = [kind(link, stages) for _ in range(2)]
     sync = make(engines, folder, method="distributed", bucket_megabytes=1, checksum_every=1)  # type: ignore[arg-type]
-    sync._buckets._transport = link
+    sync._broadcasts._transport = link
     weights = {f"w{i}": torch.full((MIB // 4 // EACH,), float(i)) for i in range(BUCKETS * EACH)}
 
     def export() -> Iterator[tuple[str, Tensor]]:

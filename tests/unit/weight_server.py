@@ -38,8 +38,12 @@ def make(
     quantization: Quantization | None = None,
     **keys: object,
 ) -> WeightSync:
-    method = "tensor" if sharing is None else "ipc"
+    """A sync of these servers; with the method ``ipc``, the default, they read this process's memory."""
+    method = "adapter" if adapter is not None else "disk" if quantization is not None else "ipc"
     config = WeightSyncConfig(**{"method": method, "bucket_megabytes": 2, **keys})  # type: ignore[arg-type]
+    if sharing is None and config.method == "ipc":
+        owners = {server.url: [0] for server in servers}
+        sharing = MemorySharing(owners, config.bucket_megabytes * 2**20, dtype, tied=False, group=None)
     place = folder.parent / "weights"
     return WeightSync(
         servers,  # type: ignore[arg-type]
@@ -120,11 +124,6 @@ class FakeServer:
         self._called("begin_update")
         assert self.paused
         self.version, self.updating = -1, True
-
-    async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._called("receive_tensors")
-        assert self.updating
-        self._load(dict(tensors))
 
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]

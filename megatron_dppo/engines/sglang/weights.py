@@ -1,4 +1,4 @@
-"""Weight updates of an SGLang server: from disk, by value, by reference or by broadcast.
+"""Weight updates of an SGLang server: from disk, by reference or by broadcast.
 
 There are two generations of the protocol. Since 0.5.21 tensors are accepted only between ``/begin_weight_update`` and
 ``/end_weight_update``, which do not exist before. No call here lets the server flush its caches or set its version
@@ -8,11 +8,8 @@ during an update: both happen once, at the end.
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from megatron_dppo.engines.servers.client import ServerClient, bucket_to_json
 from megatron_dppo.engines.servers.fields import require_object, require_success
@@ -105,11 +102,6 @@ class SGLangWeightUpdates(ServerClient):
             await self._update("/end_weight_update", {})
             await self._update("/begin_weight_update", {})
 
-    async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Send weights by value, as a pickle of plain CPU tensors. Nothing is ever unpickled in this process."""
-        payload = pickle.dumps([(name, _compact_cpu_tensor(tensor)) for name, tensor in tensors])
-        await self._receive([payload] * await self._tp_size(), None)
-
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]
     ) -> None:
@@ -117,7 +109,7 @@ class SGLangWeightUpdates(ServerClient):
         await self._tp_size()
         try:
             buckets = [as_flattened_bucket(handle, names, dtypes, shapes) for handle in handles]
-            await self._receive(buckets, "flattened_bucket")
+            await self._receive_buckets(buckets)
         except ServerError as error:
             if error.status is not None:
                 raise
@@ -126,10 +118,10 @@ class SGLangWeightUpdates(ServerClient):
             hint = f"if it has ended, it could not open the trainer's memory, as when {cause} (its log has the reason)"
             raise ServerError(error.url, f"{error.detail}; {hint}") from error
 
-    async def _receive(self, payloads: Sequence[bytes], load_format: str | None) -> None:
-        """Send one pickle for each rank of the server."""
-        encoded = [base64.b64encode(payload).decode() for payload in payloads]
-        body = {"serialized_named_tensors": encoded, "load_format": load_format, **_KEEP_CACHES}
+    async def _receive_buckets(self, buckets: Sequence[bytes]) -> None:
+        """Send one pickle for each rank of the server. Nothing is ever unpickled in this process."""
+        encoded = [base64.b64encode(bucket).decode() for bucket in buckets]
+        body = {"serialized_named_tensors": encoded, "load_format": "flattened_bucket", **_KEEP_CACHES}
         await self._update("/update_weights_from_tensor", body)
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
@@ -258,9 +250,3 @@ def _parallelism_info(rank: dict[str, Any]) -> dict[str, int]:
     """Return the ranks of a process in the server; since 0.5.21 they are in a list with those of draft models."""
     info = rank["parallelism_info"]
     return info[0] if isinstance(info, list) else info
-
-
-def _compact_cpu_tensor(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor that owns its storage: the pickle of a view holds the complete storage."""
-    result = tensor.detach().cpu().contiguous()
-    return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result

@@ -1,4 +1,4 @@
-"""Weight updates of a vLLM server: from disk, by value, by reference or by broadcast.
+"""Weight updates of a vLLM server: from disk, by reference or by broadcast.
 
 All but the first need ``megatron_dppo/engines/serving/vllm_extension`` in the server. A trainer's torch group cannot be
 the peer of vLLM's own NCCL backend. That backend waits at ``host:port`` for a pickled object of a vLLM class, or needs
@@ -7,13 +7,9 @@ an NCCL id, which torch does not expose, and then calls NCCL outside of torch.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from safetensors.torch import save
-from torch import Tensor
 
 from megatron_dppo.engines.servers.client import ServerClient, bucket_to_json
 from megatron_dppo.engines.servers.fields import INCOMPLETE, require_success
@@ -100,13 +96,6 @@ class VLLMWeightUpdates(ServerClient):
         await self._set_version(self._unfinished_version)
         await self._close_update()
         await self._update("/start_weight_update", {})
-
-    async def receive_tensors(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Send weights by value, as a safetensors file in the request."""
-        # safetensors rejects views that share memory.
-        copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
-        body = {"update_info": {"safetensors": base64.b64encode(save(copies)).decode()}}
-        await self._update("/update_weights", body)
 
     async def receive_handles(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]

@@ -88,8 +88,14 @@ class Server:
     def on_update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
         if not self.is_open:
             raise Refused("no weight update is open")
+        assert body["load_format"] == "flattened_bucket"
         for payload in body["serialized_named_tensors"]:
-            self._take(pickle.loads(base64.b64decode(payload)))
+            bucket = pickle.loads(base64.b64decode(payload))
+            data = bucket["flattened_tensor"]
+            self._take(
+                (each.name, data[each.start_idx : each.end_idx].view(each.dtype).view(each.shape))
+                for each in bucket["metadata"]
+            )
         return {"success": True}
 
     def on_update_weights_from_disk(self, body: dict[str, Any]) -> Any:

@@ -72,6 +72,6 @@ VARIANTS = {
         Variant("two-ranks", {"parallel": {"expert_model_parallel_size": 2}}, world_size=2),
         Variant("background", {"checkpoint": {"async_save": True}}),
         Variant("disk", method="disk"),
-        Variant("tensor", method="tensor"),
+        Variant("ipc", method="ipc"),
     )
 }

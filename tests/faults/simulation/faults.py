@@ -94,7 +94,7 @@ class Plan:
     new_tokens: int = 6
     topk: int = 0
     routing: bool = False
-    method: str = "tensor"
+    method: str = "ipc"
     engine_version: str = "0.5.23"
     stopping: bool = False
     """stop the slowest, carry on"""
@@ -139,7 +139,7 @@ def draw(seed: int) -> Plan:
         new_tokens=rng.choice((3, 6, 10)),
         topk=rng.choice((0, 3)),
         routing=rng.random() < 0.5,
-        method=rng.choice(("tensor", "tensor", "distributed", "disk")),
+        method=rng.choice(("ipc", "ipc", "distributed", "disk")),
         engine_version=rng.choice(("0.5.23", "0.5.23", "0.5.20")),
         stopping=stopping,
         partial=rng.choice((0, 1, 2)) if stopping else 0,

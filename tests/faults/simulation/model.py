@@ -7,11 +7,10 @@ that would train whether it is exactly that of the weights which the trainer bel
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
-from torch import Tensor
 
 VOCABULARY, END = 16, 2
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
@@ -81,11 +80,6 @@ def sample(prefix: Sequence[int], digest: int, seed: int, limit: int, stop: Sequ
 def logprobs_of(rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """The log-probability of each token at its row, float32."""
     return [_LOGPROBS[row][token] for row, token in zip(rows, tokens, strict=True)]
-
-
-def arrived(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
-    """The bytes of tensors that came by value."""
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors}
 
 
 def digest_of(weights: Mapping[str, bytes]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import math
+import pickle
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,13 +23,15 @@ from megatron_dppo.data.routing import count_differences
 from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.servers import http
 from megatron_dppo.engines.sglang import client
+from megatron_dppo.engines.sglang import weights as sglang_weights
 from megatron_dppo.engines.sglang import wire as client_wire
 from megatron_dppo.rollout import pending, scheduler
+from megatron_dppo.rollout.handles import HostHandle
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.run import engines, gpus
+from megatron_dppo.weights import handles, transfer
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
-from megatron_dppo.weights import transfer
 from megatron_dppo.weights.probe_requests import RouteCounts, TrainerReading
 from tests.faults.simulation import model
 from tests.faults.simulation import trainer as trainer_model
@@ -168,6 +172,26 @@ def _save_folder(folder: Path, model_folder: Path, weights: Any, dtype: Any) -> 
     NOW.disk[str(folder.resolve())] = {name: tensor.numpy().tobytes() for name, tensor in weights}
 
 
+class _Bucket:
+    """In place of shared memory: the handle holds the bytes, so that a call that comes late reads what it was sent."""
+
+    def __init__(self, data: torch.Tensor, readers: int) -> None:
+        self.handle = HostHandle(data.numpy().tobytes(), data.nbytes)
+
+    def free(self, *, taken: bool) -> None:
+        pass
+
+
+def _flattened_bucket(handle: HostHandle, names: Any, dtypes: Any, shapes: Any) -> bytes:
+    """The tensors of a bucket by name, as ``SimServer`` reads them."""
+    tensors, start = {}, 0
+    for name, shape in zip(names, shapes, strict=True):
+        end = start + 4 * math.prod(shape)
+        tensors[name] = handle.name[start:end]
+        start = end
+    return pickle.dumps(tensors)
+
+
 def _read_answers(trainer: Any, answers: Any, expected: Any, budget: int) -> list[list[TrainerReading]]:
     return [[_read(trainer, expected, g) for g in answer.generations] for answer in answers]
 
@@ -214,6 +238,8 @@ def installed() -> Iterator[None]:
         mock.patch.object(weight_sync.asyncio, "Runner", _Runner),
         mock.patch.object(weight_sync, "save_hf_folder", _save_folder),
         mock.patch.object(transfer, "Buckets", partial(_one_tensor_each, transfer.Buckets)),
+        mock.patch.object(handles, "SharedBucket", _Bucket),
+        mock.patch.object(sglang_weights, "as_flattened_bucket", _flattened_bucket),
         mock.patch.object(Path, "mkdir", lambda *_, **__: None),
         mock.patch.object(pending, "ThreadPoolExecutor", _Executor),
         mock.patch.object(scheduler, "wait", _wait),

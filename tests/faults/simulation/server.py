@@ -133,8 +133,7 @@ class SimServer:
     def _on_update_weights_from_tensor(self, body: Any) -> Any:
         if self._sessions and not self.open:
             return (400, {"message": "no weight update is open"})
-        tensors = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
-        self._take(model.arrived(tensors))
+        self._take(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
         return DONE
 
     def _on_update_weights_from_disk(self, body: Any) -> Any:

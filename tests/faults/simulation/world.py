@@ -21,6 +21,7 @@ from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
 from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
+from megatron_dppo.weights.handles import MemorySharing
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos
@@ -189,8 +190,8 @@ class _Run:
                 del record[step]
         self._released(lambda: free_gpus(config, None))
         engine = build_engine(config, _INPUTS, trainer, _PLATFORM, connect_servers(config), None)
-        publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM)
-        publisher._sync._buckets._transport = self.broadcasts
+        publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM, self._sharing())
+        publisher._sync._broadcasts._transport = self.broadcasts
         publisher._probe._expected["enough_tokens"] = 1  # one answer says enough where all numbers are exact
         stream = stream_of(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
         if saved.stream is not None:
@@ -199,6 +200,13 @@ class _Run:
         self._publish(gpus.for_sampling())
         for step in range(saved.step, plan.steps):
             self._step(stream, step, trainer, gpus)
+
+    def _sharing(self) -> MemorySharing | None:
+        """Of the method ``ipc``: buckets of one tensor, since the model is far smaller than one of a megabyte."""
+        if self.plan.method != "ipc":
+            return None
+        owners = {node.server.url: [0] for node in self.nodes}
+        return MemorySharing(owners, bucket_bytes=1, dtype=torch.float32, tied=False, group=None)
 
     def _publish(self, notes: Sequence[str]) -> None:
         for text in notes:

@@ -356,3 +356,8 @@ def test_a_removed_key_names_its_replacement_and_its_default_is_dropped(path: Pa
     loaded = load_config(EXAMPLE, ["--rollout.weight_sync.delta", "false"])
     assert loaded == load_config(EXAMPLE) and "delta" not in dump_toml(loaded)
     assert "delta: this key was removed" in explain("rollout.weight_sync.delta")
+
+
+def test_a_removed_method_of_the_weight_sync_is_named_with_what_to_use(path: Path) -> None:
+    message = refusal(path, "--rollout.weight_sync.method", "tensor")
+    assert "rollout.weight_sync.method = 'tensor': this value was removed. Use 'ipc'" in message

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import copy
 import json
-import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from megatron_dppo.engines.sglang import SGLangServer, wire
 from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
+from megatron_dppo.rollout.handles import HostHandle, as_flattened_bucket
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.weight_digests import RankDigests
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
@@ -237,10 +237,13 @@ def use_server(stub: Stub, use: Callable[[SGLangServer], Awaitable[Any]]) -> Any
     return with_stub(stub, run)
 
 
+HANDLE = HostHandle(b"/torch_1", 8)
+
+
 async def update(server: SGLangServer) -> None:
     await server.pause()
     await server.begin_update()
-    await server.receive_tensors([("w", torch.arange(6.0)[2:4])])
+    await server.receive_handles(["w"], ["float32"], [[2]], [HANDLE])
     await server.end_update(4)
     await server.resume()
 
@@ -270,10 +273,9 @@ def test_an_update_drops_the_caches_before_the_new_version_is_said_in_both_gener
     assert versions == [{"new_version": v, "abort_all_requests": False} for v in ("incomplete", "4")]
     sent = next(call.body for call in calls if "tensor" in call.path)
     assert sent["flush_cache"] is False
-    (payload,) = sent["serialized_named_tensors"]
-    ((name, tensor),) = pickle.loads(base64.b64decode(payload))
-    assert name == "w" and tensor.tolist() == [2.0, 3.0]
-    assert tensor.untyped_storage().nbytes() == 8, "a view was sent with all of its storage"
+    bucket = as_flattened_bucket(HANDLE, ["w"], ["float32"], [[2]])
+    assert sent["load_format"] == "flattened_bucket"
+    assert sent["serialized_named_tensors"] == [base64.b64encode(bucket).decode()]
     assert {call.headers["Authorization"] for call in calls} == {"Bearer admin-key"}
 
 

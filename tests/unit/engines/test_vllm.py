@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load
 
 from megatron_dppo.engines.vllm import VLLMServer, wire
 from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
+from megatron_dppo.rollout.handles import HostHandle, as_json
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.weight_digests import RankDigests
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
@@ -305,10 +305,13 @@ def use_server(stub: Stub, use: Callable[[VLLMServer], Awaitable[Any]]) -> Any:
     return with_stub(stub, run)
 
 
+HANDLE = HostHandle(b"/torch_1", 8)
+
+
 async def update(server: VLLMServer) -> None:
     await server.pause()
     await server.begin_update()
-    await server.receive_tensors([("w", torch.arange(6.0)[2:4])])
+    await server.receive_handles(["w"], ["float32"], [[2]], [HANDLE])
     await server.end_update(4)
     await server.resume()
 
@@ -334,8 +337,8 @@ def test_an_update_drops_the_caches_before_the_new_version_is_said() -> None:
         "resume",
     ]
     assert calls[2].body == {"method": "megatron_dppo_close_update"} and said(stub) == ["incomplete", "4"]
-    sent = load(base64.b64decode(calls[4].body["update_info"]["safetensors"]))
-    assert sent["w"].tolist() == [2.0, 3.0]
+    bucket = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]], "memory": as_json(HANDLE)}
+    assert calls[4].body == {"update_info": [bucket]}
     assert {call.headers["Authorization"] for call in calls} == {"Bearer key"}
 
 

@@ -119,7 +119,7 @@ def test_servers_start_with_the_folder_and_are_bounded_as_in_bf16(folder: Path) 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"weight_sync": {"method": "tensor"}}, "method = 'tensor'.*set method to 'disk'"),
+        ({"weight_sync": {"method": "ipc"}}, "method = 'ipc'.*set method to 'disk'"),
         ({"dtype": "fp32"}, "dtype = 'fp32'.*'bf16' or 'fp16'"),
         ({"engine": "local"}, "no effect with rollout.engine = 'local'"),
     ],

@@ -92,7 +92,7 @@ def broadcasting(
     servers = [Member(f"{name}:1", groups) for name in "abc"[:count]]
     _, sender = publisher(list(servers), folder, monkeypatch)
     sync = make(list(servers), folder, method="distributed", host="127.0.0.1")
-    sync._buckets._transport = groups
+    sync._broadcasts._transport = groups
     sender._sync = sync
     allow(sender, attempts)
     return servers, sender

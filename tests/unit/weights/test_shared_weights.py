@@ -185,6 +185,7 @@ def test_memory_of_a_gpu_is_opened_with_what_torch_itself_would_send(
     device: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reductions, "StorageWeakRef", lambda storage: storage)
+    monkeypatch.setattr(reductions, "shared_cache", reductions.SharedCache())
     function, expected = reductions.reduce_tensor(device)
     assert function is reductions.rebuild_cuda_tensor
     kind, index = torch.Tensor, 6

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.weights import sync as weight_sync
+from megatron_dppo.weights.handles import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
 from tests.unit.weight_server import CPU, FakeServer, make, weights
 
@@ -31,7 +32,7 @@ def pair() -> list[FakeServer]:
     return [FakeServer("a:1"), FakeServer("b:2")]
 
 
-@pytest.mark.parametrize("method", ["tensor", "disk"])
+@pytest.mark.parametrize("method", ["ipc", "disk"])
 def test_all_servers_get_exactly_the_weights_and_the_version_and_generate_again(
     pair: list[FakeServer], model_folder: Path, method: str
 ) -> None:
@@ -47,10 +48,10 @@ def test_buckets_keep_below_their_size_and_a_larger_tensor_goes_alone(
     pair: list[FakeServer], model_folder: Path
 ) -> None:
     make(pair, model_folder).send(iter(weights(0).items()), 0)
-    assert pair[0].calls.count("receive_tensors") == 5  # 1.2 MB each: no two fit into 2 MiB
+    assert pair[0].calls.count("receive_handles") == 5  # 1.2 MB each: no two fit into 2 MiB
     pair[0].calls.clear()
     make(pair, model_folder, torch.bfloat16).send(iter(weights(0).items()), 0)
-    assert pair[0].calls.count("receive_tensors") == 2  # 0.6 MB each: three and two
+    assert pair[0].calls.count("receive_handles") == 2  # 0.6 MB each: three and two
     assert pair[0].weights["w0"].dtype == torch.bfloat16
 
 
@@ -64,7 +65,7 @@ def test_a_stream_that_goes_on_in_the_same_memory_is_sent_as_it_was(pair: list[F
     assert [float(pair[1].weights[f"w{i}"][0]) for i in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_tensors", "end_update", "weight_digests", "resume"])
+@pytest.mark.parametrize("call", ["pause", "begin_update", "receive_handles", "end_update", "weight_digests", "resume"])
 def test_a_server_that_fails_anywhere_is_not_good_and_the_others_are(
     pair: list[FakeServer], model_folder: Path, call: str
 ) -> None:
@@ -77,7 +78,7 @@ def test_a_server_that_fails_anywhere_is_not_good_and_the_others_are(
 
 
 def test_a_server_that_failed_gets_the_next_weights(pair: list[FakeServer], model_folder: Path) -> None:
-    pair[0].fails = {"receive_tensors": 1}
+    pair[0].fails = {"receive_handles": 1}
     sync = make(pair, model_folder)
     sync.send(iter(weights(0).items()), 0)
     assert pair[0].version == -1 and pair[0].paused  # it answers nothing with half of the weights
@@ -93,7 +94,7 @@ def test_a_server_that_is_not_there_is_left_alone(pair: list[FakeServer], model_
 
 def test_the_stream_is_taken_to_its_end_when_nobody_is_left(pair: list[FakeServer], model_folder: Path) -> None:
     for server in pair:
-        server.fails = {"receive_tensors": 1}
+        server.fails = {"receive_handles": 1}
     stream = iter(weights(0).items())
     result = make(pair, model_folder).send(stream, 0)
     assert not result.good and len(result.failed) == 2 and next(stream, None) is None
@@ -114,7 +115,7 @@ def test_servers_whose_weights_differ_are_found_where_nobody_can_say_what_they_s
     assert len(make(three, model_folder).send(iter(weights(0).items()), 0).good) == 3
 
 
-@pytest.mark.parametrize("method", ["tensor", "disk"])
+@pytest.mark.parametrize("method", ["ipc", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lie", ["ignores", "corrupts"])
 def test_a_single_server_that_confirms_a_tensor_and_has_another_is_named_at_that_sync(
@@ -245,7 +246,8 @@ def test_an_address_of_another_machine_is_named(pair: list[FakeServer], model_fo
 
 def test_a_tied_output_layer_is_sent_under_its_own_name_too(pair: list[FakeServer], model_folder: Path) -> None:
     tied = {"model.embed_tokens.weight": torch.randn(8, 4), "model.norm.weight": torch.randn(4)}
-    config = WeightSyncConfig(method="tensor")
+    config = WeightSyncConfig(method="ipc")
+    owners = {server.url: [0] for server in pair}
     sync = WeightSync(
         pair,  # type: ignore[arg-type]
         config,
@@ -254,6 +256,7 @@ def test_a_tied_output_layer_is_sent_under_its_own_name_too(pair: list[FakeServe
         dtype=torch.float32,
         device=CPU,
         tied=True,
+        sharing=MemorySharing(owners, 2**20, torch.float32, tied=True, group=None),
     )
     sync.send(iter(tied.items()), 0)
     assert pair[0].holds({**tied, "lm_head.weight": tied["model.embed_tokens.weight"]})

@@ -10,7 +10,6 @@ runs on a CPU. This one joins a plain torch group (gloo or NCCL) and speaks the 
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from megatron_dppo_memory import copy_from_handle
 from megatron_dppo_sums import record_loaded_digests, stop_recording, sums_as_loaded, sums_in_use
 from safetensors import safe_open
-from safetensors.torch import load
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, _get_default_group, _new_process_group_helper, _world
@@ -55,15 +53,11 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class Weights(WeightTransferUpdateInfo):
-    """Some tensors: a bucket (names, dtypes, shapes), broadcast or in the trainer's memory, or a safetensors file.
-
-    The file is encoded as base64.
-    """
+    """A bucket of tensors (names, dtypes, shapes), broadcast or in the trainer's memory."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
-    safetensors: str | None = None
     memory: dict[str, Any] | None = None
 
 
@@ -95,7 +89,7 @@ def byte_sizes(info: Weights) -> list[int]:
 
 
 class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
-    """Transfer of weights by Hugging Face name, over a torch process group, by value or by reference.
+    """Transfer of weights by Hugging Face name, over a torch process group or by reference.
 
     A broadcast bucket is loaded by the call after the one that announces it, so that the next bucket arrives meanwhile.
     That call also reports its errors.
@@ -148,10 +142,7 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
 
     def receive_weights(self, update_info: Weights) -> None:
         """Load a bucket."""
-        if update_info.safetensors is not None:
-            tensors = load(base64.b64decode(update_info.safetensors)).items()
-            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
-        elif update_info.memory is not None:
+        if update_info.memory is not None:
             self.model.load_weights(split_bucket(update_info, copy_from_handle(update_info.memory, self.device)))
         else:
             # The order matters: the next bucket must be arriving while the one before is loaded.
