@@ -92,7 +92,7 @@ def start(sglang: Engine, old_model: Reference, new_model: Reference) -> Iterato
 
 
 @pytest.mark.parametrize("combination", CHOSEN, ids=str)
-def test_who_sampled_what(start: Any, combination: Combination, tmp_path: Path) -> None:
+def test_every_token_has_the_version_that_sampled_it(start: Any, combination: Combination, tmp_path: Path) -> None:
     loop = start(combination)
     collected = list(loop.steps(STEPS // 2))
     loop.save(tmp_path / "saved")

@@ -57,7 +57,8 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """Copies of the tensors in shared memory."""
     file = Path("/dev/shm") / handle.name.decode().lstrip("/")
-    data = torch.frombuffer(bytearray(file.read_bytes()[: handle.size]), dtype=torch.uint8)
+    # Before the bytes torch keeps a count of the readers.
+    data = torch.frombuffer(bytearray(file.read_bytes()[-handle.size :]), dtype=torch.uint8)
     tensors, start = {}, 0
     for name, kind, shape in zip(names, dtypes, shapes, strict=True):
         dtype = getattr(torch, kind)

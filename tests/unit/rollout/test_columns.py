@@ -39,7 +39,7 @@ def test_columns_have_the_types_of_the_records() -> None:
     assert [c.tolist() for c in columns] == [[1], [1.0], [True], [], [], []]
 
 
-def test_what_is_made_twice_is_the_same_though_it_is_not_equal() -> None:
+def test_records_made_twice_are_the_same_although_not_equal() -> None:
     assert completion() != completion() and same(completion(), completion())
     assert same(group(completion()), group(completion())) and same([completion()], [completion()])
     assert same((None, math.nan, {"a": ids([1])}), (None, math.nan, {"a": ids([1])}))

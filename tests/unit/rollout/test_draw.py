@@ -50,7 +50,7 @@ def test_the_tokens_are_those_of_transformers_own_sampling(parts: Any, sampling:
         assert completion.token_ids.tolist() == row[: len(completion.token_ids)]
 
 
-def test_a_rollout_in_a_thread_is_that_of_the_main_thread_whatever_happens_to_the_global_generator(parts: Any) -> None:
+def test_sampling_in_a_thread_does_not_depend_on_the_global_generator(parts: Any) -> None:
     engine, _, prompts = parts
     params = SamplingParams(max_new_tokens=12, seed=5)
     expected, found = engine.generate(prompts, params), []

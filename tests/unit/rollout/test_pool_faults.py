@@ -68,7 +68,7 @@ def check(answers: Sequence[Generation], tokens: int = 4) -> None:
     assert all(int(answer.token_ids.max()) < 200 for answer in answers)
 
 
-def test_a_server_that_lies_twice_is_out_until_the_next_sync_and_every_request_is_answered_elsewhere() -> None:
+def test_a_server_that_violates_the_contract_twice_is_evicted_until_the_next_sync() -> None:
     servers = faulty(2)
     servers[0].fault = lie
 
@@ -88,7 +88,7 @@ def test_a_server_that_lies_twice_is_out_until_the_next_sync_and_every_request_i
     asyncio.run(run())
 
 
-def test_one_lie_is_an_accident() -> None:
+def test_one_contract_violation_does_not_evict_a_server() -> None:
     servers = faulty(2)
 
     def once(request: GenerateRequest, answer: Generation) -> Generation:
@@ -109,7 +109,7 @@ def test_one_lie_is_an_accident() -> None:
     asyncio.run(run())
 
 
-def test_when_all_lie_the_error_lists_each_lie() -> None:
+def test_the_error_lists_the_violation_of_each_server() -> None:
     servers = faulty(2)
     servers[0].fault = lie
     servers[1].fault = lambda request, answer: replace(
@@ -128,7 +128,7 @@ def test_when_all_lie_the_error_lists_each_lie() -> None:
 
 
 @pytest.mark.parametrize("code", [200, 408, 425, 429, 500, 502, 503, 504])
-def test_an_overloaded_or_failing_server_rests_and_others_work_meanwhile(code: int) -> None:
+def test_an_overloaded_or_failing_server_backs_off_while_others_work(code: int) -> None:
     servers = faulty(2)
     servers[0].fault = status(code, times=4)
 
@@ -160,7 +160,7 @@ def test_the_only_server_is_waited_for_as_long_as_the_patience_lasts() -> None:
     asyncio.run(run())
 
 
-def test_a_wish_of_the_server_is_granted_within_reason() -> None:
+def test_retry_after_is_respected_up_to_a_limit() -> None:
     servers = faulty(1)
 
     async def run() -> None:
@@ -178,7 +178,7 @@ def test_a_wish_of_the_server_is_granted_within_reason() -> None:
     asyncio.run(run())
 
 
-def test_requests_on_a_frozen_server_move_after_one_silent_check_and_it_works_again_when_it_thaws() -> None:
+def test_requests_on_a_frozen_server_move_after_one_failed_check_and_it_recovers() -> None:
     servers = faulty(2)
 
     async def run() -> None:
@@ -201,7 +201,7 @@ def test_requests_on_a_frozen_server_move_after_one_silent_check_and_it_works_ag
     asyncio.run(run())
 
 
-def test_a_server_that_answers_but_whose_engine_is_sick_is_left_after_three_health_checks() -> None:
+def test_a_server_whose_engine_hangs_is_evicted_after_three_health_checks() -> None:
     servers = faulty(2)
 
     async def sick() -> bool:
@@ -225,7 +225,7 @@ def test_a_server_that_answers_but_whose_engine_is_sick_is_left_after_three_heal
     asyncio.run(run())
 
 
-def test_an_answer_that_comes_after_its_server_was_given_up_is_not_used() -> None:
+def test_a_response_of_an_evicted_server_is_not_used() -> None:
     """Also one that arrives in the very moment, when cancelling the call has no effect any more."""
     servers = faulty(2)
     slow = asyncio.Event()
@@ -248,7 +248,7 @@ def test_an_answer_that_comes_after_its_server_was_given_up_is_not_used() -> Non
     asyncio.run(run())
 
 
-def test_a_request_that_is_refused_is_the_callers_error_whatever_happened_before() -> None:
+def test_a_refused_request_raises_the_callers_error_after_earlier_failures() -> None:
     servers = faulty(1)
     calls = iter([status(503, times=1), status(400)])
 
@@ -266,7 +266,7 @@ def test_a_request_that_is_refused_is_the_callers_error_whatever_happened_before
     asyncio.run(run())
 
 
-def test_load_goes_elsewhere_while_a_server_rests() -> None:
+def test_requests_go_to_other_servers_while_one_backs_off() -> None:
     servers = faulty(3)
     servers[1].fault = status(429, wait=5.0)
 

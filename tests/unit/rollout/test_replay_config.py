@@ -24,7 +24,7 @@ from tests.unit.streams import unusable
         ("compare", "compare", True),
     ],
 )
-def test_names_of_other_frameworks_and_what_is_asked_of_the_engine(given: str, name: str, asks: bool) -> None:
+def test_router_replay_accepts_names_of_other_frameworks(given: str, name: str, asks: bool) -> None:
     found = config(train={"router_replay": given, "epochs": 2})
     assert found.train.router_replay == name and found.train.needs_engine_routing == asks
 
@@ -53,12 +53,12 @@ def test_recording_for_a_single_update_is_refused() -> None:
         ("cuda_graph_impl", "local"),
     ],
 )
-def test_what_silently_ignores_replay_is_refused_by_name(name: str, value: Any) -> None:
+def test_settings_that_ignore_replay_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"model\.transformer\.{name} = {value!r}"):
         check_router_replay_support({name: value})
 
 
-def test_what_obeys_replay_is_not_refused() -> None:
+def test_settings_that_support_replay_are_accepted() -> None:
     kinds = ["aux_loss", "seq_aux_loss"]
     check_router_replay_support(
         {

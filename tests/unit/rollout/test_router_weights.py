@@ -58,7 +58,7 @@ def test_a_row_holds_k_experts_and_the_bytes_of_k_weights(shape: RoutingShape, w
 
 
 @pytest.mark.parametrize("shape", [NARROW, WIDE])
-def test_weights_travel_to_the_bit_with_the_experts(shape: RoutingShape) -> None:
+def test_router_weights_stay_exact_with_their_experts(shape: RoutingShape) -> None:
     first, experts, weights = weighted(4, shape, 1)
     later, more, others = weighted(3, shape, 2)
     column = GrowingColumn(ROUTES, missing_rows(0, shape), 3)
@@ -110,7 +110,7 @@ def without_experts(column: Tensor) -> Tensor:
     return column
 
 
-def test_honest_weights_keep_the_contract() -> None:
+def test_valid_router_weights_pass_the_contract() -> None:
     answer()
     answer(norm=False)
     answer(lambda weights: weights.bfloat16().float())
@@ -133,7 +133,7 @@ def test_honest_weights_keep_the_contract() -> None:
         ({"column": lambda c: c.long()}, "of type torch.int64"),
     ],
 )
-def test_weights_that_no_router_has_are_refused_with_their_place(lie: dict[str, Any], said: str) -> None:
+def test_invalid_router_weights_are_refused_with_their_position(lie: dict[str, Any], said: str) -> None:
     with pytest.raises(ContractViolation, match=said):
         answer(**lie)
 
@@ -166,13 +166,13 @@ def test_the_local_engine_reports_the_weights_of_every_token(norm: bool, dense_l
                 torch.testing.assert_close(found.double(), own_weights(model, read, layer), rtol=1e-4, atol=1e-6)
 
 
-def test_what_has_no_weights_to_replay_is_refused() -> None:
+def test_models_without_router_weights_are_refused() -> None:
     on: dict[str, Any] = {"router_replay_weights": True, "epochs": 2}
     with pytest.raises(ConfigError, match="no effect with train"):
         config(train=on)
     for engine in ("sglang", "vllm"):
         for replay in ("R3", "compare"):
-            with pytest.raises(ConfigError, match=f"rollout.engine = '{engine}': neither SGLang"):
+            with pytest.raises(ConfigError, match=f"rollout.engine = '{engine}': SGLang .* and vLLM .* not the routers' weights"):
                 config(train=on | {"router_replay": replay}, rollout={"engine": engine})
         config(train=on | {"router_replay": "recorded"}, rollout={"engine": engine})
     scaled = {"transformer": {"moe_router_topk_scaling_factor": 2.5}}
@@ -182,7 +182,7 @@ def test_what_has_no_weights_to_replay_is_refused() -> None:
     assert not config(train={"router_replay": "rollout"}).train.router_replay_weights
 
 
-def test_servers_are_not_asked_for_weights() -> None:
+def test_router_weights_are_not_requested_from_servers() -> None:
     engine = SimpleNamespace(_routing=SHAPE)
     params = SamplingParams(max_new_tokens=1, routed_experts=True, router_weights=True)
     prompt = Prompt(prompt_id="p", text="", token_ids=(1,), label="")
@@ -193,7 +193,7 @@ def test_servers_are_not_asked_for_weights() -> None:
 @pytest.mark.parametrize(
     ("then", "now", "words"), [(False, True, "without the weights"), (True, False, "does not use")]
 )
-def test_rollouts_sampled_ahead_go_with_one_value_of_the_key(then: bool, now: bool, words: str) -> None:
+def test_rollouts_sampled_ahead_require_the_same_value_of_the_key(then: bool, now: bool, words: str) -> None:
     stream = SchedulerState(0, 0, {}, [[]], [[]])
     was, of_now = (config(train={"router_replay": "rollout", "router_replay_weights": key}) for key in (then, now))
     assert words in unusable(stream, was.model_dump(mode="json"), of_now)

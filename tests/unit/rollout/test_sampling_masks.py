@@ -54,7 +54,7 @@ def test_a_packed_row_has_each_set_at_its_label_and_none_elsewhere() -> None:
     assert lists(pack([], RowShape(row_multiple=4), like=sample(SETS)).sampling_mask) == [[]] * 4
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_masks_of_the_wrong_shape_are_refused() -> None:
     plain = to_training_sample([1], [5], [-0.5], 1.0)
     with pytest.raises(ValueError, match="with and without sampling_mask"):
         pack([sample(SETS), plain])
@@ -112,7 +112,7 @@ def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoin
 
 
 @pytest.mark.parametrize(("first", "own"), [(0, 10), (0, 7), (5, 5), (5, 2), (8, 2), (20, 0)])
-def test_what_is_outside_the_sets_is_cut_out_of_a_shard(first: int, own: int) -> None:
+def test_tokens_outside_the_masks_are_removed_from_a_shard(first: int, own: int) -> None:
     logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(0))
     expected = logits.clone()
     for row, ids in enumerate(SETS):

@@ -124,7 +124,7 @@ def column(record: Any, name: str) -> Any:
     return rows.tolist()
 
 
-def test_a_response_joins_cuts_fills_and_keeps_it_in_a_checkpoint(tmp_path: Path) -> None:
+def test_a_response_appends_truncates_and_stores_a_column(tmp_path: Path) -> None:
     done = grown(tmp_path)
     assert done.token_ids.tolist() == [4, 5, 6, 7, 7, 8, 3]
     assert column(done, "margins") == ROWS
@@ -157,7 +157,7 @@ class Wire:
             self._other.buffer_updated(size)
 
 
-def test_it_is_sent_between_processes_and_only_to_the_stage_that_needs_it(tmp_path: Path) -> None:
+def test_a_column_is_sent_only_to_the_stage_that_needs_it(tmp_path: Path) -> None:
     received: list[dict[str, Tensor]] = []
     reader, sender = (Frames(lambda _, columns: received.append(columns), lambda: None) for _ in range(2))
     sender.connection_made(Wire(reader))  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_it_is_sent_between_processes_and_only_to_the_stage_that_needs_it(tmp_pa
     assert sent is not None and column(sent.rollouts[0].completion, "margins") == ROWS
 
 
-def test_a_packed_row_has_it_at_the_labels_of_the_response_and_fill_elsewhere(tmp_path: Path) -> None:
+def test_a_packed_row_has_a_column_at_the_labels_and_fill_elsewhere(tmp_path: Path) -> None:
     short = growing()
     short.append_sampled(generation([4], [[20.0, 21.0]]))
     samples = to_samples([group(grown(tmp_path), short.completion(FinishReason.STOP, Tokenizer()))], [[1.0, -1.0]])
@@ -193,7 +193,7 @@ def test_a_packed_row_has_it_at_the_labels_of_the_response_and_fill_elsewhere(tm
         pack(mixed)
 
 
-def test_a_recorded_step_holds_it_and_older_files_have_none(tmp_path: Path) -> None:
+def test_a_recorded_step_has_a_column_that_older_files_lack(tmp_path: Path) -> None:
     done = grown(tmp_path)
     trained = TrainedTokens(
         update=0, loss_mask=torch.ones(7).bool(), advantages=torch.ones(7), logprobs=None, keep=None

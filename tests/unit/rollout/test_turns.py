@@ -73,7 +73,7 @@ async def with_tool(prompt: Prompt, turns: Turns) -> Completion:
     return turns.finish()
 
 
-def test_given_tokens_are_masked_and_everything_else_belongs_to_its_token(run: Any, server: FakeServer) -> None:
+def test_tool_tokens_are_masked_and_columns_stay_aligned(run: Any, server: FakeServer) -> None:
     found = run(with_tool, topk_logprobs=2, routed_experts=True)
     assert found.token_ids.tolist() == [7, 7, STOP, 97, 98, 50, 7, 7, 7, END] and found.finish_reason == "stop"
     assert same(found.loss_mask, mask([True] * 3 + [False] * 3 + [True] * 4))
@@ -90,7 +90,7 @@ def test_given_tokens_are_masked_and_everything_else_belongs_to_its_token(run: A
     assert second.stop_token_ids == (END,)
 
 
-def test_routes_of_given_tokens_at_the_end_are_missing(run: Any) -> None:
+def test_routes_of_final_tool_tokens_are_missing(run: Any) -> None:
     async def ends_with_a_tool(prompt: Prompt, turns: Turns) -> Completion:
         await turns.sample(stop_token_ids=[STOP])
         turns.append([50, 51])
@@ -123,7 +123,7 @@ def test_a_turn_has_a_limit_of_its_own(run: Any) -> None:
     assert found.loss_mask is None and found.policy_versions == (VersionSpan(4, 0, 10),)
 
 
-def test_given_tokens_leave_the_loss_and_every_count(run: Any) -> None:
+def test_tool_tokens_are_excluded_from_loss_and_counts(run: Any) -> None:
     found = run(with_tool, topk_logprobs=2)
 
     class Scorer:
@@ -144,7 +144,7 @@ def test_given_tokens_leave_the_loss_and_every_count(run: Any) -> None:
         to_training_sample([1], [2, 3], None, 0.0, sampled=[True])
 
 
-def test_a_reward_of_the_function_stands_and_the_others_are_scored(run: Any) -> None:
+def test_a_reward_of_the_function_is_kept_and_other_responses_are_scored(run: Any) -> None:
     async def rewarded(prompt: Prompt, turns: Turns) -> Completion:
         await turns.sample()
         return turns.finish(reward=0.25)
@@ -162,7 +162,7 @@ def test_a_reward_of_the_function_stands_and_the_others_are_scored(run: Any) -> 
     assert [r.reward for r in group.rollouts] == [0.25, 7.0]
 
 
-def test_completions_of_several_turns_and_versions_come_back_from_a_file(run: Any, tmp_path: Path) -> None:
+def test_completions_of_several_turns_survive_a_file(run: Any, tmp_path: Path) -> None:
     found, sibling = (run(with_tool, topk_logprobs=1, routed_experts=True) for _ in range(2))
 
     class Scorer:
@@ -180,7 +180,7 @@ def test_completions_of_several_turns_and_versions_come_back_from_a_file(run: An
     assert back.routed_experts is not None and same(back.routed_experts, found.routed_experts)
 
 
-def test_what_the_function_does_wrong_is_named_with_the_prompt_and_the_line(run: Any) -> None:
+def test_errors_of_the_function_name_the_prompt_and_the_line(run: Any) -> None:
     async def fails(prompt: Prompt, turns: Turns) -> Completion:
         raise KeyError("tool")
 
@@ -266,7 +266,7 @@ def test_the_calculator_computes_arithmetic_and_nothing_else() -> None:
         assert answer(expression) == value, expression
 
 
-def test_the_calculator_answers_the_call_that_a_turn_ends_with() -> None:
+def test_the_calculator_evaluates_the_call_at_the_end_of_a_turn() -> None:
     """The model is played: it writes a text, and stops where a call ends."""
     script = iter(["a>b<calc>2*21</calc>", "so 42\x02"])
 

@@ -80,7 +80,7 @@ class _Server(FakeServer):
         return torch.zeros(2) if self.deaf else self.adapter[NAME]
 
 
-def test_each_server_is_asked_with_random_adapters_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
+def test_each_server_is_probed_with_random_adapters_once_and_after_a_restart(tmp_path: Path) -> None:
     servers = [_Server("a:1"), _Server("b:2")]
     both = [server.url for server in servers]
     run = _Run(list(servers), tmp_path / "model")
@@ -97,7 +97,7 @@ def test_each_server_is_asked_with_random_adapters_once_and_again_when_it_comes_
     run.publisher.close()
 
 
-def test_one_that_adds_nothing_is_named_although_the_first_adapters_are_zero(tmp_path: Path) -> None:
+def test_a_server_that_omits_adapters_is_named_although_the_first_ones_are_zero(tmp_path: Path) -> None:
     server = _Server("a:1")
     server.deaf = True
     run = _Run([server], tmp_path / "model", probe_every=0)
@@ -107,7 +107,7 @@ def test_one_that_adds_nothing_is_named_although_the_first_adapters_are_zero(tmp
 
 
 @pytest.mark.parametrize(("keys", "refused"), [({}, True), ({"checksum_every": 0}, False)])
-def test_one_with_another_base_model_is_told_by_its_checksums(
+def test_a_server_with_another_base_model_is_found_by_its_digests(
     keys: dict[str, int], refused: bool, tmp_path: Path
 ) -> None:
     run = _Run([_Server("a:1", seed=5), _Server("b:2")], tmp_path / "model", **keys)

@@ -46,14 +46,14 @@ def of(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_right_servers_of_many_policies_pass(dtype: Literal["fp32", "bf16"]) -> None:
+def test_correct_servers_of_many_policies_pass(dtype: Literal["fp32", "bf16"]) -> None:
     for seed in range(60):
         policy = Policy(0.2 * 1.09**seed, seed, dtype, temperature=(0.7, 1.0, 1.3)[seed % 3], parts=1 + seed % 4)
         result = verify_response(*ask(policy, routed=True))
         assert result.routes == 0 and result.topk is not None and result.replayed == result.logprobs
 
 
-def test_the_distance_is_told() -> None:
+def test_the_distance_is_reported() -> None:
     result = verify_response(*ask(Policy(USUAL), of("logprobs", lambda x: x + 2e-5)))
     assert result.logprobs.mean == pytest.approx(2e-5, rel=0.2)
 
@@ -108,7 +108,7 @@ def test_other_weights_are_named_with_what_the_server_serves() -> None:
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_weights_of_another_model_are_not_taken_for_another_temperature(policy: Policy) -> None:
+def test_weights_of_another_model_are_not_mistaken_for_another_temperature(policy: Policy) -> None:
     """What the server is certain of is all but impossible to the trainer."""
     answer, expected, (reading,) = ask(replace(policy, parts=1))
     other, tokens = replace(policy, seed=5).logits(), policy.tokens()[:, None]
@@ -126,7 +126,7 @@ def test_a_small_difference_points_to_the_type_and_passes_where_that_type_is_exp
 
 @pytest.mark.parametrize("policy", EVERY)
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
-def test_what_is_not_a_number_never_passes(policy: Policy, value: float) -> None:
+def test_nan_never_passes(policy: Policy, value: float) -> None:
     refused(policy, of("logprobs", lambda x: np.where(np.arange(64) == 9, value, x)), "wrong weights|filtered")
 
 
@@ -174,7 +174,7 @@ def test_routes_of_other_tokens_are_named(policy: Policy) -> None:
     refused(policy, of("routes", lambda x: x.flip(1)), "wrong routed experts", routed=True)
 
 
-def test_what_routes_do_to_the_probabilities_counts_in_fp32() -> None:
+def test_the_effect_of_routes_on_probabilities_counts_in_fp32() -> None:
     one = of("routes", lambda x: torch.cat([turned(x[:1], 0).flip(1), x[1:]]))
     refused(Policy(USUAL), one, "wrong routed experts: of 192 rows .* 1% have other experts", routed=True)
 
@@ -199,7 +199,7 @@ def probability(logprob: float) -> float:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("told", ODD)
 @pytest.mark.parametrize("true", ODD)
-def test_no_number_however_odd_makes_a_warning_or_passes_for_a_right_one(told: float, true: float) -> None:
+def test_extreme_numbers_cause_no_warning_and_never_pass(told: float, true: float) -> None:
     for odd in (1, 7, 8):  # of eight
         where = np.arange(8) < odd
         reported, computed = np.where(where, told, -0.5), np.where(where, true, -0.5)
@@ -216,7 +216,7 @@ def test_no_number_however_odd_makes_a_warning_or_passes_for_a_right_one(told: f
         assert best is None or math.isfinite(best.odds)
 
 
-def test_true_numbers_are_not_taken_for_rounded_ones() -> None:
+def test_exact_numbers_are_not_mistaken_for_rounded_ones() -> None:
     generator = np.random.default_rng(0)
     for size in (1e-6, 1e-4, 1e-2, 1.0, 10.0):
         values = -generator.exponential(size, 64)

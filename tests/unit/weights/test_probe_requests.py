@@ -52,7 +52,7 @@ def answer_of(server: Short, **expected: Any) -> Any:
     return asyncio.run(send_probe(cast(InferenceServer, server), replace(EXPECTED, **expected)))
 
 
-def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
+def test_requests_repeat_until_there_are_enough_tokens() -> None:
     server = Short()
     answer = answer_of(server, enough_tokens=32)
     assert len(answer.generations) == len(server.requests) == 7
@@ -76,7 +76,7 @@ def test_short_responses_are_asked_for_until_there_are_enough_tokens() -> None:
         ({"versions": (VersionSpan(2, 0, 5),)}, r"version \[2\], expected 3"),
     ],
 )
-def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, Any], match: str) -> None:
+def test_responses_that_the_trainer_cannot_compute_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ProbeError, match=match):
         answer_of(Short(**changes), policy_version=3)
 
@@ -94,9 +94,7 @@ def test_answers_that_the_trainer_cannot_compute_are_refused(changes: dict[str, 
         ({"topk_logprobs": torch.full((5, 3), -2.0)}, r"Top-K is of shape \[5, 5\] and \[5, 3\]"),
     ],
 )
-def test_an_answer_that_breaks_the_contract_is_an_error_that_names_server_and_field(
-    changes: dict[str, Any], match: str
-) -> None:
+def test_a_contract_violation_names_server_and_field(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ContractViolation, match=f"http://s: the response to request probe-0 .*{match}"):
         answer_of(Short(**changes))
 
@@ -115,9 +113,7 @@ def test_an_answer_that_breaks_the_contract_is_an_error_that_names_server_and_fi
         ),
     ],
 )
-def test_probabilities_that_break_the_contract_are_named_where_the_trainers_numbers_show_no_cause(
-    changes: dict[str, Any], match: str
-) -> None:
+def test_invalid_probabilities_are_named_if_no_other_cause_shows(changes: dict[str, Any], match: str) -> None:
     answer = answer_of(Short(**changes), enough_tokens=12)
     _, expected, (reading,) = ask(Policy(2.0, parts=1))
     # A verdict whose own numbers leave nothing to name: the trainer computes what was reported.

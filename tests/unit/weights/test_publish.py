@@ -44,7 +44,7 @@ def publisher(
     return trainer, ServerPublisher(trainer, None, make(servers, folder), rollout=rollout, probe=probe)  # type: ignore[arg-type]
 
 
-def test_a_run_whose_server_goes_on_lying_ends_with_its_tensors_and_one_that_stops_lying_goes_on(
+def test_a_run_ends_with_the_wrong_tensors_unless_the_server_recovers(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = FakeServer("a:1")
@@ -66,7 +66,7 @@ def test_a_run_whose_server_goes_on_lying_ends_with_its_tensors_and_one_that_sto
     assert "attempt 1: http://a:1: w1, w3" in note and server.holds(weights(1)) and not server.paused
 
 
-def test_when_no_server_answers_one_that_comes_back_is_waited_for(
+def test_a_publish_waits_for_a_restarting_server_if_none_responds(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = [FakeServer("a:1"), FakeServer("b:2")]
@@ -79,7 +79,7 @@ def test_when_no_server_answers_one_that_comes_back_is_waited_for(
     assert all(server.holds(weights(0)) for server in servers) and 2 <= time.monotonic() - start < 3.5
 
 
-def test_when_no_server_comes_back_within_the_patience_the_run_ends_with_a_code_of_its_own(
+def test_the_run_ends_with_its_own_code_if_no_server_responds_in_time(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = FakeServer("a:1")
@@ -92,7 +92,7 @@ def test_when_no_server_comes_back_within_the_patience_the_run_ends_with_a_code_
     assert not isinstance(caught.value, PublishError)
 
 
-def test_what_could_not_be_proved_is_said_once(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unproved_weights_are_reported_once(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer("a:1")
     trainer, sender = publisher([server], model_folder, monkeypatch)
     server.packs = {"model.layers.0.mlp.experts.w2_weight", "model.layers.1.mlp.experts.w2_weight"}

@@ -118,7 +118,7 @@ def test_a_server_that_restarts_at_the_end_of_a_broadcast_costs_the_others_nothi
     assert a.holds(weights(1)) and b.holds(weights(1))
 
 
-def test_a_server_that_dies_in_the_last_attempt_is_met_in_a_new_group_at_the_next_version(
+def test_a_server_that_dies_in_the_last_attempt_joins_a_new_group_at_the_next_version(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (a, b), sender = broadcasting(2, 1, model_folder, monkeypatch)
@@ -128,7 +128,7 @@ def test_a_server_that_dies_in_the_last_attempt_is_met_in_a_new_group_at_the_nex
     assert sender.publish() == [] and a.holds(weights(1)) and b.holds(weights(1))
 
 
-def test_a_server_that_restarts_in_the_probe_meets_the_trainer_in_a_new_group(
+def test_a_server_that_restarts_in_the_probe_joins_a_new_group(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (a,), sender = broadcasting(1, 2, model_folder, monkeypatch)
@@ -143,7 +143,7 @@ def test_a_server_that_restarts_in_the_probe_meets_the_trainer_in_a_new_group(
     assert len(sender.publish()) == 1 and a.holds(weights(0)) and a.version == 0
 
 
-def test_a_server_that_was_started_again_since_the_last_version_costs_no_attempt(
+def test_a_server_that_restarted_since_the_last_version_costs_no_attempt(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (a, b), sender = broadcasting(2, 1, model_folder, monkeypatch)
@@ -156,7 +156,7 @@ def test_a_server_that_was_started_again_since_the_last_version_costs_no_attempt
 
 
 @pytest.mark.parametrize("call", ["join_group", "begin_update", "receive_broadcast"])
-def test_who_broke_an_attempt_waits_until_the_others_have_the_weights(
+def test_a_server_that_broke_an_attempt_waits_until_the_others_are_synced(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     (a, b, c), sender = broadcasting(3, 2, model_folder, monkeypatch)
@@ -180,9 +180,7 @@ def test_a_server_that_always_fails_alone_ends_the_run_after_all_attempts(
         sender.publish()
 
 
-def test_a_second_attempt_is_compared_with_those_that_have_the_weights_already(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_is_compared_with_the_synced_servers(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [FakeServer(f"{name}:1") for name in "abc"]
     for server in servers:
         server.plain = False  # quantised, say: only equality tells
@@ -212,7 +210,9 @@ async def _failing(attempt: Attempt, errors: list[ServerError]) -> None:
         ([("a", None), ("b", 400), ("c", None)], {"http://a", "http://c"}),
     ],
 )
-def test_the_silent_ones_broke_it_or_else_the_first(errors: list[tuple[str, int | None]], culprits: set[str]) -> None:
+def test_culprits_are_the_unresponsive_servers_or_the_first_to_fail(
+    errors: list[tuple[str, int | None]], culprits: set[str]
+) -> None:
     attempt = Attempt(0, {})
     asyncio.run(_failing(attempt, [ServerError(f"http://{name}", "x", status) for name, status in errors]))
     assert attempt.find_culprits() == culprits

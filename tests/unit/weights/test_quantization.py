@@ -142,7 +142,7 @@ def test_int4_is_that_of_modelopt_bit_for_bit_and_packed_as_compressed_tensors_d
     }
 
 
-def test_a_folder_says_what_it_is_and_what_is_quantised_in_it(tmp_path: Path) -> None:
+def test_a_folder_declares_its_quantization(tmp_path: Path) -> None:
     before = written(tmp_path, Quantization("fp8"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
@@ -163,7 +163,7 @@ def test_a_folder_says_what_it_is_and_what_is_quantised_in_it(tmp_path: Path) ->
     ]
 
 
-def test_zeros_and_the_smallest_numbers_stay_numbers() -> None:
+def test_zeros_and_the_smallest_numbers_stay_finite() -> None:
     weight = torch.zeros(256, 128)
     weight[200, 5] = 1e-44  # subnormal in fp32, as its scale would be
     numbers, scale = fp8_blocks(weight)
@@ -181,7 +181,7 @@ def test_zeros_and_the_smallest_numbers_stay_numbers() -> None:
         ("fp8", torch.ones(2, 4, 4), r"shape \(2, 4, 4\)"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused_by_name(form: Any, weight: Tensor, problem: str) -> None:
+def test_weights_that_a_format_cannot_hold_are_refused_by_name(form: Any, weight: Tensor, problem: str) -> None:
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     with pytest.raises(CheckpointError, match=f"{name} .*{problem}"):
         list(quantize_stream([(name, weight)], Quantization(form)))
@@ -197,7 +197,7 @@ def test_a_model_without_routed_experts_has_nothing_for_int4(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_removed_format_says_what_to_use() -> None:
+def test_a_removed_format_names_its_replacement() -> None:
     assert [quantized_format(name) for name in ("fp8", "int4")] == ["fp8", "int4"]
     with pytest.raises(argparse.ArgumentTypeError, match=r"int4_awq was removed.*hf_ptq.py --qformat int4_awq"):
         quantized_format("int4_awq")

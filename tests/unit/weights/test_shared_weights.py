@@ -59,7 +59,7 @@ def test_servers_read_exactly_the_weights_and_nothing_is_left_of_the_memory(
         assert not files_of(os.getpid())
 
 
-def test_buckets_are_of_the_type_that_is_sent_and_a_tied_output_layer_is_sent_twice(
+def test_buckets_have_the_dtype_that_is_sent_and_a_tied_output_layer_twice(
     pair: list[FakeServer], model_folder: Path
 ) -> None:
     sharing = MemorySharing({pair[0].url: [0]}, bucket_bytes=2 * 2**20, dtype=torch.bfloat16, tied=True, group=None)
@@ -119,7 +119,7 @@ def test_a_server_of_another_size_than_the_configuration_says_is_left_alone(
     assert "begin_update" not in pair[1].calls
 
 
-def test_memory_of_a_trainer_that_is_killed_goes_although_a_reader_still_has_it() -> None:
+def test_memory_of_a_killed_trainer_is_freed_although_a_reader_has_it_open() -> None:
     program = """
 import os, sys, time, torch
 from megatron_dppo.rollout.handles import SharedBucket, as_flattened_bucket
@@ -208,9 +208,7 @@ def test_memory_of_a_gpu_is_opened_with_what_torch_itself_would_send(
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_memory_of_a_gpu_whose_reader_died_is_not_kept_for_it(
-    device: OnDevice, monkeypatch: pytest.MonkeyPatch, taken: bool
-) -> None:
+def test_gpu_memory_is_freed_if_its_reader_died(device: OnDevice, monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
     said: list[tuple[bytes, int]] = []
     release = staticmethod(lambda *counter: said.append(counter))
     monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
@@ -226,7 +224,7 @@ def test_a_vllm_worker_names_both_gpus_when_the_memory_is_on_another_one(device:
         module.copy_from_handle(as_json(handle), CPU)
 
 
-def test_a_vllm_worker_has_a_copy_before_it_answers() -> None:
+def test_a_vllm_worker_copies_before_it_responds() -> None:
     data = torch.arange(100, dtype=torch.uint8)
     shared = SharedBucket(data, readers=1)
     read = extension().copy_from_handle(as_json(shared.handle), CPU)
@@ -261,7 +259,7 @@ def sharing_of(config: Any, platform: Any, *, tied: bool) -> MemorySharing:
     return find_sharing(config.rollout, gpus_per_server=1, platform=platform, world=None, tied=tied)
 
 
-def test_what_cannot_be_shared_is_refused_before_any_work() -> None:
+def test_memory_that_cannot_be_shared_is_refused_before_any_work() -> None:
     assert is_local("http://127.0.0.1:1") and is_local("http://localhost") and not is_local("http://192.0.2.1:30000")
     rollout = {"engine": "sglang", "weight_sync": {"method": "ipc"}}
     config, on_gpu = config_of(rollout=rollout), SimpleNamespace(is_cuda=True)

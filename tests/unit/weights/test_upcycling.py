@@ -277,7 +277,7 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(originals: 
         assert_refused(dense, error)
 
 
-def test_what_transformers_does_not_read_is_left_out(originals: Path, tmp_path: Path) -> None:
+def test_files_that_transformers_does_not_read_are_left_out(originals: Path, tmp_path: Path) -> None:
     dense = tmp_path / "dense"
     shutil.copytree(originals / "llama tied", dense)
     weights = stored(dense)

@@ -105,7 +105,7 @@ def on_server(w: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("algorithm", ["sha256", "words"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_a_server_must_have_is_foretold_for_every_rank(algorithm: str, size: int) -> None:
+def test_digests_are_predicted_for_every_rank(algorithm: str, size: int) -> None:
     weights = layer()
     layout = WeightLayout(algorithm=algorithm, tp_size=size, plain=True)  # type: ignore[arg-type]
     stream = StreamDigests([layout], KV_HEADS)
@@ -124,7 +124,9 @@ def test_what_a_server_must_have_is_foretold_for_every_rank(algorithm: str, size
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_blocks_of_fp8_and_their_scales_are_foretold_for_every_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_of_fp8_blocks_and_scales_are_predicted_for_every_rank(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Cut between blocks, a rank's part of the quantised weights is its part of the weights, quantised.
     for name, value in dict(DIM=128, HIDDEN=128, EXPERTS=4, INTER=256).items():
         monkeypatch.setitem(globals(), name, value)
@@ -147,7 +149,7 @@ def test_blocks_of_fp8_and_their_scales_are_foretold_for_every_rank(size: int, m
         assert not [name for name, tensor in held.items() if found[name].digest != sha(tensor)]
 
 
-def test_experts_in_int4_have_a_form_of_the_servers_own_that_must_change() -> None:
+def test_reordered_int4_experts_must_change() -> None:
     layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True)
     name, record = "model.layers.0.mlp.experts.w13_weight_packed", ServerRecord()
 
@@ -166,7 +168,7 @@ def test_experts_in_int4_have_a_form_of_the_servers_own_that_must_change() -> No
     assert len(judge(2, "b").wrong) == 2
 
 
-def test_nothing_is_foretold_of_what_did_not_come_whole_or_cannot_be_cut_or_is_quantised() -> None:
+def test_no_digest_is_predicted_for_incomplete_unsplittable_or_quantized_tensors() -> None:
     weights = layer()
     del weights["model.layers.0.self_attn.k_proj.weight"], weights["model.layers.0.mlp.experts.1.up_proj.weight"]
     layouts = [WeightLayout(algorithm="sha256", tp_size=n, plain=True) for n in (1, 3)]
@@ -185,7 +187,7 @@ def test_nothing_is_foretold_of_what_did_not_come_whole_or_cannot_be_cut_or_is_q
     assert not stream.expected(WeightLayout(algorithm="sha256", tp_size=1, plain=False), 0)
 
 
-def test_of_a_tensor_that_is_packed_after_loading_the_loaded_bytes_and_the_change_of_the_packed_ones_count() -> None:
+def test_a_tensor_packed_after_loading_is_proved_by_loaded_bytes_and_by_change() -> None:
     layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True, complete=True)
     name, record = "model.layers.0.self_attn.o_proj.weight", ServerRecord()
 
@@ -202,7 +204,7 @@ def test_of_a_tensor_that_is_packed_after_loading_the_loaded_bytes_and_the_chang
     assert not judge(other, other, "c")
 
 
-def test_a_tied_head_without_a_name_in_use_is_proved_by_what_was_loaded() -> None:
+def test_a_tied_output_layer_without_a_name_is_proved_by_its_loaded_bytes() -> None:
     layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True, complete=True)
     embedding, head, record = "model.embed_tokens.weight", "lm_head.weight", ServerRecord()
     for _ in range(3):
@@ -214,7 +216,7 @@ def test_a_tied_head_without_a_name_in_use_is_proved_by_what_was_loaded() -> Non
         assert not proof.wrong and sorted(proof.as_sent) == [head, embedding]
 
 
-def test_a_server_that_tells_what_it_loaded_has_no_form_of_its_own() -> None:
+def test_a_server_that_reports_loaded_digests_must_match_exactly() -> None:
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)]
     for complete in (False, True):
         layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True, complete=complete)

@@ -55,7 +55,7 @@ def test_buckets_keep_below_their_size_and_a_larger_tensor_goes_alone(
     assert pair[0].weights["w0"].dtype == torch.bfloat16
 
 
-def test_a_stream_that_goes_on_in_the_same_memory_is_sent_as_it_was(pair: list[FakeServer], model_folder: Path) -> None:
+def test_a_stream_that_reuses_memory_is_sent_unchanged(pair: list[FakeServer], model_folder: Path) -> None:
     def reusing() -> Iterator[tuple[str, Tensor]]:
         buffer = torch.empty(4)
         for i in range(3):
@@ -86,13 +86,13 @@ def test_a_server_that_failed_gets_the_next_weights(pair: list[FakeServer], mode
     assert pair[0].holds(weights(1)) and not pair[0].paused
 
 
-def test_a_server_that_is_not_there_is_left_alone(pair: list[FakeServer], model_folder: Path) -> None:
+def test_an_absent_server_gets_no_further_calls(pair: list[FakeServer], model_folder: Path) -> None:
     pair[0].fails = {"info": 1}
     result = make(pair, model_folder).send(iter(weights(0).items()), 0)
     assert list(result.absent) == ["http://a:1"] and pair[0].calls == ["info"] and list(result.good) == ["http://b:2"]
 
 
-def test_the_stream_is_taken_to_its_end_when_nobody_is_left(pair: list[FakeServer], model_folder: Path) -> None:
+def test_the_stream_is_consumed_when_no_server_is_left(pair: list[FakeServer], model_folder: Path) -> None:
     for server in pair:
         server.fails = {"receive_handles": 1}
     stream = iter(weights(0).items())
@@ -100,7 +100,7 @@ def test_the_stream_is_taken_to_its_end_when_nobody_is_left(pair: list[FakeServe
     assert not result.good and len(result.failed) == 2 and next(stream, None) is None
 
 
-def test_servers_whose_weights_differ_are_found_where_nobody_can_say_what_they_should_be(model_folder: Path) -> None:
+def test_servers_that_differ_are_found_where_digests_cannot_be_predicted(model_folder: Path) -> None:
     three = [FakeServer(f"{name}:1") for name in "abc"]
     for server in three:
         server.plain = False  # quantised, say
@@ -118,7 +118,7 @@ def test_servers_whose_weights_differ_are_found_where_nobody_can_say_what_they_s
 @pytest.mark.parametrize("method", ["ipc", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lie", ["ignores", "corrupts"])
-def test_a_single_server_that_confirms_a_tensor_and_has_another_is_named_at_that_sync(
+def test_a_server_that_confirms_a_tensor_and_holds_another_is_named_at_that_sync(
     model_folder: Path, method: str, dtype: torch.dtype, lie: str
 ) -> None:
     server = FakeServer("a:1")
@@ -151,7 +151,7 @@ def test_a_server_that_ignores_everything_is_found_at_its_first_sync_also_where_
     assert make([server], model_folder).send(iter(new.items()), 0).good
 
 
-def test_of_what_a_server_keeps_in_a_form_of_its_own_the_change_is_proved_and_the_user_is_told(
+def test_reordered_tensors_are_proved_by_change_and_reported(
     model_folder: Path,
 ) -> None:
     server = FakeServer("a:1")
@@ -182,7 +182,7 @@ def test_of_what_a_server_keeps_in_a_form_of_its_own_the_change_is_proved_and_th
     assert result.good and f"{names[0]}, {names[1]}: not checked in this sync" in result.notes["http://a:1"]
 
 
-def test_the_checksums_are_compared_as_often_as_asked_and_in_each_attempt_of_such_a_sync(
+def test_digests_are_compared_every_n_syncs_and_in_each_attempt_of_these(
     pair: list[FakeServer], model_folder: Path
 ) -> None:
     def checked(sync: WeightSync, version: int) -> bool:
@@ -195,7 +195,7 @@ def test_the_checksums_are_compared_as_often_as_asked_and_in_each_attempt_of_suc
     assert not checked(make(pair, model_folder, checksum_every=0), 9)
 
 
-def test_a_frozen_server_costs_its_deadline_once_and_is_asked_again_beside_the_others(
+def test_a_frozen_server_costs_its_full_timeout_once(
     pair: list[FakeServer], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_sync, "_INFO_SECONDS", 0.5)

@@ -29,7 +29,7 @@ def group(completion: Completion) -> RolloutGroup:
     return RolloutGroup(prompt=PROMPT, rollouts=rollouts)
 
 
-def test_a_rank_gets_the_columns_that_its_stage_computes_with_and_all_else() -> None:
+def test_a_rank_gets_only_the_optional_columns_that_it_reads() -> None:
     assert same(RankColumns().select([group(COMPLETION), None]), [group(COMPLETION), None])
     middle = replace(
         COMPLETION,

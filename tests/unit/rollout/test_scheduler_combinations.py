@@ -73,7 +73,7 @@ def start(combination: Combination) -> tuple[Loop, LocalEngine]:
 
 
 @pytest.mark.parametrize("combination", EVERY)
-def test_who_sampled_what(combination: Combination, tmp_path: Path) -> None:
+def test_every_token_has_the_version_that_sampled_it(combination: Combination, tmp_path: Path) -> None:
     loop, engine = start(combination)
     half = STEPS // 2
     collected = list(loop.steps(half))

@@ -61,9 +61,7 @@ def saved_and_loaded(run: Run, folder: Path) -> tuple[SchedulerState, dict[int, 
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_a_run_restored_from_its_checkpoint_goes_on_as_if_it_had_not_stopped(
-    max_staleness: int, tmp_path: Path
-) -> None:
+def test_a_restored_run_continues_as_if_it_had_not_stopped(max_staleness: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dynamic_sampling": True, "oversample": 1.5}
     expected = run_of(max_staleness, lambda i: i % 3 > 0, **settings).steps(6)
     first = run_of(max_staleness, lambda i: i % 3 > 0, **settings)
@@ -75,7 +73,7 @@ def test_a_run_restored_from_its_checkpoint_goes_on_as_if_it_had_not_stopped(
     assert second.engine.asked[0][0] > first.engine.asked[-1][-1], "nothing that was sampled is asked for again"
 
 
-def test_a_failure_in_the_background_is_raised_as_it_was_before_the_weights_change() -> None:
+def test_a_background_failure_is_raised_before_the_weights_change() -> None:
     run = run_of(1, lambda i: bool(1 / (i < 8)))
     run.steps(1)
     run.stream.collect(1, 1, Clock())
@@ -107,7 +105,7 @@ def test_oversampling_keeps_the_first_groups_with_signal_in_the_order_of_the_pro
     assert refilled.stream.cursor == 12, "6 for the step, and 6 more for the 4 that were missing"
 
 
-def test_choose_never_prefers_a_flat_group() -> None:
+def test_groups_without_signal_are_never_preferred() -> None:
     assert select_indices([True, False, True, True], 2) == [0, 2]
     assert select_indices([False, True, False, False], 3) == [1, 2, 3]
     assert select_indices([False, False], 2) == [0, 1]
@@ -160,7 +158,7 @@ def test_another_number_of_ranks_loses_no_prompt(dp: int) -> None:
     assert again.next_step == 4 and not any(again.submissions)
 
 
-def test_prompts_whose_rollouts_are_unusable_are_drawn_before_others() -> None:
+def test_prompts_with_unusable_rollouts_are_submitted_first() -> None:
     run = run_of(0)
     run.step = 4
     run.stream.restore(
@@ -189,7 +187,7 @@ def group(index: int, rewards: Sequence[float]) -> RolloutGroup:
     return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
 
-def test_rollouts_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
+def test_rollouts_survive_a_file_unchanged(tmp_path: Path) -> None:
     numbers = Numbers()
     partial = PartialResponse(
         token_ids=ids([5, 6, 7]),
@@ -213,7 +211,7 @@ def test_rollouts_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
     assert type(found[2].content[1].turn_ends[0][1]) is FinishReason  # type: ignore[index, union-attr]
 
 
-def test_tables_of_numbers_and_tensors_in_any_field_come_back_too(tmp_path: Path) -> None:
+def test_tables_and_tensors_in_any_field_survive_a_file(tmp_path: Path) -> None:
     """A dataclass takes any value: stands for the fields that a completion may get."""
     table = ((1.5, -math.inf), (0.1, 2.0))
     ragged = ((1,), (1, 2))

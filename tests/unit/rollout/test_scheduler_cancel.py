@@ -80,7 +80,7 @@ def waiting(run: Run) -> list[list[int]]:
     return [[place.position for place in places] for places in run.stream.state().waiting]
 
 
-def test_a_stopped_group_goes_first_in_the_next_step_and_new_prompts_fill_up() -> None:
+def test_a_canceled_group_comes_first_in_the_next_step() -> None:
     engine = Turtle({1: 1, 4: 1, 9: 2})
     run = run_with(engine, carry=2)
     collected = run.steps(4)
@@ -92,7 +92,7 @@ def test_a_stopped_group_goes_first_in_the_next_step_and_new_prompts_fill_up() -
     assert waiting(run) == [[]]
 
 
-def test_what_is_stopped_for_good_is_counted_as_given_up() -> None:
+def test_groups_canceled_for_good_are_counted_as_given_up() -> None:
     found = [c.left_out for c in run_with(Turtle({1: 1, 4: 1, 7: 3}), carry=0).steps(2)]
     assert found == [{"no_signal": 0, "surplus": 0, "given_up": 2}, {"no_signal": 0, "surplus": 1, "given_up": 1}]
 
@@ -116,7 +116,7 @@ def test_a_skipped_update_does_not_make_tokens_older() -> None:
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(0, 1), (1, 2), (2, 3)])
-def test_a_group_is_carried_for_the_allowed_number_of_steps_and_then_thrown_away(limit: int, asked: int) -> None:
+def test_a_group_is_carried_for_the_allowed_number_of_steps_and_then_dropped(limit: int, asked: int) -> None:
     engine = Turtle({3: 99})
     run = run_with(engine, carry=limit)
     collected = run.steps(5)
@@ -126,7 +126,7 @@ def test_a_group_is_carried_for_the_allowed_number_of_steps_and_then_thrown_away
     assert len(run.stream.state().ages) == limit + 1
 
 
-def test_refills_go_on_with_what_was_stopped() -> None:
+def test_refills_continue_canceled_groups() -> None:
     engine = Turtle({1: 1})
     run = run_with(engine, carry=1, scorer=FakeScorer(lambda i: i not in (0, 2)), dynamic_sampling=True)
     (collected,) = run.steps(1)
@@ -135,7 +135,7 @@ def test_refills_go_on_with_what_was_stopped() -> None:
     assert positions(collected) == [3, 4, 5, 1] and run.stream.cursor == 7
 
 
-def test_a_resume_goes_on_with_what_was_stopped() -> None:
+def test_a_resume_continues_canceled_groups() -> None:
     run = run_with(Turtle({1: 9, 4: 9}), carry=3)
     run.steps(1)
     again = run_with(Turtle({}), carry=3)
@@ -145,7 +145,7 @@ def test_a_resume_goes_on_with_what_was_stopped() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_what_was_stopped_in_a_batch_that_was_sampled_ahead_goes_on_in_the_next_one_that_is(staleness: int) -> None:
+def test_groups_canceled_while_sampled_ahead_continue_in_the_next_batch(staleness: int) -> None:
     engine = Turtle({7: 1})
     run = run_with(engine, carry=2, staleness=staleness)
     collected = run.steps(5)
@@ -188,7 +188,7 @@ def test_a_reward_that_fails_for_a_group_costs_that_group_and_for_a_step_the_run
         make(Turtle({}), Fails(lambda i: True), staleness=1, rollout=settings).steps(1)
 
 
-def test_ranks_take_new_prompts_one_after_the_other_whatever_each_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_new_prompts_in_turn_whatever_they_carry(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier, box = threading.Barrier(2), {}
 
     def from_each(value: Any, group: Any) -> list[Any]:
@@ -217,7 +217,7 @@ def test_ranks_take_new_prompts_one_after_the_other_whatever_each_carries(monkey
     assert positions(found[0][1]) == [1, 3, 12, 13]
 
 
-def test_with_real_requests_every_prompt_of_the_stream_is_answered_in_some_step() -> None:
+def test_with_real_requests_every_prompt_is_collected_in_some_step() -> None:
     """The engine, the pool and two fake servers whose weights change; prompts of odd number are slow."""
     servers = [FakeServer(f"http://s:{i}", token_seconds=0.002) for i in range(2)]
     for server in servers:
