@@ -1,8 +1,10 @@
-"""Policy losses: tensors in, sums out. Pure torch; no collectives, no input or output, no Megatron.
+"""Policy losses: tensors in, sums out. Pure torch, without collectives, files or Megatron.
 
-Each file of this folder is one loss, or several that differ in one place; ``user_loss`` is a function of the user's.
-``parts`` has what they share, which is here by name. It is loaded when it is first used, so that the configuration of a
-loss can be read without torch.
+Each file of this folder is one loss, or several that differ in one place. Start with ``dppo``, which also defines the
+terms. ``user_loss`` runs a user-defined function.
+
+``parts`` holds the functions that losses share; they are re-exported here. Importing this package does not import
+torch: a name loads its module on first use, so that the configuration of a loss can be read without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_dppo.config.user_functions import needs
-    from megatron_dppo.losses.dppo import dppo_loss
+    from megatron_dppo.losses.dppo import divergence_keep_mask, dppo_loss
     from megatron_dppo.losses.parts.advantages import advantages_by, group_relative_advantages
     from megatron_dppo.losses.parts.counterfactuals import with_cosines
     from megatron_dppo.losses.parts.decision import Decision, clipped_surrogate, mismatch_log_ratio, weigh_by_ratio
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.parts.terms import policy_term
     from megatron_dppo.losses.parts.tokens import Tokens
     from megatron_dppo.losses.parts.topk import topk_kl, topk_sums, topk_tv
-    from megatron_dppo.losses.parts.trust_region import divergence_keep_mask, mismatch_keep_mask, ratio_keep_mask
+    from megatron_dppo.losses.parts.trust_region import mismatch_keep_mask, ratio_keep_mask
     from megatron_dppo.losses.parts.user_functions import call_user_loss
 
 _MODULES = {
@@ -42,7 +44,7 @@ _MODULES = {
     "binary_tv": "losses.parts.divergence",
     "call_user_loss": "losses.parts.user_functions",
     "clipped_surrogate": "losses.parts.decision",
-    "divergence_keep_mask": "losses.parts.trust_region",
+    "divergence_keep_mask": "losses.dppo",
     "divergence_rate": "losses.parts.predictive",
     "dppo_loss": "losses.dppo",
     "group_relative_advantages": "losses.parts.advantages",
@@ -110,5 +112,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It has: {', '.join(__all__)}")
     return getattr(import_module(f"megatron_dppo.{_MODULES[name]}"), name)

@@ -10,7 +10,7 @@ Source: arXiv 2506.13585; capped alone it is PG-TIS of arXiv 2602.04879
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CISPO(RatioCap, Loss):
-    """CISPO.
+    """CISPO: no token is masked, and no weight is above the cap.
 
     Example:
         Ratios 1.25 and 9, limited to 5.
@@ -34,27 +34,29 @@ class CISPO(RatioCap, Loss):
     """
 
     name: Literal["cispo"] = "cispo"
+    ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
+    """Cap C of the weight min(r, C). ``off`` disables it. null uses 5 for ``cispo``."""
     ratio_floor: float | None = Field(None, gt=0)
-    """Least weight: r is raised to this value (the two-sided form); None = no floor."""
+    """Smallest weight: r is raised to this value (the two-sided form). null disables the floor."""
 
     default_cap: ClassVar[float] = 5.0
 
     @property
     def ratio_limits(self) -> tuple[float, float]:
-        """(floor, cap) of the weight; 0 and infinity where there is none."""
+        """Floor and cap of the weight; 0 and infinity if there is none."""
         return (self.ratio_floor or 0.0, super().ratio_limits[1])
 
     def check(self) -> None:
         """Check that the floor is below the cap.
 
         Raises:
-            ValueError: it is not.
+            ValueError: If it is not.
         """
         floor, cap = self.ratio_limits
         if floor > cap:
-            raise ValueError(f"ratio_floor = {floor} is above the upper limit {cap}; no ratio fits in between")
+            raise ValueError(f"ratio_floor = {floor} is above ratio_cap = {cap}. Fix: lower ratio_floor.")
         super().check()
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Keep everything."""
+        """Keep every token."""
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))

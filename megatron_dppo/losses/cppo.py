@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class CPPO(DivergenceThresholds, RatioCap, Loss):
-    """CPPO.
+    """CPPO: the more the tokens before have moved, the less a token may move.
 
     Example:
         Each token has moved 0.12, less than 0.15. With b = 0.04 the second, of weight 0.9, counts 0.108 against
-        min(0.15, 0.15 + 0.04 - 0.12) = 0.07; for the third nothing is left.
+        min(0.15, 0.15 + 0.04 - 0.12) = 0.07. For the third no budget is left.
 
         >>> losses.show(CPPO(), pi=[0.52, 0.52, 0.52], mu=[0.4, 0.4, 0.4], advantages=[1.0, 1.0, 1.0])
         kept      True False False
@@ -43,33 +43,33 @@ class CPPO(DivergenceThresholds, RatioCap, Loss):
 
     name: Literal["cppo"] = "cppo"
     divergence: Literal["binary", "topk"] | None = None
-    """Total variation on the sampled token (None = ``binary``) or on the rollout's Top-K."""
+    """Total variation on the sampled token or on the rollout's Top-K. null uses ``binary`` for ``cppo``."""
     position_floor: float = Field(0.8, gt=0, le=1)
-    """Weight of a response's last divergence; that of the first is 1."""
+    """Weight of a response's last divergence; the first has weight 1."""
     prefix_budget: float = Field(0.02, gt=0)
-    """Least mean of the weighted divergences that any prefix may have."""
+    """Smallest mean of the weighted divergences that any prefix may have."""
     prefix_budget_max: float | None = Field(None, gt=0)
-    """Largest mean: that of a sequence is the 90th percentile of its divergences, at most this; None = twice
-    ``prefix_budget``."""
+    """Largest such mean. The mean of a sequence is the 90th percentile of its divergences, at most this value. null
+    uses twice ``prefix_budget``."""
 
     @property
     def needs(self) -> FunctionNeeds:
-        """Whole sequences, and the Top-K where it measures on it."""
+        """Whole sequences, and the Top-K if the divergence is measured on it."""
         return FunctionNeeds(sequences=True, topk=self.divergence == "topk", zero_advantage=False)
 
     @property
     def topk_summary(self) -> TopKSummary | None:
-        """The divergence is all that is read."""
+        """Sums over the slots are enough: only the divergence is read."""
         return "divergence"
 
     @property
     def prefix_budgets(self) -> tuple[float, float]:
-        """(least, largest) with the default filled in."""
+        """Smallest and largest budget, with the default filled in."""
         largest = self.prefix_budget_max
         return (self.prefix_budget, 2 * self.prefix_budget if largest is None else largest)
 
     def resolved_defaults(self) -> dict[str, Any]:
-        """Add the budget and the divergence."""
+        """Add the largest budget and the divergence."""
         values = {"prefix_budget_max": self.prefix_budgets[1], "divergence": "binary"}
         return values | super().resolved_defaults()
 
@@ -77,17 +77,18 @@ class CPPO(DivergenceThresholds, RatioCap, Loss):
         """Check that the budgets are in order.
 
         Raises:
-            ValueError: they are not.
+            ValueError: If they are not.
         """
-        least, largest = self.prefix_budgets
-        if least > largest:
+        smallest, largest = self.prefix_budgets
+        if smallest > largest:
             raise ValueError(
-                f"prefix_budget = {least} is above prefix_budget_max = {largest}; the budget of a sequence is between"
+                f"prefix_budget = {smallest} is above prefix_budget_max = {largest}; the budget of a sequence lies "
+                "between them. Fix: lower prefix_budget."
             )
         super().check()
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what leads outward and is beyond its budget."""
+        """Mask outward updates of tokens that are beyond their budget."""
         divergence = self._divergence(tokens)
         keep = losses.prefix_keep_mask(
             divergence,

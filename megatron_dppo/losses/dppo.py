@@ -1,4 +1,4 @@
-"""DPPO: drop tokens whose probability has left the trust region and would move further out.
+"""DPPO: mask tokens whose probability has left the trust region and would move further out.
 
     grad = - sum over t of  A_t min(r_t, C) keep_t grad log pi(a_t | s_t),        r_t = pi / mu
     keep_t = not (D_t > threshold and A_t (log pi - log mu) > 0)
@@ -8,12 +8,21 @@ Weight: pi / mu, capped (C = 5)
 Mask: divergence of pi from mu, on the sampled token (Binary) or the rollout's Top-K, by token; outward updates
 Source: arXiv 2602.04879, equations 11 to 16; predicted direction arXiv 2607.10848
 
-mu is the rollout policy: the log-probabilities that the engine reported when it sampled, never recomputed ones.
+Terms, with the same meaning everywhere in this package:
+
+- *Anchor*: log mu, the log-probability that the engine reported when it sampled the token (``rollout_logprobs``).
+  Trust region and weight are both anchored on it. The trainer never recomputes it.
+- *Loss mask*: the tokens that are trained, usually those that the policy sampled (``loss_mask``).
+- *Masked* (or *dropped*): a token of the loss mask whose update the trust region removes. It has no gradient, and
+  stays in the token count that the loss is divided by. All other tokens are *kept* (``keep_mask``).
+- *Sampling mask*: the ids that a sampling filter (top-p, top-k, min-p) allows at a position (``SamplingMask``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import DivergenceThresholds, RatioCap
@@ -28,6 +37,30 @@ if TYPE_CHECKING:
     from megatron_dppo.types import LossInputs, LossOutput
 
 
+def divergence_keep_mask(
+    divergence: Tensor, direction: Tensor, advantages: Tensor, threshold_low: float, threshold_high: float
+) -> Tensor:
+    """Return the trust-region mask of DPPO, False = masked (arXiv 2602.04879, equation 12).
+
+    Args:
+        divergence: D. Shape [num_tokens]. For example from ``binary_tv``.
+        direction: Shape [num_tokens]. Only the sign is read: above 0, an update with a positive advantage leads away
+            from mu. Either log pi(a_t) - log mu(a_t), the direction in which pi has moved, or a ``divergence_rate``.
+        advantages: Shape [num_tokens]. The sign is the direction of the update.
+        threshold_low: Limit for negative advantages (the probability goes down).
+        threshold_high: Limit for positive advantages (the probability goes up).
+
+    Returns:
+        Bool, shape [num_tokens]. A token on the threshold and a token with advantage 0 are kept.
+    """
+    # This is the whole idea of DPPO. An update is masked if pi is outside the trust region around mu
+    # (divergence > threshold) AND the update leads further out; one that leads back is always kept.
+    # ``~(D <= limit)`` and not ``D > limit``: a NaN divergence counts as outside.
+    masked_going_up = (advantages > 0) & (direction > 0) & ~(divergence <= threshold_high)
+    masked_going_down = (advantages < 0) & (direction < 0) & ~(divergence <= threshold_low)
+    return ~(masked_going_up | masked_going_down)
+
+
 def dppo_reference(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -37,22 +70,43 @@ def dppo_reference(
     threshold: float = 0.15,
     ratio_cap: float = 5.0,
 ) -> Tensor:
-    """Return the loss of DPPO-Binary-TV, a scalar, in plain torch: for reading, and for tests to compare with.
+    """Return the loss of DPPO-Binary-TV in plain torch, as a scalar.
 
-    All tensors are ``[T]``; ``mask`` is bool. ``policy_loss`` is the same sum, with more of everything around it.
+    It is the same sum as ``policy_loss``, without metrics, penalties and other options. Read it to understand the
+    loss; tests compare ``policy_loss`` with it.
+
+    Args:
+        logprobs: log pi. Shape [num_tokens].
+        rollout_logprobs: log mu, the anchor. Shape [num_tokens].
+        advantages: Shape [num_tokens].
+        mask: The loss mask, bool. Shape [num_tokens].
+        threshold: Trust region, a total variation.
+        ratio_cap: C in min(r, C).
     """
     log_ratio = logprobs.detach() - rollout_logprobs
-    moved = (logprobs.detach().exp() - rollout_logprobs.exp()).abs()  # mass of the sampled token: Binary TV
-    outward = advantages * log_ratio > 0  # the update would move it further
-    keep = mask & (advantages != 0) & ~(outward & (moved > threshold))
-    keep = keep & rollout_logprobs.isfinite()  # nothing is known of how it was sampled
-    keep = keep & (logprobs.detach() > float("-inf"))  # r log pi tends to 0, and so does its gradient
+    # Binary TV (equation 13): how much probability of the sampled token has moved since it was sampled.
+    divergence = (logprobs.detach().exp() - rollout_logprobs.exp()).abs()
+    # Would the update move the token further away from mu?
+    outward = advantages * log_ratio > 0
+    keep = mask & (advantages != 0) & ~(outward & (divergence > threshold))
+    # Without a finite log mu nothing is known of how the token was sampled.
+    keep = keep & rollout_logprobs.isfinite()
+    # At pi = 0 the term r log pi tends to 0, and so does its gradient.
+    keep = keep & (logprobs.detach() > float("-inf"))
+    # exp(80) is finite in fp32; the cap applies afterwards.
     weight = log_ratio.clamp(max=80.0).exp().clamp(max=ratio_cap)
     return -(advantages[keep] * weight[keep] * logprobs[keep]).sum()
 
 
 class DPPOConfig(DivergenceThresholds, RatioCap, Loss):
     """Keys of all ``dppo_*`` losses."""
+
+    ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
+    """Cap C of the weight min(r, C). ``off`` disables it. null uses 5 for ``dppo_*``, as in the paper's runs."""
+    divergence_threshold_low: float | None = Field(None, gt=0)
+    """Trust-region limit for negative advantages. null uses 0.15 (TV) or 0.05 (KL) for ``dppo_*``."""
+    divergence_threshold_high: float | None = Field(None, gt=0)
+    """Trust-region limit for positive advantages. null uses 0.15 (TV) or 0.05 (KL) for ``dppo_*``."""
 
     default_cap: ClassVar[float] = 5.0
 
@@ -68,16 +122,16 @@ class DPPOConfig(DivergenceThresholds, RatioCap, Loss):
 
     @property
     def is_total_variation(self) -> bool:
-        """Whether the thresholds are of a total variation, which is at most 1."""
+        """True if the thresholds limit a total variation, which is at most 1."""
         return self.kind == "tv"
 
 
 class BinaryDPPO(DPPOConfig):
-    """DPPO on the two events "this token" and "any other".
+    """DPPO on the two events "the sampled token" and "any other token".
 
     Example:
-        The second of three tokens has moved 0.4, more than 0.15, and would move on. So has the third, but its update
-        leads back. A gradient is minus the ratio times the advantage.
+        The second of three tokens has moved 0.4, more than 0.15, and would move on: it is masked. The third has moved
+        as far, but its update leads back. A gradient is minus the ratio times the advantage.
 
         >>> losses.show(BinaryDPPO(), pi=[0.5, 0.9, 0.9], mu=[0.4, 0.5, 0.5], advantages=[1.0, 1.0, -1.0])
         kept      True False  True
@@ -87,18 +141,18 @@ class BinaryDPPO(DPPOConfig):
     name: Literal["dppo_binary_tv", "dppo_binary_kl"] = "dppo_binary_tv"
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is beyond the threshold of its side and leads outward."""
+        """Mask outward updates of tokens that are beyond the threshold of their side."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
         divergence = measure(tokens.logprobs, tokens.rollout_logprobs)
-        keep = losses.divergence_keep_mask(divergence, tokens.log_ratio, tokens.advantages, *self.thresholds)
+        keep = divergence_keep_mask(divergence, tokens.log_ratio, tokens.advantages, *self.thresholds)
         return losses.weigh_by_ratio(tokens, divergence, keep)
 
 
 class TopKDPPO(DPPOConfig):
-    """DPPO on the rollout's Top-K ids, the sampled one, and one bucket for the rest.
+    """DPPO on the rollout's Top-K ids, the sampled id, and one bucket for all other ids.
 
     Example:
-        The sampled token has not moved, but the two others have changed places: half of the mass 0.6 has moved.
+        The sampled token has not moved, but the two others have swapped: half of the mass 0.6 has moved.
 
         >>> losses.show(TopKDPPO(topk=2), pi=[0.41, 0.9], mu=[0.4, 0.89], advantages=[1.0, 1.0])
         kept     False  True
@@ -116,53 +170,55 @@ class TopKDPPO(DPPOConfig):
 
     @property
     def needs(self) -> FunctionNeeds:
-        """The Top-K, and the exact tail where the direction is predicted by it."""
-        exact = self.direction == "predictive" and self.tail == "proportional"
-        return FunctionNeeds(topk=True, topk_other_square=exact, zero_advantage=False)
+        """The Top-K, and the exact tail if the predicted direction uses it."""
+        needs_exact_tail = self.direction == "predictive" and self.tail == "proportional"
+        return FunctionNeeds(topk=True, topk_other_square=needs_exact_tail, zero_advantage=False)
 
     @property
     def topk_summary(self) -> TopKSummary | None:
-        """Sums over the slots are enough, unless a single one is evicted."""
+        """Sums over the slots are enough, unless a single slot is evicted."""
         if self.topk_eviction:
             return None
         return "rate" if self.direction == "predictive" else "divergence"
 
     @property
     def evicts_topk(self) -> bool:
-        """A sampled token outside the Top-K replaces the K-th."""
+        """True if a sampled token outside the Top-K replaces the K-th."""
         return self.topk_eviction
 
     def unused_keys(self) -> dict[str, str]:
-        """Add the tail without a predicted direction."""
-        idle = super().unused_keys()
-        return idle if self.direction == "predictive" else idle | {"tail": "direction = 'predictive'"}
+        """Add the tail if the direction is not predicted."""
+        unused = super().unused_keys()
+        return unused if self.direction == "predictive" else unused | {"tail": "direction = 'predictive'"}
 
     def input_reasons(self) -> dict[str, str]:
         """Add the inputs of the tail."""
-        why = super().input_reasons()
+        reasons = super().input_reasons()
         if self.direction == "predictive" and self.tail != "aggregated":
-            why["topk_other_square" if self.tail == "proportional" else "vocab_size"] = "loss.tail"
-        return why
+            reasons["topk_other_square" if self.tail == "proportional" else "vocab_size"] = "loss.tail"
+        return reasons
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is beyond the threshold of its side and leads outward."""
+        """Mask outward updates of tokens that are beyond the threshold of their side."""
         divergence = tokens.topk_set.divergence(self.kind).to(tokens.log_ratio.dtype)
-        keep = losses.divergence_keep_mask(divergence, self._direction(tokens), tokens.advantages, *self.thresholds)
+        keep = divergence_keep_mask(divergence, self._direction(tokens), tokens.advantages, *self.thresholds)
         return losses.weigh_by_ratio(tokens, divergence, keep)
 
     def _direction(self, tokens: Tokens) -> Tensor:
-        """Return ``[T]``: above 0 = an update with a positive advantage leads outward."""
+        """Return the direction that ``divergence_keep_mask`` reads, [num_tokens]."""
         if self.direction == "sampled":
             return tokens.log_ratio
         rate = tokens.topk_set.rate(self.kind, self.tail, tokens.logprobs, tokens.rollout_logprobs)
-        # A NaN leads nowhere, and nothing would be dropped.
+        # A NaN has no sign, so it would mask nothing: fall back to the sampled direction.
         return tokens.log_ratio.where(rate.isnan(), rate)
 
 
 def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
-    """A DPPO loss, for use inside another trainer; arguments, result and errors are those of ``policy_loss``.
+    """Compute a DPPO loss, for use inside another trainer.
 
-    Example: the second of two tokens has moved 0.4 from its rollout probability, more than the 0.15 of DPPO-Binary-TV,
+    Arguments, result and errors are those of ``policy_loss``.
+
+    Example: The second of two tokens has moved 0.4 from its rollout probability, more than the 0.15 of DPPO-Binary-TV,
     and would move on. It gets no gradient; the first gets minus its ratio 0.5 / 0.4.
 
         >>> inputs = LossInputs(
@@ -179,9 +235,12 @@ def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
         tensor([-1.2500,  0.0000])
 
     Raises:
-        ValueError: also when ``config.name`` is not a ``dppo_*`` loss.
+        ValueError: If ``config.name`` is not a ``dppo_*`` loss, or as in ``policy_loss``.
     """
     if not isinstance(config, DPPOConfig):
         names = ["dppo_binary_kl", "dppo_binary_tv", "dppo_topk_kl", "dppo_topk_tv", "dppo_recompute_*"]
-        raise ValueError(f"dppo_loss got the loss {config.name!r}, expected one of {names}; policy_loss takes any name")
+        raise ValueError(
+            f"Expected one of the losses {names} in dppo_loss, got {config.name!r}. Fix: call policy_loss, which takes "
+            "any loss."
+        )
     return losses.policy_loss(inputs, config)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RecomputeDPPO(DPPOConfig):
-    """DPPO whose mask compares with log-probabilities that the trainer recomputed.
+    """DPPO whose mask compares pi with log-probabilities that the trainer recomputed.
 
     Example:
         Both tokens have moved 0.1 from mu; the second has moved 0.2 from pi', and would move on.
@@ -43,7 +43,7 @@ class RecomputeDPPO(DPPOConfig):
         return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is further than the threshold from pi' and leads further away."""
+        """Mask tokens that are further than the threshold from pi' and would move further away."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
         divergence = measure(tokens.logprobs, tokens.recomputed)
         keep = losses.divergence_keep_mask(divergence, tokens.recomputed_log_ratio, tokens.advantages, *self.thresholds)

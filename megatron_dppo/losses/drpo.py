@@ -11,7 +11,9 @@ Source: arXiv 2606.09821
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class DRPO(DivergenceThresholds, RatioCap, Loss):
-    """DRPO. ``ratio_cap`` limits the whole weight; thresholds are of a probability.
+    """DRPO. ``ratio_cap`` limits the whole weight; the thresholds are differences of probability.
 
     Example:
-        The second token is at the threshold, the third is beyond: its update pulls it back.
+        The second token is at the threshold. The third is beyond it, so its update pulls it back.
 
         >>> losses.show(DRPO(), pi=[0.5, 0.65, 0.8], mu=[0.5, 0.5, 0.5], advantages=[1.0, 1.0, 1.0])
         kept      True  True  True
@@ -34,23 +36,26 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
     """
 
     name: Literal["drpo"] = "drpo"
+    ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
+    """Largest whole weight of ``drpo``. null and ``off`` disable the cap."""
 
     forms: ClassVar[tuple[Form, ...]] = ("reinforce",)
 
     @property
     def is_total_variation(self) -> bool:
-        """Whether the thresholds are of a total variation: they are a scale, not a limit."""
+        """Always False: the thresholds are a scale, not a limit."""
         return False
 
     @property
     def ratio_limits(self) -> tuple[float, float]:
-        """(floor, cap) of the weight, which may be negative."""
+        """Floor and cap of the weight, which may be negative."""
         return (float("-inf"), super().ratio_limits[1])
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Keep everything, with a weight that falls as the token moves outward."""
+        """Keep every token, with a weight that falls as the token moves outward."""
         low, high = self.thresholds
         moved = tokens.logprobs.detach().exp() - tokens.rollout_logprobs.exp()
+        # 1 at the threshold of the advantage's side, negative if the token has moved against its advantage.
         outward = (moved / high).where(tokens.advantages > 0, -moved / low)
         decision = losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
         return decision._replace(weight=decision.weight * (1 - outward))

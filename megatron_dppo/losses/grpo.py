@@ -25,7 +25,7 @@ class GRPO(RatioClipping, RatioCap, Loss):
     """GRPO; group-relative advantages are ``train.advantage``.
 
     Example:
-        Ratios 1.25, 1.8 and 0.1 against 1.28 and 0.8; rare tokens are dropped for a small move of probability.
+        Ratios 1.25, 1.8 and 0.1 against 1.28 and 0.8. The rare third token is masked for a small move of probability.
 
         >>> losses.show(GRPO(), pi=[0.5, 0.9, 0.001], mu=[0.4, 0.5, 0.01], advantages=[1.0, 1.0, -1.0])
         kept      True False False
@@ -35,6 +35,6 @@ class GRPO(RatioClipping, RatioCap, Loss):
     name: Literal["grpo"] = "grpo"
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is beyond the ratio of its side."""
+        """Mask tokens whose ratio is beyond the limit of their side."""
         keep = losses.ratio_keep_mask(tokens.log_ratio, tokens.advantages, *self.clip_ratios)
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs), keep)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Aggregation, Form
 from megatron_dppo.config.loss_groups import RatioClipping
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class GSPO(RatioClipping, Loss):
-    """GSPO. Its aggregation is ``seq_mean_token_mean``; its limits are tight, as the mean moves little.
+    """GSPO. It is defined with ``seq_mean_token_mean``. Its limits are tight, because the mean ratio moves little.
 
     Example:
-        The ratios 1.25 and 0.8 have the geometric mean 1. The example leaves the mean over the two tokens out.
+        The ratios 1.25 and 0.8 have the geometric mean 1. The example omits the mean over the two tokens.
 
         >>> losses.show(GSPO(), pi=[0.5, 0.4], mu=[0.4, 0.5], advantages=[1.0, 1.0])
         kept      True  True
@@ -35,6 +37,10 @@ class GSPO(RatioClipping, Loss):
     """
 
     name: Literal["gspo"] = "gspo"
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1)
+    """Sequences with negative advantage and s < 1 - low are masked. null uses 3e-4 for ``gspo``."""
+    clip_ratio_high: float | None = Field(None, gt=0)
+    """Sequences with positive advantage and s > 1 + high are masked. null uses 4e-4 for ``gspo``."""
 
     default_clip_ratios: ClassVar[tuple[float, float]] = (3e-4, 4e-4)
     forms: ClassVar[tuple[Form, ...]] = ("ratio",)
@@ -49,10 +55,13 @@ class GSPO(RatioClipping, Loss):
         """Check that the aggregation is the one that defines GSPO.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: If it is another one.
         """
         if self.resolved_aggregation != "seq_mean_token_mean":
-            raise ValueError(f"aggregation = {self.aggregation!r}: gspo is defined by seq_mean_token_mean; remove it")
+            raise ValueError(
+                f"Expected aggregation = 'seq_mean_token_mean', which defines gspo, got {self.aggregation!r}. Fix: "
+                "remove the key."
+            )
         super().check()
 
     def decide(self, tokens: Tokens) -> Decision:

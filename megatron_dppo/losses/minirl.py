@@ -26,7 +26,7 @@ class MiniRL(RatioClipping, RatioCap, Loss):
     """MiniRL; ``ratio_cap`` makes it MiniRL-TIS.
 
     Example:
-        The first token is 1.25 times pi', the second 1.67 times; both are 1.25 times mu.
+        The first token has pi = 1.25 pi', the second pi = 1.67 pi'. Both have pi = 1.25 mu.
 
         >>> losses.show(MiniRL(), pi=[0.5, 0.5], mu=[0.4, 0.4], recomputed=[0.4, 0.3], advantages=[1.0, 1.0])
         kept      True False
@@ -43,6 +43,6 @@ class MiniRL(RatioClipping, RatioCap, Loss):
         return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is beyond the ratio of its side to pi'."""
+        """Mask tokens whose ratio to pi' is beyond the limit of their side."""
         keep = losses.ratio_keep_mask(tokens.recomputed_log_ratio, tokens.advantages, *self.clip_ratios)
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs), keep)

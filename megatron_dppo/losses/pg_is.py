@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient(RatioCap, Loss):
-    """PG-IS; with ``ratio_cap`` it is PG-TIS, which ``cispo`` has by default.
+    """PG-IS. With ``ratio_cap`` it is PG-TIS, the default of ``cispo``.
 
     Example:
         >>> losses.show(PolicyGradient(), pi=[0.5, 0.9], mu=[0.4, 0.1], advantages=[1.0, -1.0])
@@ -32,5 +32,5 @@ class PolicyGradient(RatioCap, Loss):
     name: Literal["pg_is"] = "pg_is"
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Keep everything."""
+        """Keep every token."""
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PPO(RatioClipping, Loss):
-    """PPO on the ratio to the rollout.
+    """PPO on the ratio pi / mu.
 
     Example:
         Ratios 1.25 and 1.8 against 1.28.
@@ -38,7 +38,7 @@ class PPO(RatioClipping, Loss):
 
     name: Literal["ppo_clip"] = "ppo_clip"
     dual_clip: float | None = Field(None, gt=1)
-    """Tokens with negative advantage and r above this are dropped; None = no such limit."""
+    """Tokens with negative advantage and r above this value are masked. null disables the limit."""
 
     forms: ClassVar[tuple[Form, ...]] = ("ratio",)
 
@@ -52,7 +52,7 @@ class DecoupledPPO(RatioClipping, Loss):
     """PPO on the ratio pi / pi', times pi' / mu, which ``mismatch`` limits.
 
     Example:
-        The first token is 1.25 times pi', which is mu; the second is 1.67 times pi'.
+        The first token has pi = 1.25 pi', and pi' = mu. The second has pi = 1.67 pi'.
 
         >>> losses.show(DecoupledPPO(), pi=[0.5, 0.5], mu=[0.4, 0.4], recomputed=[0.4, 0.3], advantages=[1.0, 1.0])
         kept      True False
@@ -61,7 +61,7 @@ class DecoupledPPO(RatioClipping, Loss):
 
     name: Literal["ppo_decoupled"] = "ppo_decoupled"
     dual_clip: float | None = Field(None, gt=1)
-    """Tokens with negative advantage and r above this are dropped; None = no such limit."""
+    """Tokens with negative advantage and r above this value are masked. null disables the limit."""
 
     forms: ClassVar[tuple[Form, ...]] = ("ratio",)
     mismatch_uses_recomputed: ClassVar[bool] = True

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SAPO(RatioCap, Loss):
-    """SAPO. Negative advantages have the steeper gate, as their updates spread over the whole vocabulary.
+    """SAPO. Negative advantages have the steeper gate, because their updates spread over the vocabulary.
 
     Example:
         Ratios 1 and 2: p = sigmoid(1) = 0.731, and 4 p (1 - p) = 0.786.
@@ -37,16 +37,16 @@ class SAPO(RatioCap, Loss):
 
     name: Literal["sapo"] = "sapo"
     gate_temperature_low: float = Field(1.05, gt=0)
-    """tau for negative advantages (``tau_neg``); larger is closer to clipping."""
+    """Gate temperature tau for negative advantages (``tau_neg``). A larger value is closer to clipping."""
     gate_temperature_high: float = Field(1.0, gt=0)
-    """tau for positive advantages (``tau_pos``)."""
+    """Gate temperature tau for positive advantages (``tau_pos``)."""
 
     forms: ClassVar[tuple[Form, ...]] = ("reinforce",)
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Keep everything, with the gated weight."""
+        """Keep every token, with the gated weight."""
         decision = losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
-        above = decision.weight - 1
+        above = decision.weight - 1  # r - 1
         scaled = (above * self.gate_temperature_high).where(tokens.advantages > 0, above * self.gate_temperature_low)
         gate = 4 * scaled.sigmoid() * (-scaled).sigmoid()
         return decision._replace(weight=decision.weight * gate)

@@ -1,4 +1,4 @@
-"""TRM: drop whole sequences of which one token, or the mean of all, has moved too far.
+"""TRM: mask whole sequences of which one token, or the mean of all, has moved too far.
 
     grad = - sum over t of  A_t r_t keep(sequence of t) grad log pi(a_t | s_t),        r_t = pi / mu
     keep = max over the sequence of (log r)^2 / 2 <= sequence_max,  and mean of r - 1 - log r <= sequence_mean
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class TRM(RatioCap, Loss):
-    """TRM.
+    """TRM: a sequence is kept or masked as a whole.
 
     Example:
-        The second token has log r = 0.59, half its square is 0.17: above 0.05, so the sequence goes.
+        The second token has log r = 0.59. Half its square is 0.17, above 0.05, so the sequence is masked.
 
         >>> losses.show(TRM(), pi=[0.5, 0.9], mu=[0.49, 0.5], advantages=[1.0, -1.0])
         kept     False False
@@ -45,21 +45,21 @@ class TRM(RatioCap, Loss):
 
     name: Literal["trm"] = "trm"
     divergence: Literal["sampled", "binary", "topk"] | None = None
-    """Measure of both limits: estimates of KL(mu || pi) from the sampled token (None = ``sampled``), or its Binary or
-    Top-K form; ``cppo`` has total variations (None = ``binary``)."""
+    """Measure of both limits: estimates of KL(mu || pi) from the sampled token, or its Binary or Top-K form. null uses
+    ``sampled`` for ``trm``."""
     sequence_max: Annotated[float, Field(gt=0)] | Literal["off"] = 0.05
-    """A sequence with a token above this is dropped."""
+    """A sequence with a token above this value is masked."""
     sequence_mean: Annotated[float, Field(gt=0)] | Literal["off"] = 0.001
-    """A sequence whose mean over its tokens is above this is dropped."""
+    """A sequence whose mean over its tokens is above this value is masked."""
 
     @property
     def needs(self) -> FunctionNeeds:
-        """Whole sequences, and the Top-K where it measures on it."""
+        """Whole sequences, and the Top-K if the divergence is measured on it."""
         return FunctionNeeds(sequences=True, topk=self.divergence == "topk", zero_advantage=False)
 
     @property
     def topk_summary(self) -> TopKSummary | None:
-        """The divergence is all that is read."""
+        """Sums over the slots are enough: only the divergence is read."""
         return "divergence"
 
     def resolved_defaults(self) -> dict[str, Any]:
@@ -67,30 +67,32 @@ class TRM(RatioCap, Loss):
         return {"divergence": "sampled"} | super().resolved_defaults()
 
     def check(self) -> None:
-        """Check that something is dropped.
+        """Check that at least one limit is set.
 
         Raises:
-            ValueError: both limits are off.
+            ValueError: If both limits are off.
         """
         if self.sequence_max == self.sequence_mean == "off":
             raise ValueError(
-                "sequence_max = sequence_mean = 'off': trm would drop nothing; set one of them, or use pg_is"
+                "sequence_max and sequence_mean are 'off', so trm would mask nothing. Fix: set one, or use pg_is."
             )
         super().check()
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop all tokens of a sequence that is beyond a limit."""
-        largest, mean = (math.inf if limit == "off" else limit for limit in (self.sequence_max, self.sequence_mean))
+        """Mask all tokens of a sequence that is beyond a limit."""
+        largest = math.inf if self.sequence_max == "off" else self.sequence_max
+        mean = math.inf if self.sequence_mean == "off" else self.sequence_mean
         peak, average = self._divergences(tokens)
         keep = losses.sequence_keep_mask(peak, average, tokens.mask, tokens.sequences, largest, mean)
         return losses.weigh_by_ratio(tokens, average, keep)
 
     def _divergences(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return ``[T]`` each: what the largest is taken of, and what the mean is taken of."""
+        """Return the divergences that the maximum and the mean are taken of, [num_tokens] each."""
         if self.divergence == "topk":
             on_topk = tokens.topk_set.divergence("kl").to(tokens.log_ratio.dtype)
             return on_topk, on_topk
         if self.divergence == "binary":
             binary = losses.binary_kl(tokens.logprobs, tokens.rollout_logprobs)
             return binary, binary
+        # The estimators k2 and k3 of KL(mu || pi) from one token.
         return tokens.log_ratio.square() / 2, tokens.log_ratio.expm1() - tokens.log_ratio

@@ -1,8 +1,9 @@
-"""A loss that is a plain function of the user's, ``path/to/file.py:function``; a class of the user's stands for itself.
+"""A user-defined loss in the form of a function, ``path/to/file.py:function``.
 
-    loss(inputs: LossInputs, **options) -> [T] terms, or ([T] terms, [T] bool, True = kept)
+    loss(inputs: LossInputs, **options) -> [num_tokens] terms, or (terms, [num_tokens] bool, True = kept)
 
-It is called with the inputs that it declares by ``losses.needs``; what comes back is checked (docs/loss.md).
+The function is called with the inputs that it declares by ``losses.needs``. Its result is checked (docs/loss.md). A
+user-defined class derives from ``Loss`` and does not need this module.
 """
 
 from __future__ import annotations
@@ -24,39 +25,39 @@ if TYPE_CHECKING:
 
 
 class UserLoss(Loss):
-    """A function of the user's in ``name``."""
+    """The loss of the user-defined function in ``name``."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a function of your own in ``name``, beside its inputs."""
+    """Keyword arguments of the function in ``name``, besides its inputs."""
 
     forms: ClassVar[tuple[Form, ...]] = ()
     decides_gradient: ClassVar[bool] = False
 
     @property
     def user_loss(self) -> UserFunction:
-        """The function in ``name``."""
+        """The loaded function."""
         return get_user_function(self.name, "loss.name")
 
     @property
     def needs(self) -> FunctionNeeds:
-        """Inputs that the function declares to need."""
+        """Inputs that the function declares."""
         return self.user_loss.needs
 
     def load_functions(self) -> None:
-        """Load the function itself, then the mask.
+        """Load the function, then the mask.
 
         Raises:
-            FunctionError: one cannot be loaded, or declares what it cannot have.
+            FunctionError: If one cannot be loaded, or declares inputs that it cannot have.
         """
         load_user_function(self.name, "loss.name", self.options)
         super().load_functions()
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Keep everything: the function decides by itself."""
+        """Keep every token: the function itself decides."""
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
 
     def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
-        """Call the function; 0 for tokens that a mask drops."""
+        """Call the function; a token that the mask drops has the term 0."""
         keep = decision.keep & tokens.mask
-        terms, kept = losses.call_user_loss(self.user_loss, self.options, inputs, tokens)
-        return keep & kept, terms.where(keep, 0.0)
+        terms, keep_by_user = losses.call_user_loss(self.user_loss, self.options, inputs, tokens)
+        return keep & keep_by_user, terms.where(keep, 0.0)

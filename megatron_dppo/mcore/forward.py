@@ -37,7 +37,15 @@ def forward_backward(
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches with Megatron's schedule.
 
+<<<<<<< HEAD
     Megatron sums the losses, sums the token counts over micro-batches and over data- and context-parallel ranks, and
+=======
+    With ``teacher_targets``, one for each micro-batch, the divergence from the teacher is added to the loss. ``seen``
+    gets what the loss saw and decided of each micro-batch, on the last pipeline stage. ``noise`` is that of the layers'
+    inputs.
+
+    Megatron sums the losses, sums the token counts over micro-batches and ranks of data and context parallelism, and
+>>>>>>> 1e5c29c (Losses: the line that is DPPO stands first in dppo.py; each class states its own defaults)
     divides the gradients once by the global count (``calculate_per_token_loss``).
 
     Args:

@@ -122,7 +122,7 @@ def test_trm_takes_the_two_estimates_of_the_divergence(config: LossConfig, kept:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "trm", "sequence_max": "off", "sequence_mean": "off"}, "trm would drop nothing"),
+        ({"name": "trm", "sequence_max": "off", "sequence_mean": "off"}, "trm would mask nothing"),
         ({"name": "cppo", "divergence": "sampled"}, "Input should be 'binary' or 'topk'"),
         ({"name": "cppo", "prefix_budget_max": 0.01}, "is above prefix_budget_max"),
         ({"name": "grpo", "divergence": "topk"}, "divergence = topk has no effect"),
