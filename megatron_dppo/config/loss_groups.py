@@ -13,15 +13,9 @@ class DivergenceThresholds(LossConfig):
     """Keys of a trust region by divergence, with one limit per direction."""
 
     divergence_threshold_low: float | None = Field(None, gt=0)
-<<<<<<< HEAD
     """Trust-region limit for negative advantages. null uses 0.15."""
     divergence_threshold_high: float | None = Field(None, gt=0)
     """Trust-region limit for positive advantages. null uses 0.15."""
-=======
-    """Trust region for negative advantages. None means 0.15."""
-    divergence_threshold_high: float | None = Field(None, gt=0)
-    """Trust region for positive advantages. None means 0.15."""
->>>>>>> 1e5c29c (Losses: the line that is DPPO stands first in dppo.py; each class states its own defaults)
 
     @property
     def default_threshold(self) -> float:
@@ -65,15 +59,9 @@ class RatioClipping(LossConfig):
     """Keys of a trust region by the ratio r = pi / mu, with one limit per direction."""
 
     clip_ratio_low: float | None = Field(None, gt=0, lt=1)
-<<<<<<< HEAD
     """Mask tokens with a negative advantage and r < 1 - this. null uses 0.2."""
     clip_ratio_high: float | None = Field(None, gt=0)
     """Mask tokens with a positive advantage and r > 1 + this. null uses 0.28."""
-=======
-    """Tokens with negative advantage and r < 1 - low are masked. None means 0.2."""
-    clip_ratio_high: float | None = Field(None, gt=0)
-    """Tokens with positive advantage and r > 1 + high are masked. None means 0.28."""
->>>>>>> 1e5c29c (Losses: the line that is DPPO stands first in dppo.py; each class states its own defaults)
 
     default_clip_ratios: ClassVar[tuple[float, float]] = (0.2, 0.28)
     """Limits ``(low, high)`` of the loss if none are set."""
@@ -95,11 +83,7 @@ class RatioCap(LossConfig):
     """Key of a cap on the importance weight."""
 
     ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
-<<<<<<< HEAD
     """Cap C of the weight min(r, C). null and ``off`` disable it."""
-=======
-    """C in min(r, C). None and ``off`` disable the cap."""
->>>>>>> 1e5c29c (Losses: the line that is DPPO stands first in dppo.py; each class states its own defaults)
 
     default_cap: ClassVar[float] = float("inf")
     """Cap of the loss if none is set."""

@@ -37,29 +37,21 @@ def forward_backward(
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches with Megatron's schedule.
 
-    <<<<<<< HEAD
         Megatron sums the losses, sums the token counts over micro-batches and over data- and context-parallel ranks, and
-    =======
-        With ``teacher_targets``, one for each micro-batch, the divergence from the teacher is added to the loss. ``seen``
-        gets what the loss saw and decided of each micro-batch, on the last pipeline stage. ``noise`` is that of the layers'
-        inputs.
-
-        Megatron sums the losses, sums the token counts over micro-batches and ranks of data and context parallelism, and
-    >>>>>>> 1e5c29c (Losses: the line that is DPPO stands first in dppo.py; each class states its own defaults)
         divides the gradients once by the global count (``calculate_per_token_loss``).
 
-        Args:
-            chunks: Model chunks of this rank, wrapped in Megatron's DDP.
-            batches: Micro-batches of this rank, equally many on every rank.
-            head: Output head.
-            objective: Loss.
-            cp_group: Context-parallel ranks. None without context parallelism.
-            teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
-            records: Receives the tokens of each micro-batch, on the last pipeline stage. None disables recording.
-            noise: Creates the noise of the layers' inputs. None disables it.
+    Args:
+        chunks: Model chunks of this rank, wrapped in Megatron's DDP.
+        batches: Micro-batches of this rank, equally many on every rank.
+        head: Output head.
+        objective: Loss.
+        cp_group: Context-parallel ranks. None without context parallelism.
+        teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
+        records: Receives the tokens of each micro-batch, on the last pipeline stage. None disables recording.
+        noise: Creates the noise of the layers' inputs. None disables it.
 
-        Returns:
-            The metrics of each micro-batch. Empty on all but the last pipeline stage.
+    Returns:
+        The metrics of each micro-batch. Empty on all but the last pipeline stage.
     """
 
     def loss_function(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:

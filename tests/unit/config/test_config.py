@@ -216,13 +216,8 @@ def test_threshold_defaults_depend_on_the_variant(loss: dict[str, Any], expected
         ({"loss": {"mismatch": "mask_token", "mismatch_low": 3.0}}, "mismatch_low = 3.0 is above the upper limit 2.0"),
         ({"loss": {"name": "cispo", "ratio_floor": 6.0}}, "ratio_floor = 6.0 is above ratio_cap = 5.0"),
         ({"loss": {"name": "gspo", "form": "reinforce"}}, "form = 'reinforce' does not exist for 'gspo'"),
-<<<<<<< HEAD
         ({"loss": {"name": "gspo", "aggregation": "token_mean"}}, "seq_mean_token_mean', which defines gspo"),
         ({"loss": {"aggregation": "token_sum_norm"}}, "only the *_norm aggregations use horizon, and they need it"),
-=======
-        ({"loss": {"name": "gspo", "aggregation": "token_mean"}}, "seq_mean_token_mean', which defines gspo"),
-        ({"loss": {"aggregation": "token_sum_norm"}}, "need horizon; the longest response"),
->>>>>>> 1e5c29c (Losses: the line that is DPPO stands first in dppo.py; each class states its own defaults)
         ({"loss": {"horizon": 8}}, "horizon = 8 with aggregation = 'token_mean'"),
         ({"optimizer": {"min_lr": 1e-2}}, "min_lr = 0.01 is above lr = 0.001"),
         ({"rollout": {"return_logprobs": False}}, "rollout.return_logprobs = false"),
