@@ -37,8 +37,8 @@ def forward_backward(
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches with Megatron's schedule.
 
-        Megatron sums the losses, sums the token counts over micro-batches and over data- and context-parallel ranks, and
-        divides the gradients once by the global count (``calculate_per_token_loss``).
+    Megatron sums the losses, sums the token counts over micro-batches and over data- and context-parallel ranks, and
+    divides the gradients once by the global count (``calculate_per_token_loss``).
 
     Args:
         chunks: Model chunks of this rank, wrapped in Megatron's DDP.
