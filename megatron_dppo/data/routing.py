@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import MISSING_EXPERT, RoutingShape, TrainingSample, experts_of, weights_of
+from megatron_dppo.types import MISSING_EXPERT, RoutingShape, TrainingSample, select_experts, select_weights
 
 _SLACK = 0.01
 """Tolerance of the sum of a row's weights. Eight weights in bf16 are at most 0.004 off."""
@@ -92,7 +92,7 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
             cannot be those of a router (``_check_weights``).
     """
     _check_form(routes, shape, tokens, request)
-    experts = experts_of(routes, shape)
+    experts = select_experts(routes, shape)
     if not _rows_are_valid(experts, shape):
         raise ValueError(_first_problem(experts, shape, request))
     for layer in sorted(shape.dense_layers):
@@ -111,7 +111,7 @@ def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
             Both are multiplied by the model's scale.
     """
     absent = routes[..., 0] == MISSING_EXPERT[routes.dtype]
-    weights, scale = weights_of(routes, shape), shape.weights_scale
+    weights, scale = select_weights(routes, shape), shape.weights_scale
     sums, most = f"at most {scale:g}", scale * (1 + _SLACK)
     good = (weights >= 0) & (weights <= most)
     total = weights.sum(-1)
@@ -123,7 +123,7 @@ def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
         return
     row, layer = (int(i) for i in (~right).nonzero()[0])
     values = [round(value, 6) for value in weights[row, layer].tolist()]
-    experts = experts_of(routes, shape)[row, layer].tolist()
+    experts = select_experts(routes, shape)[row, layer].tolist()
     raise ValueError(
         f"{request}: router weights, row {row}, layer {layer}: {values} of experts {experts}; expected "
         f"{shape.topk} numbers of 0 to {scale:g} that add up to {sums}, or none (NaN) where the experts are missing"

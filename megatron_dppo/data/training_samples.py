@@ -110,7 +110,7 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[flo
 def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
     first = _given_first(completion) if prompt.is_task else 0
     return to_training_sample(
-        (*prompt.start, *completion.token_ids[:first].tolist()),
+        (*prompt.context_ids, *completion.token_ids[:first].tolist()),
         completion.token_ids[first:],
         None if completion.logprobs is None else completion.logprobs[first:],
         advantage,

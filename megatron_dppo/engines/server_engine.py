@@ -22,7 +22,7 @@ from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
-from megatron_dppo.types.token_columns import asked_columns
+from megatron_dppo.types.token_columns import requested_columns
 
 MIN_SHARED_PROMPT_TOKENS = 512
 """Prompt tokens from which siblings share the routes of their prompt. The routes of a shorter prompt in each response
@@ -209,7 +209,7 @@ class ServerEngine:
         self._thread.close()
 
     def _prompt_routes(self, group: GroupRequest, params: SamplingParams) -> PromptRoutes | None:
-        is_long = len(group.prompt.start) >= MIN_SHARED_PROMPT_TOKENS
+        is_long = len(group.prompt.context_ids) >= MIN_SHARED_PROMPT_TOKENS
         if not params.routed_experts or self._routing is None or group.siblings == 1 or not is_long:
             return None
         return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end_tokens)
@@ -222,7 +222,7 @@ class ServerEngine:
         if params.router_weights:
             raise ValueError("SamplingParams.router_weights = True, but servers return no combine weights of routers")
         routing = self._routing if params.routed_experts else None
-        response = GrowingResponse(prompt.start, routing=routing, columns=asked_columns(params))
+        response = GrowingResponse(prompt.context_ids, routing=routing, columns=requested_columns(params))
         return InFlightResponse(prompt, response, params, index, routes)
 
     async def _run_until(

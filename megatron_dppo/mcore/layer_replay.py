@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from megatron_dppo.types import MISSING_EXPERT, RoutingShape, experts_of, weights_of, with_weights
+from megatron_dppo.types import MISSING_EXPERT, RoutingShape, select_experts, select_weights, with_weights
 
 _Topk = tuple[Tensor, Tensor]
 """Scores and indices of a router's experts, both ``[num_local_tokens, top_k]``."""
@@ -73,8 +73,8 @@ class LayerReplay(RouterReplay):
 
     def set_routes(self, routes: Tensor) -> None:
         """Set the routes ``[num_local_tokens, width]`` of the micro-batch that runs next."""
-        self.experts = experts_of(routes, self._shape)
-        self._replayed_weights = weights_of(routes, self._shape) if self._shape.weights else None
+        self.experts = select_experts(routes, self._shape)
+        self._replayed_weights = select_weights(routes, self._shape) if self._shape.weights else None
 
     def recorded_routes(self) -> Tensor:
         """Return the routes of the micro-batch that ran last, in mode ``record``."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dppo.types import Completion, LeftOut, Metric, RolloutGroup, VersionSpan
+from megatron_dppo.types import Completion, DropReason, Metric, RolloutGroup, VersionSpan
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
@@ -65,7 +65,7 @@ class CollectedRollouts:
     groups: list[RolloutGroup]
     ages: list[int]
     """Age of each group in rollout steps: from its oldest tokens to this step. Shape [num_groups]."""
-    left_out: Mapping[LeftOut, int]
+    left_out: Mapping[DropReason, int]
     """Number of groups that are not trained on, by reason."""
     token_ages: dict[int, int]
     """Number of tokens by age in steps."""
@@ -80,7 +80,7 @@ class CollectedRollouts:
             ),
             "policy_age_max": Metric(max(self.ages, default=0), kind="max"),
             "stale_fraction": Metric(sum(age > 0 for age in self.ages), len(self.ages)),
-            **{f"left_out/{reason}": Metric(self.left_out.get(reason, 0), 1 / dp) for reason in LeftOut},
+            **{f"left_out/{reason}": Metric(self.left_out.get(reason, 0), 1 / dp) for reason in DropReason},
             "carried_groups": Metric(self.num_carried, 1 / dp),
         }
 
@@ -106,9 +106,9 @@ def select_rollouts(
         groups=groups,
         ages=[max(tokens, default=0) for tokens in by_age],
         left_out={
-            LeftOut.NO_SIGNAL: len(unused_signals) - sum(unused_signals),
-            LeftOut.SURPLUS: sum(unused_signals),
-            LeftOut.GIVEN_UP: given_up,
+            DropReason.NO_SIGNAL: len(unused_signals) - sum(unused_signals),
+            DropReason.SURPLUS: sum(unused_signals),
+            DropReason.GIVEN_UP: given_up,
         },
         token_ages=dict(sum((Counter(tokens) for tokens in by_age), Counter())),
         num_carried=num_carried,

@@ -26,10 +26,10 @@ from megatron_dppo.types.token_columns import (
     ROUTES,
     SAMPLED,
     TOKEN_COLUMNS,
-    GrowingColumn,
-    append_span,
-    asked_columns,
-    cut_spans,
+    Alignment,
+    TokenColumn,
+    TokenRows,
+    requested_columns,
 )
 
 
@@ -51,6 +51,95 @@ class PartialResponse(ResponseColumns):
     """Number of requests so far."""
 
 
+class GrowingColumn:
+    """One column of a response that grows in parts. Parts are joined on access; none is ever changed.
+
+    Args:
+        column: Declaration of the column.
+        empty: No rows, with the dtype and row shape of the column.
+        prompt_tokens: P, for columns that include the prompt.
+    """
+
+    def __init__(self, column: TokenColumn, empty: TokenRows, prompt_tokens: int) -> None:
+        self.column = column
+        self._empty = empty
+        self._prompt_tokens = prompt_tokens
+        self._parts: list[TokenRows] = []
+
+    @property
+    def rows(self) -> TokenRows:
+        """All rows so far."""
+        if not self._parts:
+            return self._empty
+        self._parts = [self.column.join(self._parts)]
+        return self._parts[0]
+
+    def fits(self, rows: TokenRows | None) -> bool:
+        """Return True if ``rows`` can be appended."""
+        return rows is not None and self.column.form(rows) == self.column.form(self._empty)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The rows of a column that holds a tensor."""
+        rows = self.rows
+        assert isinstance(rows, Tensor)
+        return rows
+
+    def fresh(self) -> GrowingColumn:
+        """Return an empty column of the same form."""
+        return GrowingColumn(self.column, self._empty, self._prompt_tokens)
+
+    def append(self, rows: TokenRows) -> None:
+        """Append the rows of new tokens.
+
+        Raises:
+            ValueError: If dtype or row shape differ from the column.
+        """
+        if not self.fits(rows):
+            expected = self.column.form(self._empty)
+            raise ValueError(f"Expected {self.column.title} of form {expected}, got {self.column.form(rows)}.")
+        self._parts.append(rows)
+
+    def replace(self, rows: TokenRows) -> None:
+        """Replace all rows by ``rows``."""
+        self._parts = []
+        self.append(rows)
+
+    def append_fill(self, count: int) -> None:
+        """Append fill for tokens that were not sampled.
+
+        Columns of the model's inputs get these rows with the next sampled tokens, when the model reads them.
+        """
+        if self.column.alignment != Alignment.INPUTS:
+            self._parts.append(self.column.filled(count, self._empty))
+
+    def cut(self, response_tokens: int) -> None:
+        """Remove all rows after the first tokens of the response."""
+        # ``num_rows`` excludes the last remaining token of an input column: the model has not read it yet.
+        self._parts = [self.rows[: self.column.num_rows(self._prompt_tokens, response_tokens)]]
+
+    def complete(self, response_tokens: int) -> TokenRows:
+        """Return the rows of a finished response, with fill for unread tokens at its end."""
+        missing = self.column.num_rows(self._prompt_tokens, response_tokens) - len(self.rows)
+        if missing <= 0:
+            return self.rows
+        return self.column.join([self.rows, self.column.filled(missing, self._empty)])
+
+
+def cut_spans(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
+    """Return the spans of the first ``length`` tokens."""
+    return [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
+
+
+def append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span. If it continues the last span with the same version, extend that span."""
+    last = spans[-1] if spans else None
+    if last is not None and (last.policy_version, last.end) == (span.policy_version, span.start):
+        spans[-1] = last._replace(end=span.end)
+    else:
+        spans.append(span)
+
+
 class GrowingResponse:
     """The response to one prompt as far as it is known. Appended tokens never change.
 
@@ -59,7 +148,7 @@ class GrowingResponse:
         topk: number of recorded Top-K entries; 0 records none.
         routing: shape of the recorded routes; None records none.
         sampling_mask: record the token ids that the sampling filters allowed.
-        columns: shapes of further recorded columns, see ``types.token_columns.asked_columns``.
+        columns: shapes of further recorded columns, see ``types.token_columns.requested_columns``.
     """
 
     def __init__(
@@ -78,7 +167,7 @@ class GrowingResponse:
         self._logprobs = GrowingColumn(LOGPROBS, LOGPROBS.empty(()), len(self.prompt))
         self._sampled = GrowingColumn(SAMPLED, SAMPLED.empty(()), len(self.prompt))
         recorded = SamplingParams(max_new_tokens=0, topk_logprobs=topk, return_sampling_mask=sampling_mask)
-        shapes = {**asked_columns(recorded), **(columns or {})}
+        shapes = {**requested_columns(recorded), **(columns or {})}
         self._optional = {
             c.response: GrowingColumn(c, c.empty(shapes[c.response]), len(self.prompt))
             for c in TOKEN_COLUMNS

@@ -22,7 +22,7 @@ from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.types import Completion, Prompt, SamplingMask, SamplingParams, TrainingSample
-from megatron_dppo.types.token_columns import asked_columns
+from megatron_dppo.types.token_columns import requested_columns
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.head import OutputHead
@@ -78,7 +78,7 @@ class BatchInvariantEngine:
         found = []
         for row, prompt in enumerate(prompts):
             assert decoded is not None
-            response = GrowingResponse(prompt.token_ids, columns=asked_columns(params))
+            response = GrowingResponse(prompt.token_ids, columns=requested_columns(params))
             request = response.next_request("", params, (), params.max_new_tokens)
             generation = build_generation(decoded, row, request, self._eos, self.policy_version)
             response.append_sampled(generation)

@@ -1,14 +1,15 @@
-"""The records that flow through one step, each made in one place.
+"""Records that flow through one step. Each is created in one place.
 
     Prompt -> Completion -> Rollout / RolloutGroup -> TrainingSample -> MicroBatch
            -> LossInputs -> LossOutput -> StepResult
 
-Conventions, fixed here and nowhere else:
+Conventions, defined only here:
 
-- *Alignment.* A sequence of S tokens gives per-token tensors of length T = S - 1. Position ``t`` of each of
-  them describes the prediction of ``labels[t] = sequence[t + 1]`` from ``tokens[t] = sequence[t]``.
+- *Alignment.* A sequence of S tokens has per-token tensors of length T = S - 1. Position ``t`` of each
+  describes the prediction of ``labels[t] = sequence[t + 1]`` from ``tokens[t] = sequence[t]``.
 - *Missing is None.* A field that does not apply is None, never zero.
 - *Log-probabilities* are natural logarithms of the distribution that was sampled from (after temperature).
+- *Loss mask, sampling mask, masked, kept, anchor*: see ``losses.dppo``.
 """
 
 from megatron_dppo.types.loss import (
@@ -23,8 +24,8 @@ from megatron_dppo.types.loss import (
 )
 from megatron_dppo.types.rollouts import (
     Completion,
+    DropReason,
     FinishReason,
-    LeftOut,
     Prompt,
     ResponseColumns,
     Rollout,
@@ -35,7 +36,7 @@ from megatron_dppo.types.rollouts import (
     as_bytes,
     check_sampling_mask,
 )
-from megatron_dppo.types.routes import MISSING_EXPERT, RoutingShape, experts_of, weights_of, with_weights
+from megatron_dppo.types.routes import MISSING_EXPERT, RoutingShape, select_experts, select_weights, with_weights
 from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, TokenTargets, TrainingSample
 
 __all__ = [
@@ -43,8 +44,8 @@ __all__ = [
     "NO_NEEDS",
     "Completion",
     "Divergence",
+    "DropReason",
     "FinishReason",
-    "LeftOut",
     "LossInputs",
     "LossNeeds",
     "LossOutput",
@@ -66,7 +67,7 @@ __all__ = [
     "VersionSpan",
     "as_bytes",
     "check_sampling_mask",
-    "experts_of",
-    "weights_of",
+    "select_experts",
+    "select_weights",
     "with_weights",
 ]

@@ -1,4 +1,4 @@
-"""What losses take and give, and what an update did."""
+"""Inputs and outputs of losses, and the result of an optimizer update."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 SlotSums = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(log pi ``[n, S]``, log mu ``[n, S]``, valid ``[n, S]``) -> ``[n, C]``, additive over disjoint parts of the slots"""
+"""Function (log pi ``[n, S]``, log mu ``[n, S]``, valid ``[n, S]``) -> ``[n, C]``, additive over disjoint slots."""
 
 
 class Metric(NamedTuple):
     """A metric before its reduction over micro-batches and ranks.
 
-    ``mean``: value is sum(numerator) / sum(denominator); ``max``: value is the maximum numerator and the
+    ``mean``: the value is sum(numerator) / sum(denominator). ``max``: the value is the largest numerator, and the
     denominator is ignored.
     """
 
@@ -26,35 +26,36 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossNeeds:
-    """What a loss needs of a head beside the statistics that every loss gets."""
+    """Statistics that a loss needs from a head, in addition to those that every loss gets."""
 
     entropy_gradient: bool = False
-    """the entropy with a gradient"""
+    """The entropy with a gradient."""
     other_square: bool = False
-    """``topk_other_square``"""
+    """``topk_other_square``."""
     slot_gradient: bool = False
-    """log pi at the Top-K ids with a gradient; not with ``topk_sums``"""
+    """Log pi at the Top-K ids with a gradient. Cannot be combined with ``topk_sums``."""
     topk_sums: SlotSums | None = None
-    """all that it needs of the Top-K slots: several shards may exchange these sums in their place; None = the slots
-    themselves, or nothing of them"""
+    """Sums over the Top-K slots that the loss reads instead of the slots; several shards then exchange only these sums.
+    None: the loss reads single slots, or no Top-K."""
 
 
 NO_NEEDS = LossNeeds()
 
 
 class Divergence(NamedTuple):
-    """How far a policy is from its teacher, as a term of the loss of each token (docs/distillation.md)."""
+    """Divergence from a teacher, added to the loss of each token (docs/distillation.md)."""
 
     name: str
     """``reverse_kl``, KL(policy || teacher), or ``forward_kl``, KL(teacher || policy)."""
     coef: float = 1.0
+    """Factor of the divergence in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """Per-token inputs of every policy loss. T tokens, K Top-K candidates.
 
-    Example: two sampled tokens and one of the prompt, for a Binary loss.
+    Example: Two sampled tokens and one of the prompt, for a Binary loss.
 
         >>> inputs = LossInputs(
         ...     logprobs=torch.tensor([0.0, -0.7, -0.1], requires_grad=True),
@@ -67,51 +68,54 @@ class LossInputs:
     """
 
     logprobs: Tensor
-    """[T] log pi(a_t|s_t) of the policy being trained, at the rollout temperature; carries the gradient"""
+    """Log pi(a_t|s_t) of the policy being trained, at the rollout temperature. Shape [T]. Carries the gradient."""
     advantages: Tensor
-    """[T]"""
+    """Advantages. Shape [T]."""
     loss_mask: Tensor
-    """[T] bool"""
+    """The *loss mask*: True on tokens that are trained. Bool, shape [T]."""
     rollout_logprobs: Tensor | None = None
-    """[T] log mu(a_t|s_t), as the rollout engine reported it. Never a recomputed value."""
+    """Log mu(a_t|s_t), the *anchor*: as reported by the rollout engine, never a recomputed value. Shape [T]."""
     entropy: Tensor | None = None
-    """[T] entropy of pi(.|s_t), in nats"""
+    """Entropy of pi(.|s_t), in nats. Shape [T]."""
     topk_logprobs: Tensor | None = None
-    """[T, K+1] log pi at the ids of the set TopK(mu, K) plus the sampled token. Slots 0 to K-1 hold the rollout's
-    Top-K by rank; slot K holds the sampled token, and is valid only where that is not among the Top-K. Carries a
+    """Log pi at the ids of the set TopK(mu, K) plus the sampled token. Shape [T, K+1]. Slots 0 to K-1 hold the
+    rollout's Top-K by rank. Slot K holds the sampled token, and is valid only if that is not among the Top-K. Carries a
     gradient for score centering only."""
     rollout_topk_logprobs: Tensor | None = None
-    """[T, K+1] log mu at the same ids; -inf = the engine never samples this id (top-p), which is a valid value"""
+    """Log mu at the same ids. Shape [T, K+1]. -inf is a valid value: the engine never samples this id (top-p)."""
     topk_valid: Tensor | None = None
-    """[T, K+1] bool, False = an unused slot; what stands there is ignored. The ids of valid slots are distinct."""
+    """True on used slots. Bool, shape [T, K+1]. Values of unused slots are ignored. The ids of used slots are
+    distinct."""
     topk_other_logprob: Tensor | None = None
-    """[T] log of pi's mass outside the valid slots, summed without cancellation; None = 1 minus the slots"""
+    """Log of pi's mass outside the valid slots, summed without cancellation. Shape [T]. None means 1 minus the
+    slots."""
     topk_other_square: Tensor | None = None
-    """[T] sum of pi^2 over the ids outside the valid slots; for the predicted direction with its exact tail"""
+    """Sum of pi^2 over the ids outside the valid slots. Shape [T]. For the predicted direction with its exact tail."""
     topk_sums: Tensor | None = None
-    """[T, 2] ``losses.topk_sums`` of all slots, or [T, 6] ``losses.predictive_sums``, in place of ``topk_logprobs``:
-    shards of a vocabulary can add it up without exchanging the slots. Needs ``topk_other_logprob``; not with
-    eviction, nor for score centering."""
+    """``losses.topk_sums`` of all slots, [T, 2], or ``losses.predictive_sums``, [T, 6]. They replace ``topk_logprobs``:
+    shards of a vocabulary can add them up without exchanging the slots. They need ``topk_other_logprob``, and work
+    neither with eviction nor for score centering."""
     vocab_size: int | None = None
-    """V without padding; for the predicted direction with a uniform tail"""
+    """V without padding; for the predicted direction with a uniform tail."""
     allowed_counts: Tensor | None = None
-    """[T] int on the CPU, how many ids a sampling filter left to a token, over which pi and mu are distributions then;
-    0 = all"""
+    """Number of ids that the *sampling mask* of each token allows. pi and mu are distributions over these ids. Int on
+    the CPU, shape [T]. 0 means the whole vocabulary."""
     recomputed_logprobs: Tensor | None = None
-    """[T] log-probabilities recomputed by the trainer at the rollout's weights; only for the losses named so"""
+    """Log pi'(a_t|s_t), recomputed by the trainer at the rollout's weights. Shape [T]. Only some losses read it."""
     reference_logprobs: Tensor | None = None
-    """[T] log-probabilities of the labels under a frozen reference policy, for the KL penalty"""
+    """Log-probabilities of the labels under a frozen reference policy, for the KL penalty. Shape [T]."""
     sequence_ids: Tensor | None = None
-    """[T] int64 from 0, for sequence-level losses; each sequence must be in these inputs as a whole"""
+    """Index of each token's sequence, from 0, for sequence-level losses. Int64, shape [T]. Sequences must be
+    complete."""
     token_weights: Tensor | None = None
-    """[T] float, the aggregation as per-token weights (``losses.token_weights``); None = 1 everywhere"""
+    """Aggregation as per-token weights (``losses.token_weights``). Float, shape [T]. None means 1 everywhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
     """Sums, never means: the caller divides once, by a global count.
 
-    Example: two micro-batches of a step become one loss.
+    Example: Two micro-batches of a step become one loss.
 
         >>> keep = torch.tensor([True])
         >>> sums = [LossOutput(loss_sum=torch.tensor(v), num_tokens=torch.tensor(n), keep_mask=keep, metrics={})
@@ -121,27 +125,30 @@ class LossOutput:
     """
 
     loss_sum: Tensor
-    """scalar, carries the gradient"""
+    """Sum of the token losses, a scalar. Carries the gradient."""
     num_tokens: Tensor
-    """scalar, tokens in the loss mask (masked-out updates stay in the count)"""
+    """Number of tokens in the loss mask, a scalar. Tokens that the trust region masks are counted."""
     keep_mask: Tensor
-    """[T] bool, True = this token contributes gradient"""
+    """True on tokens that contribute a gradient; a token of the loss mask with False is *masked*. Bool, shape [T]."""
     metrics: Mapping[str, Metric]
+    """Metrics of the tokens, not reduced."""
     logprobs: Tensor | None = None
-    """[T] log pi of the tokens, without gradient, for those who record a step; None = the loss does not hand it on"""
+    """Log pi of the tokens without gradient, for recording a step. Shape [T]. None if the loss does not return them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer update did."""
+    """Result of one optimizer update."""
 
     policy_version: int
     """Version of the weights after the update."""
     grad_norm: float
+    """Global norm of the gradient before clipping."""
     learning_rate: float
+    """Learning rate of the update."""
     skipped: bool
-    """True when the gradient was not finite and the update was not applied."""
+    """True if the gradient was not finite and the update was not applied."""
     metrics: Mapping[str, float]
     """Globally reduced values."""
     has_lower_scale: bool = False
-    """It was an overflow of fp16, and the next updates have a lower loss scale: no sign of a fault."""
+    """True if fp16 overflowed and the next updates use a lower loss scale. This is normal and no sign of a fault."""

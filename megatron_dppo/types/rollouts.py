@@ -1,4 +1,4 @@
-"""What engines and rewards make of prompts."""
+"""Prompts, completions and rollouts: the records of engines and rewards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 
 def as_bytes(column: Tensor) -> Tensor:
-    """uint8 ``[nbytes]`` of the numbers in order; the same memory where they lie together, which ``column`` keeps.
+    """Return the bytes of the numbers in order, uint8 [num_bytes].
 
-    Torch calls a tensor of one element contiguous whatever its stride is, and then cannot view it as another type.
+    The result shares the memory of a contiguous column. ``as_strided`` is needed because torch calls a tensor of one
+    element contiguous whatever its stride is, and then cannot view it as another type.
 
     Example:
         >>> as_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)[:, 1]).tolist()
@@ -25,11 +26,16 @@ def as_bytes(column: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """T sets of ids, end to end; they have 1 to thousands of ids each, so that a rectangle would be mostly empty.
+    """Sampling masks of T tokens: the ids that the sampling filters (top-p, top-k, min-p) allowed at each position.
 
-    A token was sampled from the softmax over its set alone, and is in it. Indexing picks rows, as of a tensor.
+    A token was sampled from the softmax over its allowed ids alone, and is one of them. The sets have 1 to thousands of
+    ids, so they are stored one after the other: a padded rectangle would be mostly empty. Indexing selects tokens, as
+    in a tensor.
 
-    Example: three tokens; the second one was given, so it has no set.
+    Not to be confused with the loss mask (tokens that are trained) and the keep mask (tokens whose update the trust
+    region keeps).
+
+    Example: Three tokens. The second one was not sampled (a tool wrote it), so it has no mask.
 
         >>> mask = SamplingMask(torch.tensor([7, 2, 5], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32))
         >>> len(mask), mask[1:].ids.tolist(), mask[torch.tensor([2, 0])].ids.tolist()
@@ -37,46 +43,49 @@ class SamplingMask:
     """
 
     ids: Tensor
-    """[N] int32, those of the first token, then those of the second, and so on; distinct within a set"""
+    """Allowed ids of the first token, then those of the second, and so on. Int32, shape [N]. Distinct within a
+    token."""
     counts: Tensor
-    """[T] int32, always on the CPU: how many of them each token has; 0 = no set, the whole vocabulary"""
+    """Number of allowed ids of each token. Int32 on the CPU, shape [T]. 0 means no filter: the whole vocabulary."""
 
     @classmethod
     def none(cls, length: int) -> SamplingMask:
-        """``length`` tokens without a set."""
+        """Return ``length`` tokens without a mask."""
         return cls(torch.empty(0, dtype=torch.int32), torch.zeros(length, dtype=torch.int32))
 
     @classmethod
     def cat(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """The tokens of all parts, one after the other."""
+        """Return the tokens of all parts, one after the other."""
         return cls(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
 
     def __len__(self) -> int:
         return len(self.counts)
 
     def __getitem__(self, rows: Tensor | slice) -> SamplingMask:
-        """The tokens at ``rows``: a slice without step, or int64 or bool on the CPU (others are waited for)."""
+        """Return the tokens at ``rows``: a slice without step, or an int64 or bool tensor on the CPU."""
         counts = self.counts
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(len(counts))
             first = int(counts[:start].sum())
             return SamplingMask(self.ids[first : first + int(counts[start:stop].sum())], counts[start:stop])
         rows = rows.cpu()
-        starts, chosen = counts.cumsum(0)[rows] - counts[rows], counts[rows]
-        # Entry i of the result is entry i - (what came before its row there) of its row here.
-        places = torch.arange(int(chosen.sum())) + (starts - chosen.cumsum(0) + chosen).repeat_interleave(chosen)
-        return SamplingMask(self.ids[places.to(self.ids.device, non_blocking=True)], chosen)
+        chosen = counts[rows]
+        starts = counts.cumsum(0)[rows] - chosen
+        # Where a row starts in the result, and so by how much its entries shift.
+        new_starts = chosen.cumsum(0) - chosen
+        indices = torch.arange(int(chosen.sum())) + (starts - new_starts).repeat_interleave(chosen)
+        return SamplingMask(self.ids[indices.to(self.ids.device, non_blocking=True)], chosen)
 
     def to(self, device: torch.device) -> SamplingMask:
-        """The same with its ids on ``device``."""
+        """Return the same mask with its ids on ``device``; the counts stay on the CPU."""
         return SamplingMask(self.ids.to(device, non_blocking=True), self.counts)
 
 
 def check_sampling_mask(sampling_mask: SamplingMask, rows: int) -> None:
-    """The columns fit together and ``rows``.
+    """Check that ids and counts fit each other and the number of tokens ``rows``.
 
     Raises:
-        ValueError: another number of rows, a negative count, counts that do not add up to the ids, or another type.
+        ValueError: If shapes or types are wrong, a count is negative, or the counts do not add up to the ids.
     """
     ids, counts = sampling_mask.ids, sampling_mask.counts
     if ids.dim() != 1 or ids.dtype != torch.int32 or counts.shape != (rows,) or counts.dtype != torch.int32:
@@ -92,29 +101,29 @@ def check_sampling_mask(sampling_mask: SamplingMask, rows: int) -> None:
 
 
 class FinishReason(StrEnum):
-    """Why an engine sampled no further; each is a metric, ``rollout/finish/<reason>``."""
+    """Reasons why an engine stopped sampling. Each is a metric, ``rollout/finish/<reason>``."""
 
     STOP = "stop"
-    """an end token, which is the last of the response"""
+    """An end token, which is the last token of the response."""
     LENGTH = "length"
-    """the limit"""
+    """The limit of new tokens."""
     ABORT = "abort"
-    """It was told to. Never of a ``Completion``: what was stopped goes on, or is given up."""
+    """The request was aborted. A ``Completion`` never has it: an aborted response is resumed or given up."""
 
 
-class LeftOut(StrEnum):
-    """Why a group of the stream is not trained on; each is a metric, ``rollout/left_out/<reason>``."""
+class DropReason(StrEnum):
+    """Reasons why a group is not trained on. Each is a metric, ``rollout/left_out/<reason>``."""
 
     NO_SIGNAL = "no_signal"
-    """all its rewards are equal"""
+    """All its rewards are equal."""
     SURPLUS = "surplus"
-    """the step had enough"""
+    """The step had enough groups."""
     GIVEN_UP = "given_up"
-    """it was stopped while it was sampled, and is not carried on"""
+    """It was stopped while it was sampled, and is not resumed."""
 
 
 class VersionSpan(NamedTuple):
-    """Response tokens ``[start, end)`` were sampled with the weights of ``policy_version``."""
+    """Response tokens ``[start, end)``, all sampled with the weights of ``policy_version``."""
 
     policy_version: int
     start: int
@@ -131,25 +140,26 @@ class Prompt:
     """The prompt as the model sees it (chat template applied)."""
     token_ids: tuple[int, ...]
     label: str
-    """The reference answer that the reward function gets."""
+    """The reference answer for the reward function."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the data row."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """The row's chat messages; None when the row has a plain string."""
+    """The row's chat messages. None if the row has a plain string."""
     is_task: bool = False
-    """An agent writes the whole sequence itself, and ``token_ids`` is only how the row would look."""
+    """True if an agent builds the sequence itself; ``token_ids`` then only shows how the row would look."""
 
     @property
-    def start(self) -> tuple[int, ...]:
-        """What every response goes on from."""
+    def context_ids(self) -> tuple[int, ...]:
+        """Token ids that every response continues; empty for an agent's task."""
         return () if self.is_task else self.token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How an engine samples. ``temperature`` 0 means greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 mean no filter.
+    """Sampling parameters of a request.
 
-    Filters work on the distribution at the temperature.
+    ``temperature`` 0 means greedy. ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 disable the filters, which work on the
+    distribution at the temperature.
     """
 
     max_new_tokens: int
@@ -157,68 +167,71 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    """keeps what has at least this share of the largest probability"""
+    """Smallest allowed probability, as a share of the largest one."""
     seed: int = 0
     topk_logprobs: int = 0
-    """K: also report the K most probable tokens of every position; 0 = none."""
+    """K: also return the K most probable tokens of every position. 0 disables it."""
     routed_experts: bool = False
-    """Also report which experts the routers chose."""
+    """Also return the experts that the routers chose."""
     router_weights: bool = False
-    """With them their combine weights."""
+    """Also return the combine weights of the chosen experts."""
     return_sampling_mask: bool = False
-    """Also report which ids the filters left for each token."""
+    """Also return the ids that the filters allowed at each token."""
 
     @property
-    def filters(self) -> bool:
-        """Whether some ids may never be sampled."""
+    def has_filters(self) -> bool:
+        """True if a filter excludes some ids."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResponseColumns:
-    """Columns of a response that engines report when they are asked to. R response tokens.
+    """Columns of a response that engines return on request. R response tokens.
 
     ``types.token_columns`` declares them, and the columns that every response has.
     """
 
     topk_token_ids: Tensor | None = None
-    """[R, K+1] int32. Slots 0 to K-1: the most probable tokens by rank; slot K: the sampled token where it is not one
-    of them, else -1. -1 marks an unused slot everywhere."""
+    """Top-K ids. Int32, shape [R, K+1]. Slots 0 to K-1 hold the most probable tokens by rank. Slot K holds the sampled
+    token if it is not one of them, else -1. -1 marks an unused slot everywhere."""
     topk_logprobs: Tensor | None = None
-    """[R, K+1] float32, their log-probabilities; -inf = never sampled (a filter), which is a valid value"""
+    """Log-probabilities of these ids. Float32, shape [R, K+1]. -inf is valid: a filter excludes the id."""
     sampling_mask: SamplingMask | None = None
-    """of R tokens, where that was asked for: ``logprobs`` and the Top-K are of the softmax over them; given tokens have
-    none"""
+    """Sampling masks of R tokens. ``logprobs`` and the Top-K are then of the softmax over the allowed ids. Tokens that
+    were not sampled have no mask. None if not requested."""
     routed_experts: Tensor | None = None
-    """[P + R - 1, L, k] uint8 or int16: the experts that the engine's routers chose for each token of prompt and
-    response but the last, in each of the model's L layers; k = experts a token. See ``MISSING_EXPERT``. With
-    ``SamplingParams.router_weights`` the rows are wider: ``RoutingShape.width``."""
+    """Experts that the engine's routers chose for each token of prompt and response but the last, in each of the
+    model's L layers. Uint8 or int16, shape [P + R - 1, L, k] with k experts per token; see ``MISSING_EXPERT``. With
+    ``SamplingParams.router_weights`` the last dimension is ``RoutingShape.width``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion(ResponseColumns):
-    """What an engine returns for one prompt. R response tokens, the end-of-sequence token included."""
+    """Response of an engine to one prompt. R response tokens, the end-of-sequence token included."""
 
     token_ids: Tensor
-    """[R] int32"""
+    """Response tokens. Int32, shape [R]."""
     logprobs: Tensor | None
-    """[R] float32, log-probability of each token under the policy that sampled it, at the sampling temperature."""
+    """Log-probability of each token under the policy that sampled it, at the sampling temperature: the anchor log mu.
+    Float32, shape [R]."""
     finish_reason: FinishReason
+    """Reason why sampling stopped."""
     policy_version: int
-    """Version of the weights that produced the tokens; the newest one where there were several."""
+    """Version of the weights that sampled the tokens; the newest one if there were several."""
     text: str
     """Decoded response without special tokens."""
     policy_versions: tuple[VersionSpan, ...] = ()
-    """Which weights sampled which tokens; empty = all of them ``policy_version``. Given tokens are in no span."""
+    """Weights version of each sampled token. Empty means that all tokens have ``policy_version``. Tokens that were not
+    sampled are in no span."""
     loss_mask: Tensor | None = None
-    """[R] bool, False on tokens that were given, not sampled (a tool's, a user's); None = all were sampled. At a given
-    token ``logprobs`` holds 0.0 and the Top-K only unused slots: neither means anything."""
+    """True on sampled tokens, False on tokens that a tool or a user wrote. Bool, shape [R]. None means that all were
+    sampled. A token that was not sampled has ``logprobs`` 0.0 and only unused Top-K slots, both without meaning."""
     reward: float | None = None
-    """What ``rollout.generate`` or an agent gave; None = the reward function is asked"""
+    """Reward from ``rollout.generate`` or an agent. None: the reward function computes it."""
     failure: str = ""
-    """Why an agent failed; such a sample carries no training signal"""
+    """Reason why an agent failed, else empty. A failed sample carries no training signal."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of how it was made; the mean of each is a metric, ``rollout/NAME``"""
+    """Counters of the episode. The mean of each is a metric, ``rollout/NAME``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,23 +241,24 @@ class Rollout:
     prompt: Prompt
     completion: Completion
     reward: float
-    """What training uses: the score with its shaping."""
+    """Reward that training uses: the score with its shaping."""
     reward_failed: bool = False
-    """True when the reward function raised or timed out; such a sample carries no training signal."""
+    """True if the reward function raised or timed out. Such a sample carries no training signal."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """``score`` (without shaping) and the named parts; empty when the reward is one unshaped number."""
+    """``score`` (without shaping) and the named parts. Empty if the reward is one unshaped number."""
     eval_score: float | None = None
-    """The score of the one function that ``reward.functions`` marks with ``eval``, also where another one failed."""
+    """Score of the function that ``reward.functions`` marks with ``eval``, even if another function failed. None if no
+    function is marked."""
 
     @property
     def score(self) -> float:
-        """What accuracy is computed from: ``eval_score``, else the reward without shaping."""
+        """Score that accuracy is computed from: ``eval_score``, else the reward without shaping."""
         return self.reward_parts.get("score", self.reward) if self.eval_score is None else self.eval_score
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
-    """The siblings of one prompt: the unit over which group-relative advantages are computed."""
+    """Rollouts of one prompt: the unit over which group-relative advantages are computed."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

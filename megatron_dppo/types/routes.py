@@ -1,8 +1,8 @@
-"""The combine weights of routes, which stand beside the experts in the same column.
+"""Router choices of a response, and the combine weights that are stored in the same column.
 
-A row of routes with weights is its k expert ids and then the bytes of k fp32 numbers, in the dtype of the ids
-(``RoutingShape.width`` numbers): what cuts, packs, sends and saves routes need not know of them. A missing row is all
-ones in bits, which is NaN in fp32: its weights are missing too.
+A row of routes with weights holds its k expert ids, then the bytes of k fp32 numbers in the dtype of the ids
+(``RoutingShape.width`` numbers). Code that cuts, packs, sends and saves routes works on both forms. A missing row is
+all ones in bits, which is NaN in fp32, so its weights are missing too.
 """
 
 from __future__ import annotations
@@ -15,50 +15,53 @@ from torch import Tensor
 
 
 def with_weights(experts: Tensor, weights: Tensor) -> Tensor:
-    """Routes ``[..., width]`` of experts ``[..., k]`` and their combine weights ``[..., k]``; the weights of missing
-    experts become missing."""
+    """Join experts ``[..., k]`` and their combine weights ``[..., k]`` to routes ``[..., width]``.
+
+    The weights of missing experts become missing.
+    """
     absent = experts[..., :1] == MISSING_EXPERT[experts.dtype]
     # As bits, since no rule says which NaN another NaN is copied as.
     bits = torch.where(absent, -1, weights.float().contiguous().view(torch.int32))
     return torch.cat([experts, bits.view(experts.dtype)], -1)
 
 
-def experts_of(routes: Tensor, shape: RoutingShape) -> Tensor:
-    """The experts ``[..., k]`` of routes with or without weights."""
+def select_experts(routes: Tensor, shape: RoutingShape) -> Tensor:
+    """Return the experts ``[..., k]`` of routes with or without weights."""
     return routes[..., : shape.topk]
 
 
-def weights_of(routes: Tensor, shape: RoutingShape) -> Tensor:
-    """The combine weights ``[..., k]`` fp32 of routes that have them; NaN where they are missing."""
-    # A copy of its own: fp32 numbers have to lie at multiples of four bytes.
+def select_weights(routes: Tensor, shape: RoutingShape) -> Tensor:
+    """Return the combine weights of routes that have them, fp32 ``[..., k]``; NaN means missing."""
+    # A copy, because fp32 numbers must be aligned to four bytes.
     return routes[..., shape.topk :].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 MISSING_EXPERT: Mapping[torch.dtype, int] = {torch.uint8: 255, torch.int16: -1}
-"""What stands in ``routed_experts`` where a router's choice is not known, by dtype."""
+"""Value in ``routed_experts`` for an unknown choice of a router, by dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingShape:
-    """The sizes of a mixture-of-experts model that routes ``[tokens, L, k]`` have to fit."""
+    """Sizes of a mixture-of-experts model that routes ``[num_tokens, L, k]`` must fit."""
 
     num_layers: int
-    """L, dense layers included"""
+    """L, dense layers included."""
     num_experts: int
+    """Experts per layer."""
     topk: int
-    """k, experts a token"""
+    """Experts per token, k."""
     dense_layers: frozenset[int] = frozenset()
-    """layers without a router, from 0; their rows are missing"""
+    """Indices of layers without a router, from 0. Their rows are missing."""
     weights: bool = False
-    """whether the k combine weights of a row stand beside its experts, see ``types.router_weights``"""
+    """True if rows also hold the k combine weights."""
     weights_add_to_one: bool = True
-    """``norm_topk_prob`` of the model; else they add to at most one"""
+    """True if the combine weights of a token add up to one (``norm_topk_prob`` of the model), else to at most one."""
     weights_scale: float = 1.0
-    """that they are multiplied by afterwards (``routed_scaling_factor``)"""
+    """Factor of the combine weights after normalization (``routed_scaling_factor``)."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest one that holds every expert and the missing value."""
+        """The smallest dtype that holds every expert and the missing value."""
         return torch.uint8 if self.num_experts <= MISSING_EXPERT[torch.uint8] else torch.int16
 
     @property

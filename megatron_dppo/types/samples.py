@@ -1,4 +1,4 @@
-"""What training reads: columns of tokens, aligned to the labels (see the docstring of the package)."""
+"""Training samples and micro-batches: columns of tokens, aligned to the labels (see the docstring of the package)."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from megatron_dppo.types.rollouts import SamplingMask
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFields:
-    """What training needs of each token besides the policy itself, aligned to the labels (see the module docstring)."""
+    """Columns that training needs for each token, aligned to the labels (see the docstring of the package)."""
 
     labels: Tensor
-    """[T] int64"""
+    """Token to predict. Int64, shape [T]."""
     loss_mask: Tensor
-    """[T] bool, True on response tokens that train"""
+    """The loss mask: True on response tokens that are trained. Bool, shape [T]."""
     advantages: Tensor
-    """[T] float32"""
+    """Advantages. Float32, shape [T]."""
     rollout_logprobs: Tensor | None = None
-    """[T] float32, 0 where loss_mask is False"""
+    """Log mu, the anchor. Float32, shape [T]. 0 outside the loss mask."""
     rollout_topk_ids: Tensor | None = None
-    """[T, K+1] int32, -1 = unused slot (see Completion)"""
+    """Top-K ids. Int32, shape [T, K+1]. -1 is an unused slot (see ``Completion``)."""
     rollout_topk_logprobs: Tensor | None = None
-    """[T, K+1] float32"""
+    """Log mu at these ids. Float32, shape [T, K+1]."""
     sampling_mask: SamplingMask | None = None
-    """of T tokens: what the rollout's filters left. Every log-probability here is of the softmax over it. None = no
-    filter"""
+    """Ids that the rollout's filters allowed at T tokens. All log-probabilities here are of the softmax over them.
+    None: no filter."""
     recomputed_logprobs: Tensor | None = None
-    """[T] float32, recomputed by the trainer at the start of the step"""
+    """Log pi', recomputed by the trainer at the start of the step. Float32, shape [T]."""
     reference_logprobs: Tensor | None = None
-    """[T] float32, under the reference policy"""
+    """Log-probabilities under the reference policy. Float32, shape [T]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSample(TokenFields):
     """One sequence.
 
-    Example: prompt ``[5, 6]``, response ``[7, 2]`` gives ``tokens [5, 6, 7]``, ``labels [6, 7, 2]``,
+    Example: Prompt ``[5, 6]``, response ``[7, 2]`` gives ``tokens [5, 6, 7]``, ``labels [6, 7, 2]``,
     ``loss_mask [False, True, True]``.
     """
 
     tokens: Tensor
-    """[T] int64, input ids"""
+    """Input ids. Int64, shape [T]."""
     number: int = -1
-    """its place in the step, over all data-parallel ranks; -1 = nobody asked"""
+    """Index in the step, over all data-parallel ranks. -1 means not assigned."""
     rollout_topk_ids: Tensor | None = None
-    """[R, K+1] int32, those of the last R positions; the slots of the others, which have no part in the loss, are
-    unused"""
+    """Top-K ids of the last R positions. Int32, shape [R, K+1]. The other positions are outside the loss mask and have
+    only unused slots."""
     rollout_topk_logprobs: Tensor | None = None
-    """[R, K+1] float32, as the ids"""
+    """Log mu at these ids. Float32, shape [R, K+1]."""
     sampling_mask: SamplingMask | None = None
-    """of the last R positions, as the Top-K"""
+    """Sampling masks of the last R positions, like the Top-K."""
     teacher_logprobs: Tensor | None = None
-    """[T] float32, under the teacher; only until they are part of the advantages"""
+    """Log-probabilities under the teacher, until they are added to the advantages. Float32, shape [T]."""
     routed_experts: Tensor | None = None
-    """[T, L, k] uint8 or int16, the experts that are replayed: row t belongs to the input token t; with their combine
-    weights ``RoutingShape.width`` instead of k"""
+    """Experts that are replayed; row t belongs to input token t. Uint8 or int16, shape [T, L, k]. With combine weights
+    the last dimension is ``RoutingShape.width``."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,9 +70,9 @@ class TrainingSample(TokenFields):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTargets(TokenFields):
-    """What a loss needs of each token of a row, or of some tokens of it.
+    """Columns that a loss needs for the tokens of a row, or for some of them.
 
-    Example: token 7 was sampled after a prompt of two tokens.
+    Example: Token 7 was sampled after a prompt of two tokens.
 
         >>> targets = TokenTargets(
         ...     labels=torch.tensor([6, 7]),
@@ -85,20 +85,22 @@ class TokenTargets(TokenFields):
     """
 
     sequence_ids: Tensor | None = None
-    """[T] int64, index of the sequence inside the row"""
+    """Index of the sequence in the row. Int64, shape [T]."""
     token_weights: Tensor | None = None
-    """[T] float32, the aggregation as per-token weights; None = 1 everywhere"""
+    """Aggregation as per-token weights. Float32, shape [T]. None means 1 everywhere."""
 
     def select(self, rows: Tensor | slice, on_host: Tensor | None = None) -> TokenTargets:
-        """The tokens at ``rows``, in that order.
+        """Return the tokens at ``rows``, in that order.
 
-        ``on_host`` are the same on the CPU: with them sampling masks are picked without waiting for a device.
+        Args:
+            rows: Indices of tokens, or a slice.
+            on_host: The same indices on the CPU. With them sampling masks are selected without a synchronization.
         """
         chosen: dict[str, Any] = {}
         for name in (f.name for f in fields(TokenTargets)):
             column = getattr(self, name)
-            at = on_host if isinstance(column, SamplingMask) and on_host is not None else rows
-            chosen[name] = None if column is None else column[at]
+            indices = on_host if isinstance(column, SamplingMask) and on_host is not None else rows
+            chosen[name] = None if column is None else column[indices]
         return TokenTargets(**chosen)
 
 
@@ -107,21 +109,22 @@ class MicroBatch(TokenTargets):
     """Several sequences packed end to end into one row of T tokens (Megatron's THD layout)."""
 
     tokens: Tensor
-    """[T] int64"""
+    """Input ids. Int64, shape [T]."""
     routed_experts: Tensor | None = None
-    """[T, L, k] uint8 or int16, as those of the samples, missing on padding"""
+    """Experts that are replayed, as in the samples; missing on padding. Uint8 or int16, shape [T, L, k]."""
     num_padding: int = 0
-    """how many of the T positions are padding"""
+    """Number of padding positions."""
     position_ids: Tensor
-    """[T] int64, starting from 0 in each sequence"""
+    """Position in the sequence, from 0. Int64, shape [T]."""
     sequence_ids: Tensor
-    """[T] int64, index of the sequence inside this micro-batch"""
+    """Index of the sequence in this micro-batch. Int64, shape [T]."""
     cu_seqlens: Tensor
-    """[number of sequences + 1] int32, where each sequence starts; the last entry is T"""
+    """Start of each sequence; the last entry is T. Int32, shape [num_sequences + 1]."""
     max_seqlen: int
+    """Length of the longest sequence."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with every tensor on ``device``."""
+        """Return the same micro-batch with every tensor on ``device``."""
         columns: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -132,15 +135,16 @@ class MicroBatch(TokenTargets):
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """Micro-batches that are made when they are asked for, so that a step's tokens are in memory once, not twice.
+    """Micro-batches that are packed on access, so that the tokens of a step are in memory once, not twice.
 
     Args:
-        count: how many there are.
-        make: the one of an index, always the same. The last one is kept.
+        count: Number of micro-batches.
+        make: Return the micro-batch of an index, always the same. The last one is cached.
     """
 
     def __init__(self, count: int, make: Callable[[int], MicroBatch]) -> None:
-        self._count, self._make = count, make
+        self._count = count
+        self._make = make
         self._last: tuple[int, MicroBatch] | None = None
 
     def __len__(self) -> int:
@@ -161,5 +165,5 @@ class MicroBatches(Sequence[MicroBatch]):
         return self._last[1]
 
     def map(self, change: Callable[[MicroBatch], MicroBatch]) -> MicroBatches:
-        """Each of them changed."""
+        """Return micro-batches that ``change`` is applied to on access."""
         return MicroBatches(self._count, lambda i: change(self[i]))

@@ -1,12 +1,12 @@
 """Every field with one row per token, declared once.
 
-``TOKEN_COLUMNS`` is the table: each column with its names, dtype, alignment and fill. ``TokenColumn``
-says what an entry means, and how a column is cut, joined, packed, sent and recorded. Code that does so loops over the
-table, so a new column is one entry here and one field in the records that hold it. What its declaration cannot know
-stays with the engines (how it is read) and with the loss (what it is for); docs/extending.md lists the files.
+``TOKEN_COLUMNS`` is the table: each column with its names, dtype, alignment and fill. ``TokenColumn`` defines what an
+entry means and how a column is cut, joined, packed, sent and recorded. All such code loops over the table, so a new
+column is one entry here and one field in the records that hold it. Only engines (reading it) and losses (using it) need
+more; docs/extending.md lists the files.
 
-A checkpoint of unfinished groups holds the response's fields as they are (``rollout.store``). Which weights sampled
-which tokens is not a column: its spans cover runs of tokens, see ``cut_spans`` and ``append_span``.
+A checkpoint of unfinished groups stores the response's fields directly (``rollout.store``). The policy version of each
+token is not a column, because its spans cover runs of tokens (``VersionSpan``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.rollouts import SamplingMask, SamplingParams, VersionSpan, check_sampling_mask
+from megatron_dppo.types.rollouts import SamplingMask, SamplingParams, check_sampling_mask
 from megatron_dppo.types.routes import MISSING_EXPERT
 
 TokenRows = Tensor | SamplingMask
@@ -27,12 +27,12 @@ TokenRows = Tensor | SamplingMask
 
 
 class Alignment(StrEnum):
-    """Which tokens the rows of a column belong to. P prompt tokens, R response tokens."""
+    """Tokens that the rows of a column belong to. P prompt tokens, R response tokens."""
 
     RESPONSE = "response"
-    """[R] the response's tokens. A training sample holds them as they are; ``pack`` puts them at the sample's end."""
+    """Response tokens, R rows. A training sample holds the same rows; ``pack`` puts them at the sample's end."""
     INPUTS = "inputs"
-    """[P + R - 1] the tokens that the model read: all of the sequence but the last."""
+    """Tokens that the model reads: all of the sequence but the last. P + R - 1 rows."""
     LABELS = "labels"
     """[P + R - 1] the labels of a training sample. A response has [R]; ``data.training_samples`` shifts them."""
 
@@ -41,7 +41,7 @@ class Alignment(StrEnum):
 class TokenColumn:
     """Declaration of one column whose rows are numbers, or arrays of equal shape.
 
-    It takes three names, because the records that hold it had them before:
+    It has up to three names, because three kinds of records hold it:
 
     - ``response``: in ``Generation``, ``PartialResponse`` and ``Completion``, one row per response token;
     - ``name``: in ``TrainingSample``, ``MicroBatch`` and ``TokenTargets``, aligned to the labels;
@@ -49,27 +49,28 @@ class TokenColumn:
     """
 
     response: str | None = None
-    """Field of a response. None: the trainer makes the column."""
+    """Field of a response. None: the trainer computes the column."""
     name: str | None = None
     """Field of a training sample and of packed rows. None: training does not read the column."""
     record: str | None = None
     """Column of a recorded step. None: not recorded."""
     dtype: torch.dtype | None
-    """None: that of the model's ``RoutingShape``."""
+    """Dtype of the rows. None: the dtype of the model's ``RoutingShape``."""
     row: tuple[str, ...] = ()
-    """Dimensions of one token's row, for error messages; a plain number has none."""
+    """Dimensions of one token's row, for error messages. Empty for a plain number."""
     alignment: Alignment
+    """Tokens that the rows belong to."""
     fill: float | Mapping[torch.dtype, int]
-    """Value on padding and on tokens that were given, not sampled; by dtype where that matters."""
-    asked: Callable[[SamplingParams], tuple[int, ...] | None] | None = None
-    """Shape of a row where these parameters ask for the column, else None. Without a function it is always there, or,
-    as routes are, asked for by other means."""
+    """Value on padding and on tokens that were not sampled; a mapping if it depends on the dtype."""
+    requested_row_shape: Callable[[SamplingParams], tuple[int, ...] | None] | None = None
+    """Function that returns the shape of a row if the parameters request the column, else None. Without a function the
+    column is always present, or requested by other means (routes)."""
     is_optional: bool = True
-    """False: every training sample has it."""
+    """True if training samples may lack it."""
     is_packed: bool = True
-    """False: used before samples are packed."""
+    """True if packed rows have it. False: it is used before samples are packed."""
     is_loss_only: bool = False
-    """Only the rank that computes the loss reads it: the other pipeline stages are not sent it."""
+    """True if only the rank that computes the loss reads it. Other pipeline stages do not receive it."""
 
     @property
     def title(self) -> str:
@@ -78,23 +79,23 @@ class TokenColumn:
 
     @property
     def is_carried(self) -> bool:
-        """Whether a training sample holds the response's rows as they are, without a shift or a mask."""
+        """True if a training sample holds the response's rows unchanged, without a shift or a mask."""
         return self.response is not None and self.name is not None and self.alignment != Alignment.LABELS
 
-    # One response
+    # Rows of one response.
 
     def new(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of ``shape`` that holds the fill value."""
         dtype = dtype or self.dtype
-        assert dtype is not None, f"{self.title} has the dtype of its model: pass dtype="
-        return torch.full(shape, self.fill_of(dtype), dtype=dtype, device=device)
+        assert dtype is not None, f"{self.title} has the dtype of its model. Fix: pass dtype."
+        return torch.full(shape, self.fill_value(dtype), dtype=dtype, device=device)
 
-    def fill_of(self, dtype: torch.dtype) -> float:
+    def fill_value(self, dtype: torch.dtype) -> float:
         """Return the fill value for a dtype."""
         return self.fill[dtype] if isinstance(self.fill, Mapping) else self.fill
 
     def empty(self, row_shape: tuple[int, ...]) -> TokenRows:
-        """Return no rows, of ``row_shape`` each."""
+        """Return a column of 0 rows of ``row_shape``."""
         return self.new(0, *row_shape)
 
     def filled(self, count: int, like: TokenRows) -> TokenRows:
@@ -107,7 +108,7 @@ class TokenColumn:
         return parts[0] if len(parts) == 1 else torch.cat([part for part in parts if isinstance(part, Tensor)])
 
     def num_rows(self, prompt_tokens: int, response_tokens: int) -> int:
-        """Return how many rows a response has, or the last ones of a training sample."""
+        """Return the number of rows of a response, and of its part of a training sample."""
         if self.alignment == Alignment.INPUTS:
             return max(0, prompt_tokens + response_tokens - 1)
         return response_tokens
@@ -116,7 +117,7 @@ class TokenColumn:
         """Check the number of rows and their dimensions.
 
         Raises:
-            ValueError: ``rows`` do not have the declared form, or are those of another number of tokens.
+            ValueError: If ``rows`` do not have the declared form, or belong to another number of tokens.
         """
         assert isinstance(rows, Tensor)
         count = self.num_rows(prompt_tokens, response_tokens)
@@ -131,36 +132,36 @@ class TokenColumn:
                 f"{self.title} of shape {list(rows.shape)}; expected [{expected}], one row for each response token"
             )
 
-    # Packed rows
+    # Packed rows.
 
     def form(self, rows: TokenRows | None) -> Any:
-        """Return what has to be equal for the samples of one packed row. None: the column is missing."""
+        """Return the form that all samples of one packed row must share. None: the column is missing."""
         return (rows.dtype, rows.shape[1:]) if isinstance(rows, Tensor) else None
 
     def pack(self, parts: Sequence[TokenRows], ends: Sequence[int], size: int, like: TokenRows) -> TokenRows:
-        """Return ``size`` rows in which each part ends before the position of ``ends``, with fill everywhere else.
+        """Pack parts into ``size`` rows: each part ends before its position in ``ends``, the other rows are fill.
 
-        ``like`` has the dtype and the row's shape, for a packed row without samples.
+        ``like`` has the dtype and the row shape, for a packed row without samples.
         """
         assert isinstance(like, Tensor)
-        packed = like.new_full((size, *like.shape[1:]), self.fill_of(like.dtype))
+        packed = like.new_full((size, *like.shape[1:]), self.fill_value(like.dtype))
         for part, end in zip(parts, ends, strict=True):
             assert isinstance(part, Tensor)
             packed[end - len(part) : end] = part
         return packed
 
-    # Between processes
+    # Transfer between processes.
 
     def to_tensors(self, rows: TokenRows) -> dict[str, Tensor]:
-        """Return the tensors that are sent in place of the column, by name."""
+        """Return the tensors that represent the column, by name."""
         assert isinstance(rows, Tensor) and self.response is not None
         return {self.response: rows}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> TokenRows | None:
-        """Return the column of ``to_tensors``; None if it was not sent."""
+        """Return the column from the result of ``to_tensors``. None if it was not sent."""
         return None if self.response is None else tensors.get(self.response)
 
-    # Recorded steps
+    # Recorded steps.
 
     def record_types(self) -> dict[str, str]:
         """Return the Parquet columns and their types: ``bytes``, ``text``, or a list's, such as ``int32s``."""
@@ -174,7 +175,7 @@ class TokenColumn:
         return {self.record: rows.flatten().numpy() if isinstance(rows, Tensor) else None}
 
     def from_record(self, row: Mapping[str, Any], response_tokens: int) -> TokenRows | None:
-        """Return the column of ``to_record``. None: the sample has none, or the file is older than the column."""
+        """Return the column from the result of ``to_record``. None: the sample has none, or the file is older."""
         assert self.record is not None
         values = row.get(self.record)
         if values is None:
@@ -185,7 +186,7 @@ class TokenColumn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingMaskColumn(TokenColumn):
-    """A column of ``SamplingMask``: as many ids a token as its sampling filter left."""
+    """A column of ``SamplingMask``: each token has as many ids as its sampling filters allow."""
 
     @property
     def _tensor_names(self) -> tuple[str, str]:
@@ -196,15 +197,15 @@ class SamplingMaskColumn(TokenColumn):
         return f"{self.record}_ids", f"{self.record}_counts"
 
     def empty(self, row_shape: tuple[int, ...]) -> TokenRows:
-        """Return no sets."""
+        """Return the masks of 0 tokens."""
         return SamplingMask.none(0)
 
     def filled(self, count: int, like: TokenRows) -> TokenRows:
-        """Return ``count`` tokens without a set."""
+        """Return ``count`` tokens without a mask."""
         return SamplingMask.none(count)
 
     def join(self, parts: Sequence[TokenRows]) -> TokenRows:
-        """Return the sets of all parts, one after the other."""
+        """Return the masks of all parts, one after the other."""
         return (
             parts[0]
             if len(parts) == 1
@@ -212,16 +213,16 @@ class SamplingMaskColumn(TokenColumn):
         )
 
     def check(self, rows: TokenRows, prompt_tokens: int, response_tokens: int) -> None:
-        """See ``types.check_sampling_mask``."""
+        """Check ids and counts, see ``check_sampling_mask``."""
         assert isinstance(rows, SamplingMask)
         check_sampling_mask(rows, response_tokens)
 
     def form(self, rows: TokenRows | None) -> Any:
-        """Return what has to be equal for the samples of one packed row."""
+        """Return the form that all samples of one packed row must share. None: the column is missing."""
         return None if rows is None else SamplingMask
 
     def pack(self, parts: Sequence[TokenRows], ends: Sequence[int], size: int, like: TokenRows) -> TokenRows:
-        """Return the sets of ``size`` tokens; those between the parts have none."""
+        """Pack the masks of all parts into ``size`` tokens; tokens between the parts have none."""
         packed = SamplingMask.none(size)
         ids = [packed.ids]
         for part, end in zip(parts, ends, strict=True):
@@ -236,7 +237,7 @@ class SamplingMaskColumn(TokenColumn):
         return dict(zip(self._tensor_names, (rows.ids, rows.counts), strict=True))
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> TokenRows | None:
-        """Return the sets of ids and counts; None if they were not sent."""
+        """Return the masks from ids and counts. None if they were not sent."""
         ids, counts = map(tensors.get, self._tensor_names)
         return None if ids is None or counts is None else SamplingMask(ids, counts)
 
@@ -252,7 +253,7 @@ class SamplingMaskColumn(TokenColumn):
         return dict(zip(self._record_names, (rows.ids.numpy(), rows.counts.numpy()), strict=True))
 
     def from_record(self, row: Mapping[str, Any], response_tokens: int) -> TokenRows | None:
-        """Return the sets of ``to_record``."""
+        """Return the masks from the result of ``to_record``."""
         ids, counts = map(row.get, self._record_names)
         if ids is None or counts is None:
             return None
@@ -261,7 +262,7 @@ class SamplingMaskColumn(TokenColumn):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutesColumn(TokenColumn):
-    """The experts of each token and layer; recorded as bytes, since no list type of Parquet is as small."""
+    """The experts of each token and layer. Recorded as bytes, because no list type of Parquet is as small."""
 
     @property
     def _parts(self) -> tuple[str, str, str]:
@@ -279,7 +280,7 @@ class RoutesColumn(TokenColumn):
         return dict(zip(self._parts, values, strict=True))
 
     def from_record(self, row: Mapping[str, Any], response_tokens: int) -> TokenRows | None:
-        """Return the routes of ``to_record``."""
+        """Return the routes from the result of ``to_record``."""
         content, shape, dtype = (row.get(name) for name in self._parts)
         if content is None or shape is None or dtype is None:
             return None
@@ -324,7 +325,7 @@ TOPK_IDS = TokenColumn(
     row=("K+1",),
     alignment=Alignment.RESPONSE,
     fill=-1,
-    asked=_slots,
+    requested_row_shape=_slots,
     is_loss_only=True,
 )
 TOPK_LOGPROBS = TokenColumn(
@@ -335,7 +336,7 @@ TOPK_LOGPROBS = TokenColumn(
     row=("K+1",),
     alignment=Alignment.RESPONSE,
     fill=0.0,
-    asked=_slots,
+    requested_row_shape=_slots,
     is_loss_only=True,
 )
 SAMPLING_MASK = SamplingMaskColumn(
@@ -345,7 +346,7 @@ SAMPLING_MASK = SamplingMaskColumn(
     dtype=torch.int32,
     alignment=Alignment.RESPONSE,
     fill=0,
-    asked=lambda params: () if params.return_sampling_mask else None,
+    requested_row_shape=lambda params: () if params.return_sampling_mask else None,
     is_loss_only=True,
 )
 ROUTES = RoutesColumn(
@@ -366,7 +367,7 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     TOPK_LOGPROBS,
     SAMPLING_MASK,
     ROUTES,
-    # The trainer makes the others.
+    # The trainer computes the columns below.
     TokenColumn(name="tokens", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
     TokenColumn(name="labels", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
     TokenColumn(name="advantages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_optional=False),
@@ -374,19 +375,23 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     TokenColumn(name="reference_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="teacher_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_packed=False),
 ]
-"""All of them, in the order of the Parquet files."""
+"""All columns, in the order of the Parquet files."""
 
 
-def asked_columns(params: SamplingParams) -> dict[str, tuple[int, ...]]:
-    """Return the shape of a row of each column that ``params`` ask for, by the response's name."""
-    shapes = {c.response: c.asked(params) for c in TOKEN_COLUMNS if c.asked is not None and c.response is not None}
+def requested_columns(params: SamplingParams) -> dict[str, tuple[int, ...]]:
+    """Return the row shape of each column that ``params`` request, by its field of a response."""
+    shapes = {
+        column.response: column.requested_row_shape(params)
+        for column in TOKEN_COLUMNS
+        if column.requested_row_shape is not None and column.response is not None
+    }
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def carried_columns(response: Any, start: int = 0) -> dict[str, TokenRows]:
-    """Return the columns of a response that a training sample takes as they are, by their name there.
+    """Return the columns of a response that a training sample holds unchanged, by their field of a sample.
 
-    ``start`` is the first token that counts as response; the model reads the ones before it all the same.
+    ``start`` is the first token that counts as response. The model also reads the tokens before it.
     """
     columns = [(c, getattr(response, c.response)) for c in TOKEN_COLUMNS if c.is_carried and c.response is not None]
     return {
@@ -397,7 +402,7 @@ def carried_columns(response: Any, start: int = 0) -> dict[str, TokenRows]:
 
 
 def response_to_tensors(record: Any) -> dict[str, Tensor]:
-    """Return all tensors of a generation's columns by name, to be sent to another process."""
+    """Return the tensors of all columns of a generation by name, to send them to another process."""
     columns = [(c, getattr(record, c.response, None)) for c in TOKEN_COLUMNS if c.response is not None]
     return {
         name: tensor for column, rows in columns if rows is not None for name, tensor in column.to_tensors(rows).items()
@@ -405,13 +410,13 @@ def response_to_tensors(record: Any) -> dict[str, Tensor]:
 
 
 def response_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the columns of ``response_to_tensors`` by their field of a generation."""
+    """Return the columns from the result of ``response_to_tensors``, by their field of a generation."""
     columns = {c.response: c.from_tensors(tensors) for c in TOKEN_COLUMNS if c.response is not None}
     return {name: rows for name, rows in columns.items() if rows is not None}
 
 
 def response_to_record(completion: Any) -> dict[str, Any]:
-    """Return the values of a completion's columns by the columns of a recorded step."""
+    """Return the columns of a completion as values of a recorded step, by Parquet column."""
     values: dict[str, Any] = {}
     for column in _recorded():
         values |= column.to_record(getattr(completion, str(column.response)))
@@ -419,7 +424,7 @@ def response_to_record(completion: Any) -> dict[str, Any]:
 
 
 def response_from_record(row: Mapping[str, Any], response_tokens: int) -> dict[str, Any]:
-    """Return the columns of ``response_to_record`` by their field of a completion."""
+    """Return the columns from the result of ``response_to_record``, by their field of a completion."""
     return {str(column.response): column.from_record(row, response_tokens) for column in _recorded()}
 
 
@@ -430,89 +435,3 @@ def record_types() -> dict[str, str]:
 
 def _recorded() -> list[TokenColumn]:
     return [c for c in TOKEN_COLUMNS if c.record is not None and c.response is not None]
-
-
-class GrowingColumn:
-    """One column of a response that grows by parts. Parts are joined when they are read; none is ever changed.
-
-    Args:
-        column: its declaration.
-        empty: no rows, with dtype and row shape of what will come.
-        prompt_tokens: P, for columns that begin with the prompt.
-    """
-
-    def __init__(self, column: TokenColumn, empty: TokenRows, prompt_tokens: int) -> None:
-        self.column = column
-        self._empty = empty
-        self._prompt_tokens = prompt_tokens
-        self._parts: list[TokenRows] = []
-
-    @property
-    def rows(self) -> TokenRows:
-        """All rows so far."""
-        if not self._parts:
-            return self._empty
-        self._parts = [self.column.join(self._parts)]
-        return self._parts[0]
-
-    def fits(self, rows: TokenRows | None) -> bool:
-        """Whether ``rows`` can be appended."""
-        return rows is not None and self.column.form(rows) == self.column.form(self._empty)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The rows of a column of numbers."""
-        rows = self.rows
-        assert isinstance(rows, Tensor)
-        return rows
-
-    def fresh(self) -> GrowingColumn:
-        """Return an empty one of the same form."""
-        return GrowingColumn(self.column, self._empty, self._prompt_tokens)
-
-    def append(self, rows: TokenRows) -> None:
-        """Append the rows of new tokens.
-
-        Raises:
-            ValueError: another dtype or shape of a row.
-        """
-        if not self.fits(rows):
-            found, expected = self.column.form(rows), self.column.form(self._empty)
-            raise ValueError(f"{self.column.title} of {expected} cannot go on with {found}")
-        self._parts.append(rows)
-
-    def replace(self, rows: TokenRows) -> None:
-        """Take ``rows`` in place of all that there is."""
-        self._parts = []
-        self.append(rows)
-
-    def append_fill(self, count: int) -> None:
-        """Append tokens that nobody sampled. What the model reads of them comes with the next sampled tokens."""
-        if self.column.alignment != Alignment.INPUTS:
-            self._parts.append(self.column.filled(count, self._empty))
-
-    def cut(self, response_tokens: int) -> None:
-        """Forget what comes after the first tokens of the response."""
-        # The last token that is left may go on differently: nobody has read it yet.
-        self._parts = [self.rows[: self.column.num_rows(self._prompt_tokens, response_tokens)]]
-
-    def complete(self, response_tokens: int) -> TokenRows:
-        """Return the rows of a finished response; those of unread tokens at its end are fill."""
-        missing = self.column.num_rows(self._prompt_tokens, response_tokens) - len(self.rows)
-        if missing <= 0:
-            return self.rows
-        return self.column.join([self.rows, self.column.filled(missing, self._empty)])
-
-
-def cut_spans(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
-    """Return the spans of the first ``length`` tokens."""
-    return [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
-
-
-def append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span; one that goes on with the last version extends that span."""
-    last = spans[-1] if spans else None
-    if last is not None and (last.policy_version, last.end) == (span.policy_version, span.start):
-        spans[-1] = last._replace(end=span.end)
-    else:
-        spans.append(span)

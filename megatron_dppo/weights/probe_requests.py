@@ -151,7 +151,7 @@ async def send_probe(
             topk_logprobs=expected.topk_logprobs,
             seed=number,
         )
-        params = replace(params, return_sampling_mask=params.filters)
+        params = replace(params, return_sampling_mask=params.has_filters)
         request = GenerateRequest(
             request_id=f"{request_id}-{number}",
             token_ids=expected.prompt_token_ids,

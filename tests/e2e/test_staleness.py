@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.types import LeftOut
+from megatron_dppo.types import DropReason
 from tests.e2e.runs import flags, from_base, records, train, without_timings
 from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
 
@@ -48,7 +48,7 @@ def test_age_and_oversampling_are_logged_and_old_rollouts_are_further_from_the_p
     assert steps[0]["rollout/policy_age"] == 0 and all(0 < r["rollout/policy_age"] <= 1 for r in steps[1:])
     # The age is a mean over tokens, the fraction one over groups; refills are of age 0.
     assert all((r["rollout/stale_fraction"] in (0, 1)) == (r["rollout/policy_age"] in (0, 1)) for r in steps)
-    left_out = [sum(r[f"rollout/left_out/{why}"] for why in LeftOut) for r in steps]
+    left_out = [sum(r[f"rollout/left_out/{why}"] for why in DropReason) for r in steps]
     assert min(left_out) >= 2, "each of 2 ranks drew 3 prompts and trains on 2"
     assert all("perf/prefetch_wait_seconds" in r for r in steps[:-1])
     first, *later = [r["train/abs_prob_diff_first"] for r in steps]

@@ -18,7 +18,6 @@ NOT_YET = {
     "mcore",
     "parallel",
     "run",
-    "types",
 }
 """Packages that still have names of before."""
 PACKAGES = sorted({".", *(path.name for path in (ROOT / "megatron_dppo").iterdir() if path.is_dir())} - NOT_YET)

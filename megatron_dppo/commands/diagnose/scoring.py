@@ -25,7 +25,7 @@ from megatron_dppo.commands.diagnose.ledger import (
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.parallel.objects import from_each, is_leader
-from megatron_dppo.types import Completion, RolloutGroup, TrainingSample, experts_of, with_weights
+from megatron_dppo.types import Completion, RolloutGroup, TrainingSample, select_experts, with_weights
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.host_memory import ReferenceWeights
@@ -182,7 +182,7 @@ class RunScorer:
         if shape is None or routes is None or not shape.weights:
             return sample
         missing = torch.full((*routes.shape[:-1], shape.topk), torch.nan)
-        return replace(sample, routed_experts=with_weights(experts_of(routes, shape), missing))
+        return replace(sample, routed_experts=with_weights(select_experts(routes, shape), missing))
 
     def _scores(self, samples: Sequence[TrainingSample], mode: Literal["replay"] | None) -> _Scores:
         """Return the trainer's log-probabilities, also on a replica leader that does not compute them itself."""

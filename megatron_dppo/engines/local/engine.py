@@ -24,7 +24,7 @@ from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample, VersionSpan
-from megatron_dppo.types.token_columns import asked_columns
+from megatron_dppo.types.token_columns import requested_columns
 
 
 class LocalEngine:
@@ -174,7 +174,10 @@ class LocalEngine:
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
         response = GrowingResponse(
-            prompt.start, routing=routing, sampling_mask=self._reveals_hidden_filter, columns=asked_columns(params)
+            prompt.context_ids,
+            routing=routing,
+            sampling_mask=self._reveals_hidden_filter,
+            columns=requested_columns(params),
         )
         return PendingResponse(prompt, response)
 

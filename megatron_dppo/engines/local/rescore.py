@@ -17,8 +17,8 @@ from megatron_dppo.types import (
     SamplingMask,
     SamplingParams,
     TrainingSample,
-    experts_of,
-    weights_of,
+    select_experts,
+    select_weights,
 )
 
 
@@ -58,13 +58,13 @@ class ForcedRoutes:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the router's ``(logits [T, E], weights [T, k], experts [T, k])`` with ``layer_routes [T, width]``."""
         logits, live_weights, live = output
-        recorded = experts_of(layer_routes, self._shape).to(live.device)
+        recorded = select_experts(layer_routes, self._shape).to(live.device)
         is_recorded = recorded != MISSING_EXPERT[recorded.dtype]
         experts = torch.where(is_recorded, recorded.to(live.dtype), live)
         weights = combine_weights(router, logits, experts)
         weights = torch.where(is_recorded, weights.to(live_weights.dtype), live_weights)
         if self._shape.weights:
-            values = weights_of(layer_routes, self._shape).to(live.device)
+            values = select_weights(layer_routes, self._shape).to(live.device)
             weights = torch.where(values.isnan(), weights, values.to(weights.dtype))
         return logits, weights, experts
 

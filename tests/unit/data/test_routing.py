@@ -18,9 +18,10 @@ from megatron_dppo.data.routing import (
     with_all_routes,
 )
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
+from megatron_dppo.rollout.response import GrowingColumn
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, RoutingShape
-from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
+from megatron_dppo.types.token_columns import ROUTES
 from tests.unit.columns import ids, logs
 
 SHAPE = RoutingShape(num_layers=3, num_experts=8, topk=2)

@@ -19,9 +19,10 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.errors import ConfigError, ContractViolation
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
+from megatron_dppo.rollout.response import GrowingColumn
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, experts_of, weights_of, with_weights
-from megatron_dppo.types.token_columns import ROUTES, GrowingColumn
+from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, select_experts, select_weights, with_weights
+from megatron_dppo.types.token_columns import ROUTES
 from tests.unit.configs import config
 from tests.unit.data.test_routing import compact, routes
 from tests.unit.engines.test_local_routes import MODEL, generate, router_logits
@@ -46,10 +47,10 @@ def weighted(tokens: int, shape: RoutingShape = NARROW, seed: int = 0) -> tuple[
 def test_a_row_holds_k_experts_and_the_bytes_of_k_weights(shape: RoutingShape, width: int) -> None:
     column, experts, weights = weighted(7, shape)
     assert shape.width == width == column.shape[2] and column.dtype == experts.dtype == shape.dtype
-    assert torch.equal(experts_of(column, shape), experts) and torch.equal(weights_of(column, shape), weights)
+    assert torch.equal(select_experts(column, shape), experts) and torch.equal(select_weights(column, shape), weights)
     # One row of one layer, which begins where no fp32 number may.
-    assert torch.equal(weights_of(column[3:4, 1:2], shape), weights[3:4, 1:2])
-    assert weights_of(missing_rows(2, shape), shape).isnan().all()
+    assert torch.equal(select_weights(column[3:4, 1:2], shape), weights[3:4, 1:2])
+    assert select_weights(missing_rows(2, shape), shape).isnan().all()
     experts[4, 2] = missing_rows(1, shape)[0, 0, :2]
     column = with_weights(experts, weights)
     assert torch.equal(column[4, 2], missing_rows(1, shape)[0, 0]), "missing experts have no weights"
@@ -66,7 +67,7 @@ def test_router_weights_stay_exact_with_their_experts(shape: RoutingShape) -> No
     column.append(later[1:])
     grown = column.tensor
     expected = torch.cat([weights[:3], others[1:]])
-    assert torch.equal(weights_of(grown, shape), expected), "what was known of a token stays"
+    assert torch.equal(select_weights(grown, shape), expected), "what was known of a token stays"
     samples = [
         to_training_sample([5, 6, 4], [7, 2, 3], None, 0.0, routed_experts=grown),
         to_training_sample([5], [7, 2], None, 0.0),
@@ -74,9 +75,9 @@ def test_router_weights_stay_exact_with_their_experts(shape: RoutingShape) -> No
     samples = with_all_routes(samples, shape)
     batch = pack(samples, RowShape(row_multiple=8, sequence_multiple=4))
     assert batch.routed_experts is not None
-    packed = weights_of(batch.routed_experts, shape)
+    packed = select_weights(batch.routed_experts, shape)
     assert torch.equal(packed[:5], expected) and packed[5:].isnan().all() and len(packed) == 16
-    assert torch.equal(experts_of(batch.routed_experts[:5], shape), torch.cat([experts[:3], more[1:]]))
+    assert torch.equal(select_experts(batch.routed_experts[:5], shape), torch.cat([experts[:3], more[1:]]))
     with pytest.raises(ValueError, match="and their weights"):
         with_all_routes([to_training_sample([5], [7, 2], None, 0.0, routed_experts=experts[:2])], shape)
 
@@ -157,9 +158,9 @@ def test_the_local_engine_reports_the_weights_of_every_token(norm: bool, dense_l
         read = [*prompt.token_ids, *completion.token_ids[:-1].tolist()]
         column = completion.routed_experts
         assert column is not None and column.shape == (len(read), shape.num_layers, shape.width)
-        assert torch.equal(experts_of(column, shape), experts.routed_experts)  # type: ignore[arg-type]
+        assert torch.equal(select_experts(column, shape), experts.routed_experts)  # type: ignore[arg-type]
         for layer in range(shape.num_layers):
-            found = weights_of(column, shape)[:, layer]
+            found = select_weights(column, shape)[:, layer]
             if layer in dense_layers:
                 assert found.isnan().all() and is_missing(column[:, layer]).all()
             else:

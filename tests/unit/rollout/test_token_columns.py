@@ -35,7 +35,7 @@ from megatron_dppo.types.token_columns import (
     TOKEN_COLUMNS,
     Alignment,
     TokenColumn,
-    asked_columns,
+    requested_columns,
     response_from_tensors,
     response_to_tensors,
 )
@@ -54,7 +54,7 @@ MARGINS = TokenColumn(
     row=("2",),
     alignment=Alignment.RESPONSE,
     fill=-9.0,
-    asked=lambda params: (2,) if params.max_new_tokens == 9 else None,
+    requested_row_shape=lambda params: (2,) if params.max_new_tokens == 9 else None,
     is_loss_only=True,
 )
 
@@ -95,7 +95,7 @@ def generation(tokens: list[int], margins: list[list[float]] | None, version: in
 
 
 def growing() -> GrowingResponse:
-    return GrowingResponse((1, 2), columns=asked_columns(PARAMS))
+    return GrowingResponse((1, 2), columns=requested_columns(PARAMS))
 
 
 def grown(tmp_path: Path) -> Completion:
@@ -138,7 +138,7 @@ def test_a_response_appends_truncates_and_stores_a_column(tmp_path: Path) -> Non
     plain.append_sampled(generation([4], None))
     with pytest.raises(ValueError, match="it lacks rollout_margins"):
         growing().restore(plain.state())
-    assert "margins" not in asked_columns(SamplingParams(max_new_tokens=8))
+    assert "margins" not in requested_columns(SamplingParams(max_new_tokens=8))
 
 
 class Wire:
