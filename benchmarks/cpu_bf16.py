@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dppo.head.mixed_gemm import _blocks, _products_of, logits_into
+from megatron_dppo.head.mixed_gemm import _allow_bf16_products, _blocks, logits_into
 
 TOKENS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 2048, 576, 1536, 9, 3, 64, 49152
 LENGTHS = (64, 128, 256, 512, 2048)
@@ -66,7 +66,7 @@ def attention(length: int, dtype: torch.dtype) -> Callable[[], None]:
 def logits_with_fresh_blocks(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """Convert each block of the weight into memory of its own."""
     rows = hidden.float()
-    with _products_of(hidden.dtype):
+    with _allow_bf16_products(hidden.dtype):
         for block in _blocks(weight):
             torch.mm(rows, weight[block].float().t(), out=out[:, block])
 

@@ -12,16 +12,18 @@ from megatron_dppo.types import SamplingMask, TokenTargets, check_sampling_mask
 def check_ids(
     rows: int, labels: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_size: int, used: Tensor | None
 ) -> None:
-    """Labels ``[T]`` and ids ``[T, K]`` fit ``rows`` = T and the vocabulary, in the rows ``used`` (None = all).
+    """Check that labels ``[T]`` and ids ``[T, K]`` fit ``rows`` = T and the vocabulary.
+
+    Only the rows ``used`` are checked; None means all.
 
     Raises:
-        ValueError: they do not. On CUDA a value out of range is a device-side assertion, because a check on the host
-            would wait for the device.
+        ValueError: If they do not fit. On CUDA a value out of range is a device-side assertion, because a check on
+            the host would wait for the device.
     """
     if labels.shape != (rows,) or labels.dtype != torch.int64:
         raise ValueError(f"expected int64 labels [T] = ({rows},), got {labels.dtype} {tuple(labels.shape)}")
     if (ids is None) != (valid is None):
-        raise ValueError("ids and ids_valid go together: give both or neither")
+        raise ValueError("Expected both ids and ids_valid, or neither. Fix: pass the other one too.")
     _assert_in_vocabulary("label", labels[:, None], None, vocab_size, used)
     if ids is None or valid is None:
         return
@@ -36,21 +38,25 @@ def check_ids(
 
 
 def check_slots(targets: TokenTargets, used: Tensor | None) -> None:
-    """The label of each token with loss, in the rows ``used`` (None = all), is in one slot of its Top-K set: one of the
-    first K, or else the last.
+    """Check that the label of each token of the loss mask is in one slot of its Top-K set: one of the first K, or the
+    last.
+
+    Only the rows ``used`` are checked; None means all.
 
     Raises:
-        ValueError: it is in none or in two, or the last slot has another id. On CUDA a device-side assertion.
+        ValueError: If it is in no slot or in two, or the last slot has another id. On CUDA a device-side assertion.
     """
     if targets.rollout_topk_ids is None:
         return
-    ids, labels, mask = targets.rollout_topk_ids, targets.labels, targets.loss_mask
+    ids = targets.rollout_topk_ids
+    labels = targets.labels
+    mask = targets.loss_mask
     if used is not None:
         ids, labels, mask = (column.index_select(0, used) for column in (ids, labels, mask))
     is_among = (ids[:, :-1] == labels[:, None]).any(1)
     wrong = mask & (ids[:, -1] != torch.where(is_among, -1, labels))
     if ids.is_cuda:
-        torch._assert_async(~wrong.any(), "the last Top-K slot of a token is not what its label asks for")
+        torch._assert_async(~wrong.any(), "the last Top-K slot of a token does not fit its label")
     elif bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         among, last = ("", "-1 (unused)") if is_among[row] else ("not ", f"the label, {int(labels[row])}")
@@ -91,15 +97,15 @@ def _assert_distinct(ids: Tensor, valid: Tensor, used: Tensor | None) -> None:
     if ids.is_cuda:
         torch._assert_async(~twice.any(), "a valid id stands twice in its row")
     elif bool(twice.any()):
-        row, place = twice.nonzero()[0].tolist()
-        raise ValueError(f"id {int(in_order[row, place])} stands twice in {_where(row, 0, used, 'label')}")
+        row, position = twice.nonzero()[0].tolist()
+        raise ValueError(f"id {int(in_order[row, position])} stands twice in {_where(row, 0, used, 'label')}")
 
 
 def check_sets(sampling_mask: SamplingMask | None, labels: Tensor, vocab_size: int) -> None:
-    """Sampling masks of ids of the vocabulary, each with the label of its row; ``labels [n]`` are of the same rows.
+    """Check that each sampling mask holds ids of the vocabulary, and the label of its row (``labels [n]``).
 
     Raises:
-        ValueError: they are not. On CUDA a device-side assertion where it is about an id, as in ``rows.check_ids``.
+        ValueError: If it does not. On CUDA a device-side assertion where it is about an id, as in ``rows.check_ids``.
     """
     if sampling_mask is None:
         return

@@ -1,4 +1,4 @@
-"""What the head knows of rows before it has their logits."""
+"""Inputs of the head, by row, that do not depend on the logits."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megatron_dppo.types import TokenTargets
 
 
 class RowColumns(NamedTuple):
-    """Of some rows, by token."""
+    """Targets and looked-up ids of some rows."""
 
     targets: TokenTargets
     labels: Tensor
-    """[n] index in this shard, -1 = not of this shard"""
+    """Index of the label in this shard, -1 if another shard holds it. Shape [n]."""
     ids: Tensor | None
-    """[n, K] global, like ``valid``"""
+    """Global ids to look up. Shape [n, K], like ``valid``."""
     valid: Tensor | None
     local_ids: Tensor | None
-    """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
+    """Index of each id in this shard, -1 for another shard's id or an unused slot. Shape [n, K]."""
 
     @classmethod
     def of(cls, head: VocabShard, targets: TokenTargets, plan: RowPlan | None, vocab_size: int) -> RowColumns:
-        """Of all rows of the plan.
+        """Build the columns of all rows of the plan.
 
         Raises:
-            ValueError: the targets know whole sequences, a label is not in its Top-K set, or a sampling mask is wrong.
+            ValueError: If the targets have sequence ids, a label is not in its Top-K set, or a sampling mask is wrong.
         """
         _check_no_sequences(targets)
         check_slots(targets, None if plan is None else plan.rows)
@@ -39,13 +39,13 @@ class RowColumns(NamedTuple):
         return cls(targets, head.local(targets.labels), ids, valid, None if ids is None else head.local(ids, valid))
 
     def select(self, rows: Tensor | slice) -> RowColumns:
-        """Some of the rows."""
+        """Return some of the rows."""
         ids, valid, local_ids = (None if column is None else column[rows] for column in self[2:])
         return RowColumns(self.targets.select(rows), self.labels[rows], ids, valid, local_ids)
 
 
 def looked_up_ids(targets: TokenTargets) -> tuple[Tensor | None, Tensor | None]:
-    """The ids that the head looks up, all slots but the label's, and which of them are in use."""
+    """Return the ids that the head looks up, which are all slots but the label's, and a mask of the used ones."""
     if targets.rollout_topk_ids is None:
         return None, None
     ids = targets.rollout_topk_ids[:, :-1].long()

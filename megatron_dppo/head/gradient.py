@@ -1,4 +1,4 @@
-"""The gradients of hidden states, weight and bias, added up over the chunks of a head."""
+"""Gradients of hidden states, weight and bias, accumulated over the chunks of a head."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megatron_dppo.head.rows import VocabShard
 
 
 class HeadGradient:
-    """Takes the gradient of the logits chunk by chunk.
+    """Accumulator of the gradients of a head, fed with the gradient of the logits chunk by chunk.
 
     On the CPU the gradients of several chunks in bf16 or fp16 are put together, because the product with the hidden
     states, and the sum that it is added to, cost less for many rows at a time. Otherwise that of a chunk overwrites its
     logits.
 
     Args:
-        head: the layer.
-        rows: the rows of the call.
-        hidden: ``[T, H]``
-        needed: whether hidden, weight and bias need a gradient.
-        chunk: rows in a chunk.
-        main_grad: add the weight's gradient to this fp32 tensor; None = keep it here.
-        scale: what all of it is multiplied by from the start; None = 1.
+        head: Output layer.
+        rows: Rows of the call.
+        hidden: Hidden states. Shape [T, H].
+        needed: True for each of hidden, weight and bias that needs a gradient.
+        chunk: Rows in a chunk.
+        main_grad: Fp32 tensor that the weight's gradient is added to. None returns the gradient instead.
+        scale: Factor of all gradients. None means 1.
     """
 
     def __init__(
@@ -42,8 +42,11 @@ class HeadGradient:
         scale: Tensor | None = None,
     ) -> None:
         self.scale = scale
-        self._head, self.rows, self._source = head, rows, hidden.detach()
-        self.chunk, self.wanted = chunk, any(needed)
+        self.rows = rows
+        self.chunk = chunk
+        self.wanted = any(needed)
+        self._head = head
+        self._source = hidden.detach()
         self.in_main_grad = needed[1] and main_grad is not None
         count, weight = rows.num_gradient, head.weight
         in_place = weight.is_cuda or not is_half(weight.dtype) or not any(needed)
@@ -54,8 +57,8 @@ class HeadGradient:
         self._bias = weight.new_zeros(len(weight), dtype=head.dtype) if needed[2] else None
         self._first = self._last = 0
 
-    def place(self, logits: Tensor) -> Tensor:
-        """Where the gradient of the next ``logits [n, W]`` goes; then call ``add`` with it."""
+    def next_output(self, logits: Tensor) -> Tensor:
+        """Return the memory for the gradient of the next ``logits [n, W]``. Pass it to ``add`` once it is filled."""
         if self._room is None:
             # A row of two bytes a number fills the first half of the fp32 row that it replaces.
             return logits.view(self._head.weight.dtype)[:, : logits.shape[1]]
@@ -65,7 +68,7 @@ class HeadGradient:
         return self._room[start : start + len(logits)]
 
     def add(self, dlogits: Tensor) -> None:
-        """``dlogits [n, W]`` of the next rows of the plan."""
+        """Add the gradient ``dlogits [n, W]`` of the next rows of the plan."""
         self._last += len(dlogits)
         if self._room is None:
             self._multiply(dlogits)
@@ -83,8 +86,10 @@ class HeadGradient:
             self._bias += dlogits.sum(0, dtype=self._bias.dtype)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """This shard's part of the gradient of hidden ``[n, H]`` in the rows with one, of weight ``[W, H]`` and bias
-        ``[W]``; None for what is not needed, and for a weight whose gradient went to ``main_grad``."""
+        """Return this shard's part of the gradients of hidden ``[n, H]``, weight ``[W, H]`` and bias ``[W]``.
+
+        None for a gradient that is not needed, and for a weight whose gradient went to ``main_grad``.
+        """
         if self._room is not None:
             self._multiply(self._room)
             self._room = None
@@ -96,10 +101,10 @@ class HeadGradient:
 
 
 def checked_main_grad(weight: Tensor, accumulate: bool) -> Tensor | None:
-    """``weight.main_grad`` if the gradient is to be added there, else None.
+    """Return ``weight.main_grad`` if the gradient must be added there, else None.
 
     Raises:
-        ValueError: there is none, or it is not float32 in the shape of the weight.
+        ValueError: If there is none, or it is not float32 in the shape of the weight.
     """
     if not accumulate or not weight.requires_grad or not torch.is_grad_enabled():
         return None
@@ -127,7 +132,7 @@ def mark_added(weight: Tensor) -> Tensor:
 def attach_gradient(
     loss_sum: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradient: HeadGradient
 ) -> Tensor:
-    """``loss_sum`` with the gradients that ``gradient`` has of it, if any; it can be differentiated once."""
+    """Return ``loss_sum`` with the accumulated gradients attached. It can be differentiated once."""
     if not gradient.wanted:
         return loss_sum
     apply: Callable[..., Tensor] = _AttachGradient.apply
@@ -135,7 +140,7 @@ def attach_gradient(
 
 
 class _AttachGradient(torch.autograd.Function):
-    """Multiplies gradients that exist already by that of the sum."""
+    """Autograd node that multiplies the accumulated gradients by the gradient of the sum."""
 
     @staticmethod
     def forward(

@@ -88,7 +88,7 @@ def dppo_head_loss(
     distillation = None if teacher is None else Distillation(teacher, head, rows, vocab_size, targets)
     main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if distillation is None else 2
     gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale, models)
-    run = _Run(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, distillation)
+    run = _HeadCall(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, distillation)
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
     return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
 
@@ -109,7 +109,7 @@ def _gradient(
     scale: Tensor | None,
     models: int,
 ) -> tuple[HeadGradient, int]:
-    """What the gradient is gathered in, and how many chunks have their logits of all models in memory at a time."""
+    """Return the gradient accumulator, and the number of chunks whose logits are in memory at the same time."""
     needed = _needed(hidden), _needed(weight), _needed(bias)
     in_flight = chunks_in_flight(weight.device, head.group)
     ranks = 1 if head.group is None else head.group.size()
@@ -122,48 +122,51 @@ def _needed(tensor: Tensor | None) -> bool:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One call."""
+class _HeadCall:
+    """Arguments and state of one call."""
 
     head: VocabShard
     rows: Rows
     hidden: Tensor
     columns: RowColumns
-    """of the rows of the plan"""
+    """Columns of the rows of the plan."""
     loss: LossFunction
     needs: LossNeeds
     vocab_size: int
     in_flight: int
-    """chunks whose logits are in memory at the same time"""
+    """Chunks whose logits are in memory at the same time."""
     gradient: HeadGradient
     distillation: Distillation | None
 
     @property
     def differentiates(self) -> bool:
-        """Whether a gradient is wanted."""
+        """True if a gradient is needed."""
         return self.gradient.wanted
 
     @property
     def exchanges_sums(self) -> bool:
-        """One shard has all slots anyway."""
+        """True if the shards exchange sums over the slots. A single shard has all slots anyway."""
         return self.needs.topk_sums is not None and self.head.group is not None and self.columns.ids is not None
 
     @property
     def overwrites(self) -> bool:
-        """On the CPU exponentials cost more than memory, and without an entropy term the gradient needs no more."""
+        """True if exponentials replace the logits.
+
+        On the CPU recomputing them costs more than memory, and without an entropy term the gradient needs nothing else.
+        """
         rereads = self.needs.entropy_gradient or self.distillation is not None
         return self.differentiates and not rereads and not self.hidden.is_cuda
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A chunk whose statistics are under way."""
+    """A chunk whose statistics are being gathered."""
 
     chunk: RowChunk
     columns: RowColumns
     logits: Tensor
-    mine: Tensor
-    """this shard's row statistics; exponentials may have replaced the logits"""
+    shard_statistics: Tensor
+    """Row statistics of this shard. Exponentials may have replaced the logits."""
     parts: Tensor
     work: dist.Work | None
     of_teacher: Tensor | None
@@ -171,49 +174,58 @@ class _Pending:
 
 
 @torch.no_grad()
-def _pending(run: _Run) -> Iterator[_Pending]:
-    """The chunks in order, each after the GEMM of the next one was started if two are in flight; an empty one if there
-    are no rows."""
+def _pending(run: _HeadCall) -> Iterator[_Pending]:
+    """Yield the chunks in order, each after the GEMM of the next one was started if two are in flight.
+
+    Without rows it yields one empty chunk, so that every rank takes part in the collectives.
+    """
     chunks = list(run.rows.chunks(run.gradient.chunk)) or [RowChunk(0, 0, 0)]
     number = min(run.in_flight, len(chunks))
-    rows, taught = min(run.gradient.chunk, run.rows.count), run.distillation
-    buffers = [(run.head.new_logits(rows), None if taught is None else taught.new_logits(rows)) for _ in range(number)]
+    rows = min(run.gradient.chunk, run.rows.count)
+    distillation = run.distillation
+    buffers = [
+        (run.head.new_logits(rows), None if distillation is None else distillation.new_logits(rows))
+        for _ in range(number)
+    ]
     started: list[_Pending] = []
-    for place, chunk in enumerate(chunks):
-        started.append(_start(run, chunk, *buffers[place % number]))
+    for index, chunk in enumerate(chunks):
+        started.append(_start(run, chunk, *buffers[index % number]))
         if len(started) == number:
             yield started.pop(0)
     yield from started
 
 
-def _start(run: _Run, chunk: RowChunk, buffer: Tensor, teacher_buffer: Tensor | None) -> _Pending:
+def _start(run: _HeadCall, chunk: RowChunk, buffer: Tensor, teacher_buffer: Tensor | None) -> _Pending:
     head = run.head
     hidden = run.rows.take(run.hidden, chunk.start, chunk.stop)
     columns = run.columns.select(slice(chunk.start, chunk.stop))
     logits = head.logits(hidden, buffer, columns.targets.sampling_mask)
     squares = run.needs.other_square
-    mine = head.statistics(logits, columns.labels, columns.local_ids, squares=squares, overwrite=run.overwrites)
-    sent = mine
+    shard_statistics = head.statistics(
+        logits, columns.labels, columns.local_ids, squares=squares, overwrite=run.overwrites
+    )
+    sent = shard_statistics
     if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
-        sent = narrow(mine, columns.targets.labels, columns.ids, columns.valid)
+        sent = narrow(shard_statistics, columns.targets.labels, columns.ids, columns.valid)
     of_teacher = None
     if run.distillation is not None and teacher_buffer is not None:
         of_teacher, totals = run.distillation.start(chunk, teacher_buffer)
         sent = torch.cat([sent, totals], 1)
-    return _Pending(chunk, columns, logits, mine, *gather_shards(sent, head.group), of_teacher)
+    return _Pending(chunk, columns, logits, shard_statistics, *gather_shards(sent, head.group), of_teacher)
 
 
 @torch.no_grad()
-def _finish(run: _Run, pending: _Pending) -> LossOutput:
-    """The loss of a chunk; its part of the gradients goes to ``run.gradient``."""
+def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
+    """Return the loss of a chunk and add its gradients to ``run.gradient``."""
     if pending.work is not None:
         pending.work.wait()
     head, columns = run.head, pending.columns
     totals, sums = _totals(run, pending)
     output, of_logprobs, of_entropy, of_ids = _differentiate(run, columns.targets, totals, sums)
-    stop, taught = pending.chunk.num_gradient if run.differentiates else 0, None
+    stop = pending.chunk.num_gradient if run.differentiates else 0
+    term = None
     if run.distillation is not None and pending.of_teacher is not None:
-        taught = run.distillation.finish(
+        term = run.distillation.finish(
             pending.logits,
             totals,
             pending.of_teacher,
@@ -222,7 +234,7 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             scale=run.gradient.scale,
             differentiates=run.differentiates,
         )
-        output = add_distillation(output, taught.loss_sum, taught.metrics)
+        output = add_distillation(output, term.loss_sum, term.metrics)
     if run.differentiates:
         check_rest(stop, of_logprobs, of_entropy, of_ids)
     if stop:
@@ -233,12 +245,12 @@ def _finish(run: _Run, pending: _Pending) -> LossOutput:
             totals.select(part),
             of_logprobs[part],
             None if of_entropy is None else of_entropy[part],
-            run.gradient.place(pending.logits[part]),
-            pending.mine[part, 0] if run.overwrites else None,
+            run.gradient.next_output(pending.logits[part]),
+            pending.shard_statistics[part, 0] if run.overwrites else None,
             _slots(columns, of_ids, part),
         )
-        if taught is not None and taught.gradient is not None:
-            dlogits = add_(dlogits, taught.gradient)
+        if term is not None and term.gradient is not None:
+            dlogits = add_(dlogits, term.gradient)
         run.gradient.add(dlogits)
     return output
 
@@ -249,8 +261,8 @@ def _slots(columns: RowColumns, of_ids: Tensor | None, part: slice) -> SlotGradi
     return SlotGradient(columns.local_ids[part], of_ids[part])
 
 
-def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
-    """The totals of the rows, and ``losses.topk_sums`` of all slots where those are exchanged in place of the slots."""
+def _totals(run: _HeadCall, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
+    """Return the totals of the rows, and ``losses.topk_sums`` of all slots if sums are exchanged instead of slots."""
     (targets, _, ids, valid, local_ids), head = pending.columns, run.head
     parts = pending.parts if run.distillation is None else pending.parts[..., :-COLUMNS]
     if not run.exchanges_sums:
@@ -261,17 +273,20 @@ def _totals(run: _Run, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
     assert head.group is not None and slot_sums is not None
     totals = merge_narrow(parts, head.temperature)
     sums, other, square = reduce_slots(
-        pending.mine, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, slot_sums
+        pending.shard_statistics, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, slot_sums
     )
     last = slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
     return totals._replace(other_logprob=other, other_square=square), sums + last.to(sums.dtype)
 
 
 def _differentiate(
-    run: _Run, targets: TokenTargets, totals: RowTotals, sums: Tensor | None
+    run: _HeadCall, targets: TokenTargets, totals: RowTotals, sums: Tensor | None
 ) -> tuple[LossOutput, Tensor, Tensor | None, Tensor | None]:
-    """The loss on some rows, and its derivatives in their log-probabilities and entropies ``[n]``, and in the
-    log-probabilities of the ids ``[n, K]``."""
+    """Return the loss of some rows and its derivatives.
+
+    The derivatives are by the log-probabilities and entropies ``[n]``, and by the log-probabilities of the ids
+    ``[n, K]``.
+    """
     needs = run.needs
     logprobs = totals.logprobs.detach().requires_grad_(run.differentiates)
     entropy = totals.entropy.detach().requires_grad_(run.differentiates and needs.entropy_gradient)
@@ -286,7 +301,7 @@ def _differentiate(
     zeros = torch.zeros_like(totals.logprobs)
     if not wanted or not output.loss_sum.requires_grad:
         return output, zeros, None, None
-    found = iter(torch.autograd.grad(output.loss_sum, wanted, run.gradient.scale, allow_unused=True))
-    by_leaf = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+    gradients = iter(torch.autograd.grad(output.loss_sum, wanted, run.gradient.scale, allow_unused=True))
+    by_leaf = [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
     detached = replace(output, loss_sum=output.loss_sum.detach())
     return detached, zeros if by_leaf[0] is None else by_leaf[0], by_leaf[1], by_leaf[2]

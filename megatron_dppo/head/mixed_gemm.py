@@ -18,18 +18,18 @@ _BLOCK_ENTRIES = 1 << 20
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Return float64 for a float64 tensor, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether numbers of two bytes are multiplied, and added up in fp32."""
+    """Return True for bf16 and fp16, whose products are added up in fp32."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Float32 GEMMs on the CPU may round their inputs to bf16, for inputs that are bf16 numbers anyway."""
+def _allow_bf16_products(dtype: torch.dtype) -> Iterator[None]:
+    """Let float32 GEMMs on the CPU round their inputs to bf16, for inputs that are bf16 numbers anyway."""
     setting = getattr(torch.backends.mkldnn, "matmul", None)
     if setting is None or dtype != torch.bfloat16:
         yield
@@ -55,7 +55,8 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
 
 
 def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``hidden [n, H] @ weight [W, H].T + bias [W]`` to ``out [n, W]`` in the accumulation dtype; returns ``out``."""
+    """Write ``hidden [n, H] @ weight [W, H].T + bias [W]`` to ``out [n, W]`` in the accumulation dtype; return
+    ``out``."""
     if not is_half(hidden.dtype):
         torch.mm(hidden, weight.t(), out=out)
     elif hidden.is_cuda:
@@ -64,7 +65,7 @@ def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         rows = hidden.float()
         # One buffer for all blocks: fresh memory for each would cost more in page faults than the product.
         buffer = torch.empty(_block_rows(weight), weight.shape[1])
-        with _products_of(hidden.dtype):
+        with _allow_bf16_products(hidden.dtype):
             for block in _blocks(weight):
                 converted = buffer[: block.stop - block.start].copy_(weight[block])
                 torch.mm(rows, converted.t(), out=out[:, block])
@@ -72,7 +73,7 @@ def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 
 
 class WeightGradient:
-    """The sum over chunks of ``dlogits.T @ hidden``, in fp32 (fp64 for fp64).
+    """Sum over chunks of ``dlogits.T @ hidden``, in fp32 (fp64 for fp64).
 
     Args:
         weight: ``[W, H]``, for shape, dtype and device.
@@ -81,12 +82,14 @@ class WeightGradient:
     """
 
     def __init__(self, weight: Tensor, chunks: int, into: Tensor | None = None) -> None:
-        self._weight, self._sum, self._fresh = weight, into, into is None
+        self._weight = weight
+        self._sum = into
+        self._fresh = into is None
         self._added_elsewhere = into is not None
         self._single = chunks == 1 and into is None
 
     def add(self, dlogits: Tensor, hidden: Tensor) -> None:
-        """One chunk: ``dlogits [n, W]`` and ``hidden [n, H]`` in the dtype of the weight."""
+        """Add one chunk: ``dlogits [n, W]`` and ``hidden [n, H]`` in the dtype of the weight."""
         if self._single:
             self._sum = torch.mm(dlogits.t(), hidden)
             return
@@ -101,16 +104,17 @@ class WeightGradient:
             _add_blocks(self._sum, dlogits, hidden, beta)
 
     def result(self) -> Tensor | None:
-        """The gradient in the dtype of the weight, 0 without any chunk; None where it was added elsewhere."""
+        """Return the gradient in the dtype of the weight, 0 without any chunk. None if it was added elsewhere."""
         if self._added_elsewhere:
             return None
         return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
 
 
 def _add_blocks(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: float) -> None:
-    """``total = beta total + dlogits.T @ hidden`` on the CPU for factors of two bytes; total [W, H] is fp32."""
+    """Compute ``total = beta total + dlogits.T @ hidden`` on the CPU for bf16 and fp16 factors; total [W, H] is
+    fp32."""
     rows, step = hidden.float(), _BLOCK_ENTRIES // max(len(hidden), 1)
-    with _products_of(hidden.dtype):
+    with _allow_bf16_products(hidden.dtype):
         for start in range(0, len(total), max(64, step)):
             block = slice(start, start + max(64, step))
             torch.addmm(total[block], dlogits[:, block].float().t(), rows, beta=beta, out=total[block])

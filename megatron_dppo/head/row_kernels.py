@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 _UNDERFLOW = -1e4
-"""exp of this is 0 in every dtype; a finite stand-in for log 0, so that 0 log 0 comes out as 0 without a branch."""
+"""Finite stand-in for log 0. Its exp is 0 in every dtype, so that 0 log 0 gives 0 without a branch."""
 _BLOCK_BYTES = 1 << 20
 """Size of a block of rows in the dtype of the statistics. There are two at a time: small enough for the cache of
 a core, and large enough that the number of calls does not count."""
 
 
 def row_statistics(
-    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
+    logits: Tensor, shard_size: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
 ) -> Tensor:
-    """What one shard knows about each row, in one read of the logits.
+    """Return the statistics of each row on one shard, in one read of the logits.
 
-    With ``z = (logit - m) / temperature``, over the first ``own`` entries of the row:
+    With ``z = (logit - m) / temperature``, over the first ``shard_size`` entries of the row:
 
     - column 0, m: the largest logit, before the temperature
     - column 1, t: sum of exp(z) z
@@ -41,7 +41,7 @@ def row_statistics(
 
     Args:
         logits: ``[n, W]`` float32, float64, bfloat16 or float16.
-        own: entries of the shard that are not padding; columns from ``own`` on are not read.
+        shard_size: entries of the shard that are not padding; columns from ``shard_size`` on are not read.
         labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
         ids: ``[n, K]`` int64 index in this shard, -1 = not of this shard or an unused slot; None = none.
         temperature: divides the logits.
@@ -52,12 +52,12 @@ def row_statistics(
     """
     triton = _triton_kernels(logits)
     function = row_statistics_torch if triton is None else triton.row_statistics
-    return function(logits, own, labels, ids, temperature, squares)
+    return function(logits, shard_size, labels, ids, temperature, squares)
 
 
 def row_gradient(
     logits: Tensor,
-    own: int,
+    shard_size: int,
     labels: Tensor,
     maximum: Tensor,
     total: Tensor,
@@ -73,7 +73,7 @@ def row_gradient(
 
     Args:
         logits: ``[n, W]`` as in ``row_statistics``.
-        own: entries of the shard that are not padding; the gradient of the others is 0.
+        shard_size: entries of the shard that are not padding; the gradient of the others is 0.
         labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
         maximum: ``[n]`` the largest logit of the whole row over all shards, before the temperature.
         total: ``[n]`` sum of exp((logit - maximum) / temperature) of the whole row.
@@ -89,12 +89,12 @@ def row_gradient(
     """
     triton = _triton_kernels(logits)
     function = row_gradient_torch if triton is None else triton.row_gradient
-    return function(logits, own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, temperature, out)
+    return function(logits, shard_size, labels, maximum, total, grad_logprobs, grad_entropy, entropy, temperature, out)
 
 
 def row_statistics_torch(
     logits: Tensor,
-    own: int,
+    shard_size: int,
     labels: Tensor,
     ids: Tensor | None,
     temperature: float,
@@ -105,14 +105,17 @@ def row_statistics_torch(
     """``row_statistics`` in plain torch.
 
     With ``overwrite``, for logits in the dtype of the statistics, exp((logit - m) / temperature) takes the place of the
-    first ``own`` logits, for ``gradient_of_exponentials``.
+    first ``shard_size`` logits, for ``gradient_of_exponentials``.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     chosen = labels[:, None] if ids is None else torch.cat([labels[:, None], ids], 1)
     slots = chosen.shape[1]
     out = torch.zeros(len(logits), 3 + slots + squares, dtype=dtype, device=logits.device)
-    maximum, weighted, others, values, square = *out[:, :3].unbind(1), out[:, 3 : 3 + slots], out[:, 3 + slots :]
-    if own == 0 or len(logits) == 0:
+    # Views of ``out``: m, t, o, then y of label and ids, then q if asked for.
+    maximum, weighted, other = out[:, :3].unbind(1)
+    values = out[:, 3 : 3 + slots]
+    square = out[:, 3 + slots :]
+    if shard_size == 0 or len(logits) == 0:
         maximum.fill_(-torch.inf)
         values.fill_(-torch.inf)
         return out
@@ -120,10 +123,12 @@ def row_statistics_torch(
     # In place of -1 another index of the row, or 0 where there is none: that entry comes back after the sum.
     struck = torch.where(of_shard, chosen, chosen.amax(1, keepdim=True).clamp(min=0))
     values.copy_(logits.gather(1, struck))
-    scale, difference = _bits_per_logit(temperature), _scratch(logits, own, dtype)
+    scale, difference = _bits_per_logit(temperature), _scratch(logits, shard_size, dtype)
     exponential = None if overwrite else torch.empty_like(difference)
-    columns = (maximum, weighted, others, struck, square)
-    for block, *(highest, moment, total, places, of_squares) in _row_blocks(own, logits[:, :own], *columns):
+    columns = (maximum, weighted, other, struck, square)
+    for block, *(highest, moment, total, places, of_squares) in _row_blocks(
+        shard_size, logits[:, :shard_size], *columns
+    ):
         z, exp = difference[: len(block)], block if exponential is None else exponential[: len(block)]
         highest.copy_(block.amax(1))
         torch.sub(block, _finite(highest)[:, None], out=z).mul_(scale)
@@ -137,7 +142,7 @@ def row_statistics_torch(
     below = values - _finite(maximum)[:, None]
     exponentials = torch.exp2(below * scale)
     unstruck = torch.where(of_shard.any(1), 0.0, exponentials[:, 0])
-    others += unstruck
+    other += unstruck
     if squares:
         square += unstruck.square()[:, None]
     if overwrite:
@@ -148,7 +153,7 @@ def row_statistics_torch(
 
 def row_gradient_torch(
     logits: Tensor,
-    own: int,
+    shard_size: int,
     labels: Tensor,
     maximum: Tensor,
     total: Tensor,
@@ -159,7 +164,7 @@ def row_gradient_torch(
     out: Tensor,
 ) -> Tensor:
     """``row_gradient`` in plain torch."""
-    if own == 0 or len(logits) == 0:
+    if shard_size == 0 or len(logits) == 0:
         return out.zero_()
     # -p (g + e (log p + H)) / temperature = exp(z) (base + slope z)
     base, slope = -grad_logprobs / (total * temperature), None
@@ -170,10 +175,12 @@ def row_gradient_torch(
     at_label = (logits.gather(1, index[:, None]).squeeze(1).to(maximum.dtype) - maximum) / temperature
     factor = base if slope is None else base + slope * at_label.clamp(min=_UNDERFLOW)
     at_label = at_label.exp() * factor + grad_logprobs / temperature
-    scale, scratch = _bits_per_logit(temperature), _scratch(logits, own, maximum.dtype)
+    scale, scratch = _bits_per_logit(temperature), _scratch(logits, shard_size, maximum.dtype)
     exponential = None if slope is None else torch.empty_like(scratch)
     columns = (maximum, base) if slope is None else (maximum, base, math.log(2) * slope)
-    for block, target, highest, *factors in _row_blocks(own, logits[:, :own], out[:, :own], *columns):
+    for block, target, highest, *factors in _row_blocks(
+        shard_size, logits[:, :shard_size], out[:, :shard_size], *columns
+    ):
         z = scratch[: len(block)]
         torch.sub(block, _finite(highest)[:, None], out=z).mul_(scale)
         if exponential is None:
@@ -182,12 +189,12 @@ def row_gradient_torch(
             exp = torch.exp2(z, out=exponential[: len(block)])
             z.clamp_(min=_UNDERFLOW).mul_(factors[1][:, None]).add_(factors[0][:, None]).mul_(exp)
         target.copy_(z)
-    return _finished(out, own, labels, at_label)
+    return _finished(out, shard_size, labels, at_label)
 
 
 def gradient_of_exponentials(
     exponentials: Tensor,
-    own: int,
+    shard_size: int,
     labels: Tensor,
     shard_maximum: Tensor,
     maximum: Tensor,
@@ -201,7 +208,7 @@ def gradient_of_exponentials(
     Args:
         exponentials: ``[n, W]``
         shard_maximum: ``[n]`` the largest logit of this shard, before the temperature.
-        own: as in ``row_gradient``, like the other arguments.
+        shard_size: as in ``row_gradient``, like the other arguments.
         labels: the same.
         maximum: the same.
         total: the same.
@@ -209,22 +216,22 @@ def gradient_of_exponentials(
         temperature: the same.
         out: ``[n, W]`` ``exponentials`` itself, or memory of its own.
     """
-    if own == 0 or len(exponentials) == 0:
+    if shard_size == 0 or len(exponentials) == 0:
         return out.zero_()
     factor = -grad_logprobs / (total * temperature) * ((shard_maximum - maximum) / temperature).exp()
     at_label = exponentials.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * factor + grad_logprobs / temperature
     in_place = out.data_ptr() == exponentials.data_ptr() and out.dtype == exponentials.dtype
-    for block, target, factors in _row_blocks(own, exponentials[:, :own], out[:, :own], factor):
+    for block, target, factors in _row_blocks(shard_size, exponentials[:, :shard_size], out[:, :shard_size], factor):
         product = block.mul_(factors[:, None])
         if not in_place:
             target.copy_(product)
-    return _finished(out, own, labels, at_label)
+    return _finished(out, shard_size, labels, at_label)
 
 
-def _finished(out: Tensor, own: int, labels: Tensor, at_label: Tensor) -> Tensor:
+def _finished(out: Tensor, shard_size: int, labels: Tensor, at_label: Tensor) -> Tensor:
     """Padding is 0, and at the label stands the sum of both terms, rounded once."""
-    if own < out.shape[1]:
-        out[:, own:] = 0.0
+    if shard_size < out.shape[1]:
+        out[:, shard_size:] = 0.0
     row = torch.arange(len(out), device=out.device)
     # A row whose label is elsewhere gets back what it has.
     out[row, labels.clamp(min=0)] = torch.where(labels >= 0, at_label.to(out.dtype), out[:, 0])
@@ -240,14 +247,14 @@ def _bits_per_logit(temperature: float) -> float:
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """Something finite in place of the maximum of a row of -inf, whose exponentials are then 0 and not NaN."""
+    """Replace the maximum of a row of -inf by a finite number, so that its exponentials are 0 and not NaN."""
     return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
-def _rows_at_a_time(logits: Tensor, own: int) -> int:
+def _rows_at_a_time(logits: Tensor, shard_size: int) -> int:
     if logits.is_cuda:
         return len(logits)
-    return max(1, _BLOCK_BYTES // (own * (8 if logits.dtype == torch.float64 else 4)))
+    return max(1, _BLOCK_BYTES // (shard_size * (8 if logits.dtype == torch.float64 else 4)))
 
 
 def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -255,10 +262,10 @@ def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(rows, columns, dtype=dtype, device=logits.device)
 
 
-def _row_blocks(own: int, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _row_blocks(shard_size: int, logits: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same few rows of each tensor at a time."""
-    step = _rows_at_a_time(logits, own)
-    return zip(*(tensor.split(step) for tensor in (logits, *others)), strict=True)
+    step = _rows_at_a_time(logits, shard_size)
+    return zip(*(tensor.split(step) for tensor in (logits, *columns)), strict=True)
 
 
 def _triton_kernels(logits: Tensor) -> ModuleType | None:

@@ -25,10 +25,10 @@ from megatron_dppo.head.triton_kernels import gradient_kernel, statistics_kernel
 
 NUM_WARPS = 4
 _ENTRIES = 16
-"""entries of a block that one thread has"""
+"""Entries of a block per thread."""
 _VECTOR_BYTES = 16
 _LEAST_IDS = 16
-"""fewer slots are padded to so many, so that few numbers of ids have a kernel of their own"""
+"""Fewer slots are padded to this number, so that few kernels are compiled."""
 
 
 def constants(dtype: torch.dtype) -> dict[str, int]:
@@ -43,13 +43,13 @@ def id_slots(num_ids: int) -> int:
 
 
 def row_statistics(
-    logits: Tensor, own: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
+    logits: Tensor, shard_size: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
 ) -> Tensor:
-    """What each row of this shard contributes to the statistics of the whole vocabulary.
+    """Return the contribution of each row of this shard to the statistics of the whole vocabulary.
 
     Args:
         logits: ``[n, W]`` fp32, bf16 or fp16, raw (before the temperature), rows contiguous.
-        own: the columns from here on are padding and never looked at; 0 <= own <= W.
+        shard_size: the columns from here on are padding and never looked at; 0 <= own <= W.
         labels: ``[n]`` int64, the label's column, -1 = not of this shard.
         ids: ``[n, K]`` int64 columns in any order, -1 = not of this shard or an unused slot; or None.
         temperature: divides the logits.
@@ -64,7 +64,7 @@ def row_statistics(
     Raises:
         ValueError: a shape, a dtype or a memory layout is not as above.
     """
-    _check_logits(logits, own, labels)
+    _check_logits(logits, shard_size, labels)
     num_ids = 0
     if ids is not None:
         if ids.dim() != 2 or len(ids) != len(logits) or ids.dtype != torch.int64:
@@ -79,7 +79,7 @@ def row_statistics(
                 ids.contiguous() if ids is not None and num_ids else None,
                 out,
                 logits.stride(0),
-                own,
+                shard_size,
                 num_ids,
                 math.log2(math.e) / temperature,
                 float(temperature),
@@ -93,7 +93,7 @@ def row_statistics(
 
 def row_gradient(
     logits: Tensor,
-    own: int,
+    shard_size: int,
     labels: Tensor,
     maximum: Tensor,
     total: Tensor,
@@ -112,7 +112,7 @@ def row_gradient(
     threads. So a write never passes a read. No other program touches the row.
 
     Args:
-        logits: ``[n, W]`` as in ``row_statistics``, with ``own``, ``labels`` and ``temperature``.
+        logits: ``[n, W]`` as in ``row_statistics``, with ``shard_size``, ``labels`` and ``temperature``.
         maximum: ``[n]`` fp32, the largest raw logit of the row over all shards.
         total: ``[n]`` fp32, the sum of exp((logit - maximum) / temperature) over all shards.
         grad_logprobs: ``[n]`` fp32, the loss' derivative by the label's log-probability.
@@ -123,7 +123,7 @@ def row_gradient(
     Raises:
         ValueError: a shape, a dtype or a memory layout is not as above, or ``out`` shares the storage in another way.
     """
-    _check_logits(logits, own, labels)
+    _check_logits(logits, shard_size, labels)
     _check_out(logits, out)
     if grad_entropy is not None and entropy is None:
         raise ValueError("row_gradient: grad_entropy needs entropy, which is None")
@@ -140,7 +140,7 @@ def row_gradient(
                 out,
                 logits.stride(0),
                 out.stride(0),
-                own,
+                shard_size,
                 logits.shape[1],
                 math.log2(math.e) / temperature,
                 float(temperature),
@@ -150,14 +150,14 @@ def row_gradient(
     return out
 
 
-def _check_logits(logits: Tensor, own: int, labels: Tensor) -> None:
+def _check_logits(logits: Tensor, shard_size: int, labels: Tensor) -> None:
     if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or logits.stride(1) != 1:
         raise ValueError(
             "row kernels: expected fp32, bf16 or fp16 logits [n, W] with contiguous rows, "
             f"got {logits.dtype} {[*logits.shape]}, strides {logits.stride()}"
         )
-    if not 0 <= own <= logits.shape[1]:
-        raise ValueError(f"row kernels: own = {own} entries do not fit logits {[*logits.shape]}")
+    if not 0 <= shard_size <= logits.shape[1]:
+        raise ValueError(f"row kernels: shard_size = {shard_size} entries do not fit logits {[*logits.shape]}")
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(f"row kernels: expected int64 labels [{len(logits)}], got {labels.dtype} {[*labels.shape]}")
 

@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _CUDA_CHUNK_BYTES = 2_500_000_000
-"""Of logits in float32. With it a chunk has 4096 rows at a vocabulary of 151,936, where the GEMMs are at full speed and
-adding to the fp32 gradient of the weight costs 5 % of them; a shard of the vocabulary needs less."""
+"""Bytes of a chunk's logits in float32 on CUDA. With it a chunk has 4096 rows at a vocabulary of 151,936, where the
+GEMMs are at full speed and adding to the fp32 gradient of the weight costs 5 % of them; a shard of the vocabulary needs
+less."""
 _CUDA_CHUNK_ROWS = 4096
 _CPU_CHUNK_BYTES = 24_000_000
-"""Of logits in float32: in the last cache, and below what malloc gives back to the system after each use."""
+"""Bytes of a chunk's logits in float32 on the CPU: in the last cache, and below what malloc gives back to the system
+after each use."""
 _CPU_CHUNK_ROWS = (64, 512)
 """Fewer rows would leave the GEMM waiting for the weight; more bring nothing."""
 _CPU_GRADIENT_BYTES = 64_000_000
-"""Of gradients of logits in two bytes each that go through the other two GEMMs together."""
+"""Bytes of two-byte gradients of logits that go through the other two GEMMs together."""
 _CPU_GRADIENT_ROWS = 128
 """Fewer would leave those GEMMs waiting for the weight and its gradient."""
 
@@ -30,9 +32,9 @@ class RowPlan:
     rows: Tensor
     """[R] int64 on the device of the hidden states, the rows with loss; those with a gradient that is not 0 first"""
     num_gradient: int
-    """how many of them have a gradient; the rest are skipped in backward"""
+    """Number of rows that have a gradient. Backward skips the others."""
     on_host: Tensor | None = None
-    """the rows on the CPU, which sampling masks are picked by; None = they are waited for"""
+    """The rows on the CPU, which select sampling masks. None costs a synchronization."""
 
     @classmethod
     def of(cls, loss_mask: Tensor, advantages: Tensor | None, device: torch.device | str | None = None) -> RowPlan:
@@ -70,7 +72,7 @@ class RowChunk:
     start: int
     stop: int
     num_gradient: int
-    """how many of them, from the first on, have a gradient"""
+    """Number of rows, from the first on, that have a gradient."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Rows:
 
     @property
     def num_gradient(self) -> int:
-        """How many of them, from the first on, have a gradient."""
+        """Number of rows, from the first on, that have a gradient."""
         return self.length if self.plan is None else self.plan.num_gradient
 
     def take(self, values: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
@@ -121,11 +123,11 @@ class Rows:
         """``[n, ...]`` of the first n rows of the plan to ``[T, ...]``, 0 (or False) in the others."""
         if self.plan is None and len(values) == self.length:
             return values
-        whole = values.new_zeros(self.length, *values.shape[1:])
+        result = values.new_zeros(self.length, *values.shape[1:])
         if self.plan is None:
-            whole[: len(values)] = values
-            return whole
-        return whole.index_copy_(0, self.plan.rows[: len(values)], values)
+            result[: len(values)] = values
+            return result
+        return result.index_copy_(0, self.plan.rows[: len(values)], values)
 
     def chunks(self, size: int, stop: int | None = None) -> Iterator[RowChunk]:
         """The rows up to ``stop`` (None = all) in chunks of ``size``, the last one shorter."""
@@ -150,8 +152,9 @@ def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1
 
 
 def chunks_in_flight(device: torch.device, group: ProcessGroup | None) -> int:
-    """How many chunks of a rank have their logits in memory at a time: two where the collective of one is hidden behind
-    the GEMM of the next. On the CPU it takes a tenth of that GEMM at most, and new memory costs more than that."""
+    """Return the number of chunks whose logits are in memory at a time: two where the collective of one is hidden
+    behind the GEMM of the next. On the CPU it takes a tenth of that GEMM at most, and new memory costs more than
+    that."""
     return 2 if device.type == "cuda" and group is not None else 1
 
 

@@ -32,20 +32,20 @@ from megatron_dppo.types import SamplingMask
 
 
 class SlotGradient(NamedTuple):
-    """Of some rows."""
+    """Gradient at the Top-K ids of some rows."""
 
     ids: Tensor
-    """[n, K] index in this shard, -1 = not of this shard or an unused slot"""
+    """Index in this shard, -1 for another shard's id or an unused slot. Shape [n, K]."""
     gradient: Tensor
-    """[n, K] the loss' derivative by log p(id), of all shards' ids; 0 in unused slots"""
+    """Derivative of the loss by log p(id), for the ids of all shards; 0 in unused slots. Shape [n, K]."""
 
     def total(self, grad_logprobs: Tensor) -> Tensor:
-        """``[n]`` g: with the derivative by log p(label) ``[n]``."""
+        """Return the derivative by all log-probabilities of a row, g, including that by log p(label). Shape [n]."""
         return grad_logprobs + self.gradient.sum(1)
 
 
 def chosen_entries(labels: Tensor, slots: SlotGradient, grad_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """The places ``[n, 1 + K]`` of label and ids, -1 elsewhere, and the derivative b of each."""
+    """Return the indices ``[n, 1 + K]`` of label and ids in this shard, or -1, and the derivative b of each."""
     ids, of_ids = slots.ids, slots.gradient
     both = (ids == labels[:, None]) & (ids >= 0)
     of_label = grad_logprobs + torch.where(both, of_ids, 0.0).sum(1)
@@ -54,7 +54,7 @@ def chosen_entries(labels: Tensor, slots: SlotGradient, grad_logprobs: Tensor) -
 
 
 def write_entries(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """``values [n, S]`` at ``places [n, S]`` of ``out [n, W]``, nothing where a place is -1.
+    """Write ``values [n, S]`` at ``places [n, S]`` of ``out [n, W]``; nothing is written where a place is -1.
 
     A place that stands twice in a row has the same value twice. Without a search for the used ones, which would wait
     for the device: an unused place repeats a used one, or what the row has. By index and not by ``scatter_``, which on
@@ -88,22 +88,22 @@ class RowTotals(NamedTuple):
     """[n] sum of p^2 over the entries outside the label and the ids"""
 
     def select(self, rows: slice) -> RowTotals:
-        """Some of the rows."""
+        """Return some of the rows."""
         return RowTotals(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's shard of the output layer, and where it lies in the vocabulary."""
+    """This rank's shard of the output layer, and its position in the vocabulary."""
 
     weight: Tensor
     bias: Tensor | None
     group: ProcessGroup | None
-    """None = one shard holds all"""
+    """Vocabulary-parallel group. None: one shard holds the whole vocabulary."""
     first: int
-    """global id of the shard's first entry"""
-    own: int
-    """entries of the shard that are not padding"""
+    """Global id of the shard's first entry."""
+    shard_size: int
+    """Entries of the shard that are not padding."""
     temperature: float
 
     @classmethod
@@ -116,11 +116,11 @@ class VocabShard:
         vocab_size: int,
         temperature: float,
     ) -> VocabShard:
-        """Check the arguments, the same on every rank.
+        """Check the arguments, which are the same on every rank, and build the shard.
 
         Raises:
-            ValueError: shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary, or the temperature
-                is not positive.
+            ValueError: If shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary, or the
+                temperature is not positive.
         """
         _check_layer(hidden, weight, bias)
         shards, rank, width = (1, 0, len(weight)) if group is None else (group.size(), group.rank(), len(weight))
@@ -129,40 +129,44 @@ class VocabShard:
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
         group = group if shards > 1 else None
-        own = max(0, min(vocab_size - rank * width, width))
-        return cls(weight.detach(), None if bias is None else bias.detach(), group, rank * width, own, temperature)
+        shard_size = max(0, min(vocab_size - rank * width, width))
+        return cls(
+            weight.detach(), None if bias is None else bias.detach(), group, rank * width, shard_size, temperature
+        )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of logits and statistics."""
+        """Dtype of logits and statistics."""
         return accumulation_dtype(self.weight)
 
     def local(self, ids: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Global ids to indices in this shard; -1 for those of other shards and those not valid."""
-        mine = (ids >= self.first) & (ids < self.first + self.own)
-        return torch.where(mine if valid is None else mine & valid, ids - self.first, -1)
+        """Return the indices in this shard of global ids; -1 for ids of other shards and invalid ones."""
+        is_local = (ids >= self.first) & (ids < self.first + self.shard_size)
+        return torch.where(is_local if valid is None else is_local & valid, ids - self.first, -1)
 
     def new_logits(self, rows: int) -> Tensor:
-        """Memory for the logits of ``rows`` rows."""
+        """Allocate memory for the logits of ``rows`` rows."""
         return torch.empty(rows, len(self.weight), dtype=self.dtype, device=self.weight.device)
 
     def logits(self, hidden: Tensor, out: Tensor, sampling_mask: SamplingMask | None = None) -> Tensor:
-        """``[n, W]`` logits before the temperature, in the first n rows of ``out``; -inf outside the mask."""
+        """Return logits ``[n, W]`` before the temperature, in the first n rows of ``out``; -inf outside the mask."""
         logits = logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
         return (
             logits
             if sampling_mask is None
-            else keep_only_(logits, sampling_mask.ids, sampling_mask.counts, self.first, self.own)
+            else keep_only_(logits, sampling_mask.ids, sampling_mask.counts, self.first, self.shard_size)
         )
 
     def statistics(
         self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, squares: bool = False, overwrite: bool = False
     ) -> Tensor:
-        """``[n, 4 + K]`` of ``row_kernels.row_statistics``, ``[n, 5 + K]`` with squares; with ``overwrite``,
-        exponentials replace the logits."""
+        """Return the row statistics of this shard, ``[n, 4 + K]``, or ``[n, 5 + K]`` with squares.
+
+        See ``row_kernels.row_statistics``. With ``overwrite`` exponentials replace the logits.
+        """
         if overwrite:
-            return row_statistics_torch(logits, self.own, labels, ids, self.temperature, squares, overwrite=True)
-        return row_statistics(logits, self.own, labels, ids, self.temperature, squares)
+            return row_statistics_torch(logits, self.shard_size, labels, ids, self.temperature, squares, overwrite=True)
+        return row_statistics(logits, self.shard_size, labels, ids, self.temperature, squares)
 
     def gradient(
         self,
@@ -175,7 +179,7 @@ class VocabShard:
         overwritten: Tensor | None = None,
         slots: SlotGradient | None = None,
     ) -> Tensor:
-        """``[n, W]`` gradient of the logits, written to ``out``.
+        """Write the gradient of the logits ``[n, W]`` to ``out`` and return it.
 
         ``overwritten`` is the shard's maximum ``[n]`` if ``statistics`` has replaced the logits; ``slots`` the gradient
         at the Top-K ids.
@@ -185,14 +189,16 @@ class VocabShard:
             places, values = self._at_slots(logits, labels, totals, grad_logprobs, grad_entropy, overwritten, slots)
             together = slots.total(grad_logprobs)
             self.gradient(logits, labels, totals, together, grad_entropy, out, overwritten)
-            return write_entries(out, places, values) if self.own else out
-        maximum, total, entropy = totals.maximum, totals.total, totals.entropy
+            return write_entries(out, places, values) if self.shard_size else out
+        maximum = totals.maximum
+        total = totals.total
+        entropy = totals.entropy
         if overwritten is not None:
             return gradient_of_exponentials(
-                logits, self.own, labels, overwritten, maximum, total, grad_logprobs, self.temperature, out
+                logits, self.shard_size, labels, overwritten, maximum, total, grad_logprobs, self.temperature, out
             )
         return row_gradient(
-            logits, self.own, labels, maximum, total, grad_logprobs, grad_entropy, entropy, self.temperature, out
+            logits, self.shard_size, labels, maximum, total, grad_logprobs, grad_entropy, entropy, self.temperature, out
         )
 
     def _at_slots(
@@ -205,16 +211,17 @@ class VocabShard:
         overwritten: Tensor | None,
         slots: SlotGradient,
     ) -> tuple[Tensor, Tensor]:
-        """Where label and ids are in this shard ``[n, 1 + K]``, and the gradient of their logits."""
+        """Return the indices of label and ids in this shard ``[n, 1 + K]``, and the gradient of their logits."""
         places, derivative = chosen_entries(labels, slots, grad_logprobs)
-        if not self.own:
+        if not self.shard_size:
             return places, derivative
-        found, maximum = logits.gather(1, places.clamp(min=0)).to(totals.total.dtype), totals.maximum[:, None]
+        chosen_logits = logits.gather(1, places.clamp(min=0)).to(totals.total.dtype)
+        maximum = totals.maximum[:, None]
         factor = slots.total(grad_logprobs)[:, None]
         if overwritten is not None:
-            p = found * (((overwritten[:, None] - maximum) / self.temperature).exp() / totals.total[:, None])
+            p = chosen_logits * (((overwritten[:, None] - maximum) / self.temperature).exp() / totals.total[:, None])
         else:
-            z = (found - maximum) / self.temperature
+            z = (chosen_logits - maximum) / self.temperature
             p = z.exp() / totals.total[:, None]
             if grad_entropy is not None:
                 log_p = z.clamp(min=-1e4) - totals.total.log()[:, None]
@@ -222,21 +229,25 @@ class VocabShard:
         return places, (derivative - p * factor) / self.temperature
 
 
-def gather_shards(mine: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
-    """All-gather ``[n, C]`` of each rank to ``[ranks, n, C]``, ready when the returned work (None = now) is done."""
-    if group is None or mine.numel() == 0:
-        return mine[None].expand(1 if group is None else group.size(), *mine.shape), None
-    parts = mine.new_empty(group.size(), *mine.shape)
-    return parts, dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=group, async_op=True)
+def gather_shards(shard_statistics: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+    """All-gather ``[n, C]`` of each rank to ``[ranks, n, C]``, ready when the returned work is done (None: ready)."""
+    if group is None or shard_statistics.numel() == 0:
+        return shard_statistics[None].expand(1 if group is None else group.size(), *shard_statistics.shape), None
+    parts = shard_statistics.new_empty(group.size(), *shard_statistics.shape)
+    return parts, dist.all_gather_into_tensor(parts.flatten(0, 1), shard_statistics, group=group, async_op=True)
 
 
 def merge(parts: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, temperature: float) -> RowTotals:
-    """The shards' statistics ``[ranks, n, 4 + K]``, or one column more, to those of the whole rows; see above.
+    """Merge the shards' statistics ``[ranks, n, 4 + K]``, or one column more, to the totals of the rows; see above.
 
     ``labels [n]``, ``ids [n, K]`` and ``valid [n, K]`` are global. A row whose entries are all -inf gives NaN.
     """
     slots = 4 + (0 if ids is None else ids.shape[1])
-    maxima, weighted, others, values = parts[..., 0], parts[..., 1], parts[..., 2], parts[..., 3:slots]
+    # Columns m, t, o, and y of label and ids.
+    maxima = parts[..., 0]
+    weighted = parts[..., 1]
+    other_sums = parts[..., 2]
+    values = parts[..., 3:slots]
     squares = parts[..., slots] if parts.shape[-1] > slots else None
     if ids is not None and valid is not None:
         # The label counts once: where it is one of the ids too, only there.
@@ -247,10 +258,10 @@ def merge(parts: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | Non
     maximum = maxima.amax(0)
     shift = (maxima - maximum) / temperature
     scale = shift.exp()
-    sums = others + torch.where(counted, values.exp(), 0.0).sum(-1)
+    sums = other_sums + torch.where(counted, values.exp(), 0.0).sum(-1)
     # A shard of -inf only: its shift is -inf, and 0 times it must be 0.
     weighted = torch.where(scale == 0, 0.0, scale * (weighted + shift * sums)).sum(0)
-    other = (scale * others).sum(0)
+    other = (scale * other_sums).sum(0)
     values = (values + shift[..., None]).amax(0)
     total = other + torch.where(counted, values.exp(), 0.0).sum(-1)
     log_total = total.log()

@@ -31,7 +31,7 @@ _SHARED_COLUMNS = sorted({f.name for f in fields(LossInputs)} & {f.name for f in
 
 
 def candidates(logits: Tensor, width: int, first: int) -> Tensor:
-    """``[n, 2 width]``: the shard's largest logits and, as the bits of floats, their global ids."""
+    """Return the shard's largest logits and, as the bits of floats, their global ids. Shape [n, 2 * width]."""
     values, places = shard_topk(logits, width, logits.dtype)
     # One collective for both, and exact for every vocabulary.
     ids = (places + first).to(torch.int64 if logits.dtype == torch.float64 else torch.int32)
@@ -39,7 +39,7 @@ def candidates(logits: Tensor, width: int, first: int) -> Tensor:
 
 
 def merge_candidates(parts: Tensor, k: int, totals: RowTotals, temperature: float) -> tuple[Tensor, Tensor]:
-    """``[ranks, n, 2 width]`` to the k largest: log-probabilities ``[n, k]`` and ids ``[n, k]`` int64."""
+    """Merge ``[ranks, n, 2 * width]`` to the k largest: log-probabilities and int64 ids, [n, k] each."""
     shard_values, shard_ids = parts.transpose(0, 1).chunk(2, dim=2)
     values, ids = shard_values.flatten(1), shard_ids.flatten(1)
     # Equal values stand by rising id already, and what fills up a short shard stands after every entry.
@@ -135,7 +135,7 @@ def vocab_parallel_head_stats(
 
 
 def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: int) -> LossInputs:
-    """What a loss takes, from the statistics at ``targets.rollout_topk_ids[:, :K]`` (all slots but the label's).
+    """Build the inputs of a loss from the statistics at ``targets.rollout_topk_ids[:, :K]``, all slots but the label's.
 
     The last slot is the label, so its log-probability is that of the label, without gradient.
     """
@@ -158,31 +158,31 @@ def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: i
 
 @dataclass(frozen=True)
 class _Call:
-    """What both directions need besides the tensors."""
+    """Arguments of forward and backward besides the tensors."""
 
     head: VocabShard
     rows: Rows
     weight: Tensor
-    """the parameter itself, for its attributes"""
+    """The parameter itself, for its attributes."""
     main_grad: Tensor | None
     sampling_mask: SamplingMask | None
-    """of the rows of the plan"""
+    """Sampling masks of the rows of the plan."""
     topk: int
     needs: LossNeeds
     chunk: int
 
     def statistics_columns(self, ids: Tensor | None) -> int:
-        """Numbers of a row that ``VocabShard.statistics`` gives for ``ids [n, K]``."""
+        """Return the number of columns of ``VocabShard.statistics`` for ``ids [n, K]``."""
         return 4 + self.needs.other_square + (0 if ids is None else ids.shape[1])
 
     def logits(self, hidden: Tensor, chunk: RowChunk, out: Tensor) -> Tensor:
-        """``[n, W]`` of a chunk of the rows of ``hidden [T, H]``."""
+        """Return the logits ``[n, W]`` of a chunk of the rows of ``hidden [T, H]``."""
         sampling_mask = None if self.sampling_mask is None else self.sampling_mask[chunk.start : chunk.stop]
         return self.head.logits(self.rows.take(hidden, chunk.start, chunk.stop), out, sampling_mask)
 
 
 class _HeadStatistics(torch.autograd.Function):
-    """Saves its arguments and the totals of the rows; recomputes the logits in backward."""
+    """Autograd function that saves the totals of the rows and recomputes the logits in backward."""
 
     @staticmethod
     def forward(
@@ -204,12 +204,19 @@ class _HeadStatistics(torch.autograd.Function):
         columns = call.statistics_columns(ids)
         totals = merge(parts[..., :columns], labels, ids, ids_valid, head.temperature)
         top = merge_candidates(parts[..., columns:], call.topk, totals, head.temperature) if call.topk else (None,) * 2
-        kept_ids = (ids, ids_valid) if call.needs.slot_gradient else (None, None)
-        ctx.save_for_backward(hidden, weight, labels, totals.maximum, totals.total, totals.entropy, *kept_ids)
+        saved_ids = (ids, ids_valid) if call.needs.slot_gradient else (None, None)
+        ctx.save_for_backward(hidden, weight, labels, totals.maximum, totals.total, totals.entropy, *saved_ids)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        found = (totals.logprobs, totals.entropy, totals.id_logprobs, totals.other_logprob, totals.other_square, *top)
-        outputs = tuple(None if x is None else rows.spread(x) for x in found)
+        statistics = (
+            totals.logprobs,
+            totals.entropy,
+            totals.id_logprobs,
+            totals.other_logprob,
+            totals.other_square,
+            *top,
+        )
+        outputs = tuple(None if x is None else rows.spread(x) for x in statistics)
         differentiable = (True, call.needs.entropy_gradient, call.needs.slot_gradient, False, False, False, False)
         constants = (x for x, moves in zip(outputs, differentiable, strict=True) if not moves)
         ctx.mark_non_differentiable(*(x for x in constants if x is not None))
@@ -229,7 +236,9 @@ class _HeadStatistics(torch.autograd.Function):
         given = (grad_logprobs, grad_entropy, grad_ids)
         if all(x is None for x in given):
             return (None,) * 7
-        rows, head, stop = call.rows, call.head, call.rows.num_gradient
+        rows = call.rows
+        head = call.head
+        stop = rows.num_gradient
         of_logprobs, of_entropy, of_ids = (None if x is None else rows.take(x, 0, stop) for x in given)
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(total[:stop])
@@ -247,7 +256,7 @@ class _HeadStatistics(torch.autograd.Function):
                 totals.select(part),
                 of_logprobs[part],
                 None if of_entropy is None else of_entropy[part],
-                gradient.place(logits),
+                gradient.next_output(logits),
                 slots=None if of_ids is None or local_ids is None else SlotGradient(local_ids[part], of_ids[part]),
             )
             gradient.add(dlogits)
@@ -258,17 +267,19 @@ class _HeadStatistics(torch.autograd.Function):
 
 
 def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, call: _Call) -> Tensor:
-    """``[R, 4 + K + 2 k]`` what this shard sends of each row."""
+    """Return the columns that this shard sends for each row, ``[R, 4 + K + 2 k]``."""
     head, width = call.head, min(call.topk, len(call.head.weight))
     columns = call.statistics_columns(ids)
-    mine = torch.empty(call.rows.count, columns + 2 * width, dtype=head.dtype, device=hidden.device)
+    shard_rows = torch.empty(call.rows.count, columns + 2 * width, dtype=head.dtype, device=hidden.device)
     local_labels, local_ids = head.local(labels), None if ids is None else head.local(ids, valid)
     buffer = head.new_logits(min(call.chunk, call.rows.count))
     for chunk in call.rows.chunks(call.chunk):
         part = slice(chunk.start, chunk.stop)
         logits = call.logits(hidden, chunk, buffer)
         some_ids = None if local_ids is None else local_ids[part]
-        mine[part, :columns] = head.statistics(logits, local_labels[part], some_ids, squares=call.needs.other_square)
+        shard_rows[part, :columns] = head.statistics(
+            logits, local_labels[part], some_ids, squares=call.needs.other_square
+        )
         if width:
-            mine[part, columns:] = candidates(logits[:, : head.own], width, head.first)
-    return mine
+            shard_rows[part, columns:] = candidates(logits[:, : head.shard_size], width, head.first)
+    return shard_rows

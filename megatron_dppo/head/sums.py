@@ -22,19 +22,19 @@ from megatron_dppo.head.rows import RowTotals
 from megatron_dppo.types import LossOutput, Metric, SlotSums
 
 
-def narrow(mine: Tensor, labels: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
-    """A shard's row statistics, ``[n, 4 + K]`` or one column more, to the ``[n, 4]`` that it sends.
+def narrow(shard_statistics: Tensor, labels: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
+    """Reduce a shard's row statistics, ``[n, 4 + K]`` or one column more, to the ``[n, 4]`` that it sends.
 
     ``labels`` and ``ids`` are global.
     """
     once = ~((ids == labels[:, None]) & valid).any(1, keepdim=True)  # a label that is an id too counts once
     counted = torch.cat([once, valid], 1)
-    total = mine[:, 2] + torch.where(counted, mine[:, 3 : 4 + ids.shape[1]].exp(), 0.0).sum(1)
-    return torch.stack([mine[:, 0], mine[:, 1], total, mine[:, 3]], 1)
+    total = shard_statistics[:, 2] + torch.where(counted, shard_statistics[:, 3 : 4 + ids.shape[1]].exp(), 0.0).sum(1)
+    return torch.stack([shard_statistics[:, 0], shard_statistics[:, 1], total, shard_statistics[:, 3]], 1)
 
 
 def merge_narrow(parts: Tensor, temperature: float) -> RowTotals:
-    """The shards' ``[ranks, n, 4]`` to the totals of the rows, without ids; a row of -inf gives NaN."""
+    """Merge the shards' ``[ranks, n, 4]`` to the totals of the rows, without ids; a row of -inf gives NaN."""
     maxima, weighted, sums, at_label = parts.unbind(-1)
     maximum = maxima.amax(0)
     shift = (maxima - maximum) / temperature
@@ -48,7 +48,7 @@ def merge_narrow(parts: Tensor, temperature: float) -> RowTotals:
 
 
 def reduce_slots(
-    mine: Tensor,
+    shard_statistics: Tensor,
     owned: Tensor,
     rollout_logprobs: Tensor,
     totals: RowTotals,
@@ -56,12 +56,12 @@ def reduce_slots(
     group: ProcessGroup,
     slot_sums: SlotSums,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sums over all slots but the label's, log of the mass outside the set and the sum of p^2 there.
+    """Return sums over all slots but the label's, log of the mass outside the set, and the sum of p^2 there.
 
     One all-reduce.
 
     Args:
-        mine: ``[n, 4 + K]`` this shard's row statistics, or ``[n, 5 + K]`` with q.
+        shard_statistics: ``[n, 4 + K]`` this shard's row statistics, or ``[n, 5 + K]`` with q.
         owned: ``[n, K]`` bool, the valid slots whose entry is of this shard.
         rollout_logprobs: ``[n, K]`` log mu.
         totals: of the rows.
@@ -70,14 +70,15 @@ def reduce_slots(
         slot_sums: see ``SlotSums``.
 
     Returns:
-        ``([n, C], [n], [n])`` in the dtype of ``mine``, equal on all ranks of the group; the last is None without q.
+        ``([n, C], [n], [n])`` in the dtype of ``shard_statistics``, equal on all ranks of the group; the last is None
+        without q.
     """
     slots = 4 + owned.shape[1]
-    shift = (mine[:, 0] - totals.maximum) / temperature
-    logprobs = mine[:, 4:slots] + (shift - totals.total.log())[:, None]
-    sums = slot_sums(logprobs, rollout_logprobs, owned).to(mine.dtype)
+    shift = (shard_statistics[:, 0] - totals.maximum) / temperature
+    logprobs = shard_statistics[:, 4:slots] + (shift - totals.total.log())[:, None]
+    sums = slot_sums(logprobs, rollout_logprobs, owned).to(shard_statistics.dtype)
     scale = shift.exp()[:, None]
-    together = torch.cat([sums, mine[:, 2:3] * scale, mine[:, slots:] * scale.square()], 1)
+    together = torch.cat([sums, shard_statistics[:, 2:3] * scale, shard_statistics[:, slots:] * scale.square()], 1)
     dist.all_reduce(together, group=group)
     sums, other, squares = together.tensor_split([sums.shape[1], sums.shape[1] + 1], dim=1)
     square = squares.squeeze(1) / totals.total.square() if squares.shape[1] else None
@@ -85,10 +86,10 @@ def reduce_slots(
 
 
 def joined(outputs: list[LossOutput], rows: Rows) -> LossOutput:
-    """The outputs of the chunks as that of all T rows."""
-    first, *rest = outputs
+    """Join the outputs of the chunks to that of all T rows."""
+    first, *further = outputs
     metrics = dict(first.metrics)
-    for output in rest:
+    for output in further:
         metrics = {name: _add(metric, output.metrics[name]) for name, metric in metrics.items()}
     return LossOutput(
         loss_sum=torch.stack([output.loss_sum for output in outputs]).sum(),

@@ -20,18 +20,18 @@ from megatron_dppo.head.rows import RowTotals, VocabShard
 from megatron_dppo.types import Divergence, LossOutput, Metric, TokenTargets
 
 _LOG_ZERO = -1e4
-"""exp of it is 0; a finite stand-in for log 0, so that 0 log 0 comes out as 0 without a branch."""
+"""Finite stand-in for log 0. Its exp is 0, so that 0 log 0 gives 0 without a branch."""
 
 
 _BLOCK_BYTES = 1 << 20
-"""Of a block of rows on the CPU: a few of them are in the cache of a core."""
+"""Size of a block of rows on the CPU: a few blocks fit the cache of a core."""
 
 
 _CUDA_BLOCK_BYTES = 1 << 26
 
 
 COLUMN = {"reverse_kl": 0, "forward_kl": 1}
-"""Where each KL stands in a row of ``shard_kls``."""
+"""Column of each KL in ``shard_kls``."""
 
 
 class Side(NamedTuple):
@@ -45,44 +45,44 @@ class Side(NamedTuple):
     """[n] log of the sum of exp((logit - maximum) / temperature) over the whole row"""
 
 
-def shard_totals(logits: Tensor, own: int, temperature: float) -> Tensor:
-    """``[n, 2]``: the largest of the first ``own`` of ``logits [n, W]`` and the sum of exp((logit - it) / temperature),
-    -inf and 0 of a shard without entries."""
-    found = logits.new_zeros(len(logits), 2)
-    if not own or not len(logits):
-        found[:, 0] = -torch.inf
-        return found
-    for block, out in _blocks(own, logits[:, :own], found):
+def shard_totals(logits: Tensor, shard_size: int, temperature: float) -> Tensor:
+    """``[n, 2]``: the largest of the first ``shard_size`` of ``logits [n, W]`` and the sum of exp((logit - it) /
+    temperature), -inf and 0 of a shard without entries."""
+    totals = logits.new_zeros(len(logits), 2)
+    if not shard_size or not len(logits):
+        totals[:, 0] = -torch.inf
+        return totals
+    for block, out in _blocks(shard_size, logits[:, :shard_size], totals):
         out[:, 0] = block.amax(1)
         top = out[:, :1].clamp(min=torch.finfo(block.dtype).min)
         out[:, 1] = ((block - top) / temperature).exp_().sum(1)
-    return found
+    return totals
 
 
 def merge_totals(parts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The shards' ``[ranks, n, 2]`` to the maximum and the log of the total of the whole rows, ``[n]`` each."""
+    """Merge the shards' ``[ranks, n, 2]`` to maximum and log of the total of the whole rows, ``[n]`` each."""
     maximum = parts[..., 0].amax(0)
     return maximum, (((parts[..., 0] - maximum) / temperature).exp() * parts[..., 1]).sum(0).log()
 
 
-def shard_kls(student: Side, teacher: Side, own: int, temperature: float) -> Tensor:
+def shard_kls(student: Side, teacher: Side, shard_size: int, temperature: float) -> Tensor:
     """Return this shard's part of both KLs; the teacher's logits become its log-probabilities.
 
     Args:
         student: p, its logits as they are.
         teacher: q.
-        own: entries of the shard that are not padding.
+        shard_size: entries of the shard that are not padding.
         temperature: divides the logits.
 
     Returns:
         ``[n, 2]``: KL(p || q) and KL(q || p).
     """
     kls = student.maximum.new_zeros(len(student.maximum), len(COLUMN))
-    if not own or not len(kls):
+    if not shard_size or not len(kls):
         return kls
     columns = (kls, student.maximum, student.log_total, teacher.maximum, teacher.log_total)
     for z, u, out, top_p, total_p, top_q, total_q in _blocks(
-        own, student.logits[:, :own], teacher.logits[:, :own], *columns
+        shard_size, student.logits[:, :shard_size], teacher.logits[:, :shard_size], *columns
     ):
         log_p = _log_probabilities(z, top_p, total_p, temperature)
         log_q = u.copy_(_log_probabilities(u, top_q, total_q, temperature))
@@ -93,7 +93,7 @@ def shard_kls(student: Side, teacher: Side, own: int, temperature: float) -> Ten
 
 
 def gradient_(
-    student: Side, log_q: Tensor, own: int, kls: Tensor, weights: Tensor, temperature: float, name: str
+    student: Side, log_q: Tensor, shard_size: int, kls: Tensor, weights: Tensor, temperature: float, name: str
 ) -> Tensor:
     """Return the gradient of the student's logits, ``[n, W]``, written over the teacher's log-probabilities.
 
@@ -103,17 +103,19 @@ def gradient_(
     Args:
         student: p, its logits as they are.
         log_q: ``[n, W]`` what ``shard_kls`` left of the teacher's logits.
-        own: entries of the shard that are not padding, whose gradient is 0.
+        shard_size: entries of the shard that are not padding, whose gradient is 0.
         kls: ``[n, 2]`` of all shards.
         weights: ``[n]`` the derivative of the loss in the KL of each row.
         temperature: divides the logits.
         name: ``reverse_kl`` or ``forward_kl``.
     """
-    log_q[:, own:] = 0.0
-    if not own or not len(log_q):
+    log_q[:, shard_size:] = 0.0
+    if not shard_size or not len(log_q):
         return log_q
     rows = (student.maximum, student.log_total, kls[:, COLUMN["reverse_kl"]], weights / temperature)
-    for z, target, maximum, total, reverse_kl, weight in _blocks(own, student.logits[:, :own], log_q[:, :own], *rows):
+    for z, target, maximum, total, reverse_kl, weight in _blocks(
+        shard_size, student.logits[:, :shard_size], log_q[:, :shard_size], *rows
+    ):
         log_p = _log_probabilities(z, maximum, total, temperature)
         if name == "reverse_kl":
             slope = (log_p - target).sub_(reverse_kl[:, None]).mul_(log_p.exp_())
@@ -124,7 +126,7 @@ def gradient_(
 
 
 def add_(out: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient [n, W]``, which is used up, added to ``out [n, W]`` of the same or a narrower type; rounded once."""
+    """Add ``gradient [n, W]``, which is overwritten, to ``out [n, W]`` of the same or a narrower dtype; round once."""
     if len(out):
         for target, block in _blocks(out.shape[1], out, gradient):
             target.copy_(block.add_(target))
@@ -136,10 +138,10 @@ def _log_probabilities(logits: Tensor, maximum: Tensor, log_total: Tensor, tempe
     return z.sub_(log_total[:, None]).clamp_(min=_LOG_ZERO)
 
 
-def _blocks(own: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each tensor at a time."""
+def _blocks(shard_size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Iterate over the same few rows of each tensor."""
     size = _CUDA_BLOCK_BYTES if tensors[0].is_cuda else _BLOCK_BYTES
-    step = max(1, size // (own * tensors[0].element_size()))
+    step = max(1, size // (shard_size * tensors[0].element_size()))
     return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
@@ -159,17 +161,17 @@ class TeacherTargets(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationTerm:
-    """What became of a chunk."""
+    """Distillation term of a chunk."""
 
     loss_sum: Tensor
-    """scalar, with the coefficient, without gradient"""
+    """Sum over rows including the coefficient, a scalar without gradient."""
     metrics: dict[str, Metric]
     gradient: Tensor | None
     """[n, W] of the student's logits"""
 
 
 class Distillation:
-    """A teacher in one call of the head.
+    """Distillation from a teacher in one call of the head.
 
     Args:
         teacher: of the T rows of the call.
@@ -202,13 +204,13 @@ class Distillation:
         self._hidden, self._rows = hidden, rows
 
     def new_logits(self, rows: int) -> Tensor:
-        """Memory for the teacher's logits of ``rows`` rows."""
+        """Allocate memory for the teacher's logits of ``rows`` rows."""
         return self._head.new_logits(rows)
 
     def start(self, chunk: RowChunk, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The teacher's logits ``[n, W]`` of a chunk, and the ``[n, COLUMNS]`` that are gathered."""
+        """Return the teacher's logits ``[n, W]`` of a chunk, and the ``[n, COLUMNS]`` that are gathered."""
         logits = self._head.logits(self._rows.take(self._hidden, chunk.start, chunk.stop), buffer)
-        return logits, shard_totals(logits, self._head.own, self._head.temperature)
+        return logits, shard_totals(logits, self._head.shard_size, self._head.temperature)
 
     def finish(
         self,
@@ -221,7 +223,7 @@ class Distillation:
         scale: Tensor | None,
         differentiates: bool,
     ) -> DistillationTerm:
-        """The divergence of a chunk.
+        """Return the divergence of a chunk.
 
         Args:
             logits: ``[n, W]`` the student's.
@@ -235,7 +237,7 @@ class Distillation:
         head, divergence = self._head, self._divergence
         student = Side(logits, totals.maximum, totals.total.log())
         teacher = Side(teacher_logits, *merge_totals(parts, head.temperature))
-        kls = shard_kls(student, teacher, head.own, head.temperature)
+        kls = shard_kls(student, teacher, head.shard_size, head.temperature)
         if head.group is not None:
             dist.all_reduce(kls, group=head.group)
         mask, weights = _row_weights(targets, divergence.coef, kls.dtype)
@@ -249,21 +251,23 @@ class Distillation:
         gradient = None
         if differentiates:
             weights = weights if scale is None else weights * scale
-            gradient = gradient_(student, teacher_logits, head.own, kls, weights, head.temperature, divergence.name)
+            gradient = gradient_(
+                student, teacher_logits, head.shard_size, kls, weights, head.temperature, divergence.name
+            )
         return DistillationTerm(terms.sum(), metrics, gradient)
 
 
 def add_distillation(output: LossOutput, loss_sum: Tensor, metrics: Mapping[str, Metric]) -> LossOutput:
-    """The output with a divergence added: to the loss, also as it is reported."""
+    """Add a distillation term to an output: to the loss and to the reported loss."""
     merged = {**output.metrics, **metrics}
     if "loss" in output.metrics:
-        own = output.metrics["loss"]
-        merged["loss"] = Metric(own.numerator + loss_sum.detach(), own.denominator)
+        loss = output.metrics["loss"]
+        merged["loss"] = Metric(loss.numerator + loss_sum.detach(), loss.denominator)
     return replace(output, loss_sum=output.loss_sum + loss_sum, metrics=merged)
 
 
 def _row_weights(targets: TokenTargets, coef: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Which rows count, as in ``losses.policy_loss``, and the weight of each, 0 elsewhere."""
+    """Return the mask of rows that count, as in ``losses.policy_loss``, and the weight of each row, 0 elsewhere."""
     mask = targets.loss_mask
     if targets.rollout_logprobs is not None:
         mask = mask & targets.rollout_logprobs.isfinite()

@@ -24,27 +24,27 @@ _UNDERFLOW = tl.constexpr(-1e4)
 
 @triton.jit
 def _block_offsets(ROWS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
-    """The places of a block's entries, from its start."""
+    """Return the offsets of a block's entries from its start."""
     rows = tl.arange(0, ROWS)[:, None, None] * (THREADS * VECTOR)
     return rows + tl.arange(0, THREADS)[None, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
 
 
 @triton.jit
-def _is_at(place: tl.tensor, ROWS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
-    """Whether ``_block_offsets == place``, as a comparison of one number a thread with constants."""
+def _is_at(index: tl.tensor, ROWS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
+    """Return ``_block_offsets == index``, as a comparison of one number a thread with constants."""
     constants = tl.arange(0, ROWS)[:, None, None] * (THREADS * VECTOR) + tl.arange(0, VECTOR)[None, None, :]
-    return constants == (place - tl.arange(0, THREADS) * VECTOR)[None, :, None]
+    return constants == (index - tl.arange(0, THREADS) * VECTOR)[None, :, None]
 
 
 @triton.jit
-def _own_place(place: tl.tensor, own: tl.tensor) -> tl.tensor:
-    """The place in this shard, ``_NONE`` for one of another shard or an unused slot."""
-    return tl.where((place >= 0) & (place < own), place, _NONE).to(tl.int32)
+def _local_index(index: tl.tensor, shard_size: tl.tensor) -> tl.tensor:
+    """Return the index in this shard, or ``_NONE`` for another shard's id or an unused slot."""
+    return tl.where((index >= 0) & (index < shard_size), index, _NONE).to(tl.int32)
 
 
 @triton.jit
 def _next_in_set(places: tl.tensor, label: tl.tensor, after: tl.tensor) -> tl.tensor:
-    """The smallest place above ``after`` that is the label or one of the ids, ``_NONE`` without any."""
+    """Return the smallest index above ``after`` that is the label or one of the ids, or ``_NONE``."""
     following = tl.where(label > after, label, _NONE)
     if places is not None:
         following = tl.minimum(following, tl.min(tl.where(places > after, places, _NONE), 0))
@@ -98,7 +98,7 @@ def _store_sums(
     maxima: tl.tensor,
     totals: tl.tensor,
     moments: tl.tensor,
-    others: tl.tensor,
+    other_sums: tl.tensor,
     squares: tl.tensor,
     at_squares: tl.tensor,
     log2_scale: tl.tensor,
@@ -115,7 +115,7 @@ def _store_sums(
     poison = tl.where(total == total, 0.0, float("nan"))
     tl.store(out, maximum + poison)
     tl.store(out + 1, tl.sum(rescale * (moments + step * totals), 0) * _LN2 + poison)
-    tl.store(out + 2, tl.sum(rescale * others, 0) + poison)
+    tl.store(out + 2, tl.sum(rescale * other_sums, 0) + poison)
     if SQUARES:
         tl.store(out + at_squares, tl.sum(rescale * rescale * squares, 0) + poison)
     return shift + poison
@@ -128,7 +128,7 @@ def statistics_kernel(
     ids: tl.tensor,
     out: tl.tensor,
     row_stride: tl.tensor,
-    own: tl.tensor,
+    shard_size: tl.tensor,
     num_ids: tl.tensor,
     log2_scale: tl.tensor,
     temperature: tl.tensor,
@@ -143,11 +143,11 @@ def statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     out += row * (4 + num_ids + SQUARES)
-    label = _own_place(tl.load(labels + row), own)
+    label = _local_index(tl.load(labels + row), shard_size)
     places = None
     if ids is not None:
         slots = tl.arange(0, IDS)
-        places = _own_place(tl.load(ids + row * num_ids + slots, mask=slots < num_ids, other=-1), own)
+        places = _local_index(tl.load(ids + row * num_ids + slots, mask=slots < num_ids, other=-1), shard_size)
     ahead = _next_in_set(places, label, -1)
 
     SIZE: tl.constexpr = ROWS * THREADS * VECTOR
@@ -155,22 +155,52 @@ def statistics_kernel(
     tops = tl.full([THREADS], -float("inf"), tl.float32)
     total = tl.zeros([THREADS], tl.float32)
     slope = total
-    rest = total
+    other = total
     square = total
-    whole = own // SIZE * SIZE
-    for start in range(0, whole, SIZE):
+    full_blocks = shard_size // SIZE * SIZE
+    for start in range(0, full_blocks, SIZE):
         x = tl.load(logits + start + block).to(tl.float32)
-        tops, total, slope, rest, square, ahead = _add_block(
-            x, start, tops, total, slope, rest, square, ahead, places, label, log2_scale, SQUARES, ROWS, THREADS, VECTOR
+        tops, total, slope, other, square, ahead = _add_block(
+            x,
+            start,
+            tops,
+            total,
+            slope,
+            other,
+            square,
+            ahead,
+            places,
+            label,
+            log2_scale,
+            SQUARES,
+            ROWS,
+            THREADS,
+            VECTOR,
         )
-    if whole < own:
+    if full_blocks < shard_size:
         # Apart from the loop, because a mask that ends at an uneven place splits the loads into single entries.
-        x = tl.load(logits + whole + block, mask=whole + block < own, other=-float("inf")).to(tl.float32)
-        tops, total, slope, rest, square, ahead = _add_block(
-            x, whole, tops, total, slope, rest, square, ahead, places, label, log2_scale, SQUARES, ROWS, THREADS, VECTOR
+        x = tl.load(logits + full_blocks + block, mask=full_blocks + block < shard_size, other=-float("inf")).to(
+            tl.float32
+        )
+        tops, total, slope, other, square, ahead = _add_block(
+            x,
+            full_blocks,
+            tops,
+            total,
+            slope,
+            other,
+            square,
+            ahead,
+            places,
+            label,
+            log2_scale,
+            SQUARES,
+            ROWS,
+            THREADS,
+            VECTOR,
         )
 
-    shift = _store_sums(out, tops, total, slope, rest, square, 4 + num_ids, log2_scale, SQUARES)
+    shift = _store_sums(out, tops, total, slope, other, square, 4 + num_ids, log2_scale, SQUARES)
     at_label = tl.load(logits + label, mask=label != _NONE, other=0.0).to(tl.float32)
     tl.store(out + 3, tl.where(label != _NONE, tl.div_rn(at_label - shift, temperature), -float("inf")))
     if ids is not None:
@@ -209,7 +239,7 @@ def gradient_kernel(
     out: tl.tensor,
     row_stride: tl.tensor,
     out_stride: tl.tensor,
-    own: tl.tensor,
+    shard_size: tl.tensor,
     width: tl.tensor,
     log2_scale: tl.tensor,
     temperature: tl.tensor,
@@ -238,18 +268,18 @@ def gradient_kernel(
 
     SIZE: tl.constexpr = ROWS * THREADS * VECTOR
     block = _block_offsets(ROWS, THREADS, VECTOR)
-    whole = own // SIZE * SIZE
-    for start in range(0, whole, SIZE):
+    full_blocks = shard_size // SIZE * SIZE
+    for start in range(0, full_blocks, SIZE):
         # Nobody reads these logits again: what the cache holds of them should make room for the gradient.
         x = tl.load(logits + start + block, eviction_policy="evict_first").to(tl.float32)
         tl.debug_barrier()
         at_label = _is_at(label - start, ROWS, THREADS, VECTOR)
         grad = _gradient_block(x, at_label, m, base, slope, bonus, log2_scale)
         tl.store(out + start + block, grad.to(out.dtype.element_ty))
-    for start in range(whole, width, SIZE):
+    for start in range(full_blocks, width, SIZE):
         places = start + block
-        x = tl.load(logits + places, mask=places < own, other=-float("inf")).to(tl.float32)
+        x = tl.load(logits + places, mask=places < shard_size, other=-float("inf")).to(tl.float32)
         tl.debug_barrier()
         grad = _gradient_block(x, places == label, m, base, slope, bonus, log2_scale)
-        grad = tl.where(places < own, grad, 0.0)
+        grad = tl.where(places < shard_size, grad, 0.0)
         tl.store(out + places, grad.to(out.dtype.element_ty), mask=places < width)

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 _UNDERFLOW = -1e4
-"""exp of this is 0 in every dtype; a finite stand-in for log 0, so that 0 log 0 comes out as 0 without a branch."""
+"""Finite stand-in for log 0. Its exp is 0 in every dtype, so that 0 log 0 gives 0 without a branch."""
 
 
 def vocab_parallel_logprobs_and_entropy(
@@ -104,11 +104,11 @@ def statistics_at(
 
     The last three are None without ids. Arguments, results and errors: ``vocab_topk.vocab_parallel_statistics``.
     """
-    first, own = shard_range(logits, group, vocab_size, temperature)
+    first, shard_size = shard_range(logits, group, vocab_size, temperature)
     _check_labels(logits, labels, vocab_size)
     apply: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]]
     apply = _VocabParallelStatistics.apply
-    return apply(logits, labels, ids, ids_valid, group, first, own, temperature)
+    return apply(logits, labels, ids, ids_valid, group, first, shard_size, temperature)
 
 
 def shard_range(logits: Tensor, group: ProcessGroup | None, vocab_size: int, temperature: float) -> tuple[int, int]:
@@ -143,27 +143,29 @@ def _check_labels(logits: Tensor, labels: Tensor, vocab_size: int) -> None:
         raise ValueError(f"label {bad} is outside the vocabulary [0, {vocab_size})")
 
 
-def row_maximum(logits: Tensor, own: int) -> Tensor:
-    """``[T]`` the largest of the first ``own`` logits of each row, -inf without any, in the dtype of the statistics."""
-    if own == 0:
+def row_maximum(logits: Tensor, shard_size: int) -> Tensor:
+    """``[T]`` the largest of the first ``shard_size`` logits of each row, -inf without any, in the dtype of the
+    statistics."""
+    if shard_size == 0:
         return torch.full_like(logits[:, 0], -torch.inf, dtype=_statistics_dtype(logits))
-    return logits[:, :own].amax(dim=1).to(_statistics_dtype(logits))
+    return logits[:, :shard_size].amax(dim=1).to(_statistics_dtype(logits))
 
 
-def shifted(logits: Tensor, own: int, maximum: Tensor, temperature: float) -> Tensor:
+def shifted(logits: Tensor, shard_size: int, maximum: Tensor, temperature: float) -> Tensor:
     """A fresh ``[T, own]`` tensor of (logits - maximum) / temperature, in the dtype of the statistics.
 
     The difference comes first: a quotient of large logits is rounded to their size, not to that of the difference.
     """
-    return logits[:, :own].to(_statistics_dtype(logits), copy=True).sub_(maximum[:, None]).div_(temperature)
+    return logits[:, :shard_size].to(_statistics_dtype(logits), copy=True).sub_(maximum[:, None]).div_(temperature)
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
     """Saves the logits it was given and recomputes the probabilities in backward.
 
-    ``first`` is the global id of the shard's first entry, ``own`` the number of its entries that are not padding. With
-    ``ids`` and ``ids_valid [T, S]`` the third result is log p(id) ``[T, S]``, -inf in invalid slots, the fourth log
-    p(other) ``[T]`` and the fifth the sum of p^2 there, these two without gradient; otherwise all three are None.
+    ``first`` is the global id of the shard's first entry, ``shard_size`` the number of its entries that are not
+    padding. With ``ids`` and ``ids_valid [T, S]`` the third result is log p(id) ``[T, S]``, -inf in invalid slots, the
+    fourth log p(other) ``[T]`` and the fifth the sum of p^2 there, these two without gradient; otherwise all three are
+    None.
     """
 
     @staticmethod
@@ -175,26 +177,26 @@ class _VocabParallelStatistics(torch.autograd.Function):
         ids_valid: Tensor | None,
         group: ProcessGroup | None,
         first: int,
-        own: int,
+        shard_size: int,
         temperature: float,
     ) -> tuple[Tensor | None, ...]:
         group = None if group is None or group.size() == 1 else group
-        maximum = row_maximum(logits, own)
+        maximum = row_maximum(logits, shard_size)
         if group is not None:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-        is_local, index = _local(labels, first, own)
-        in_set, slots = (None, None) if ids is None else _local(ids, first, own)
+        is_local, index = _local(labels, first, shard_size)
+        in_set, slots = (None, None) if ids is None else _local(ids, first, shard_size)
         if in_set is not None and ids_valid is not None:
             in_set &= ids_valid
         sums = maximum.new_zeros(3 if ids is None else 5 + ids.shape[1], len(labels))
-        if own:
-            _sum_shard(shifted(logits, own, maximum, temperature), sums, is_local, index, in_set, slots)
+        if shard_size:
+            _sum_shard(shifted(logits, shard_size, maximum, temperature), sums, is_local, index, in_set, slots)
         if group is not None:
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
         ctx.save_for_backward(logits, maximum, sums[0], entropy, index, is_local, in_set, slots)
-        ctx.own, ctx.temperature = own, temperature
+        ctx.shard_size, ctx.temperature = shard_size, temperature
         ctx.set_materialize_grads(False)
         if ids_valid is None:
             return sums[2] - log_total, entropy, None, None, None
@@ -213,13 +215,13 @@ class _VocabParallelStatistics(torch.autograd.Function):
         *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         logits, maximum, total, entropy, index, is_local, in_set, slots = ctx.saved_tensors
-        rest = (None,) * 7
+        no_gradients = (None,) * 7
         if grad_logprobs is None and grad_entropy is None and grad_ids is None:
-            return None, *rest
+            return None, *no_gradients
         at_label = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         grad_logprobs = at_label if grad_ids is None else at_label + grad_ids.sum(1)
         # p = exp(z - m) / s with the division on the row's factor: z - (m + log s) would round off where m is large.
-        grad = shifted(logits, ctx.own, maximum, ctx.temperature)
+        grad = shifted(logits, ctx.shard_size, maximum, ctx.temperature)
         if grad_entropy is None:
             grad.exp_().mul_((-grad_logprobs / total)[:, None])
         else:
@@ -228,16 +230,16 @@ class _VocabParallelStatistics(torch.autograd.Function):
             slope = -grad_entropy / total
             base = slope * (entropy - total.log()) - grad_logprobs / total
             grad.clamp_(min=_UNDERFLOW).mul_(slope[:, None]).add_(base[:, None]).mul_(exp)
-        if ctx.own:
+        if ctx.shard_size:
             grad.scatter_add_(1, index[:, None], torch.where(is_local, at_label, 0.0)[:, None])
             if grad_ids is not None:
                 grad.scatter_add_(1, slots, torch.where(in_set, grad_ids, 0.0))
         grad.div_(ctx.temperature)
-        if ctx.own == logits.shape[1]:
-            return grad.to(logits.dtype), *rest
+        if ctx.shard_size == logits.shape[1]:
+            return grad.to(logits.dtype), *no_gradients
         padded = torch.zeros_like(logits)
-        padded[:, : ctx.own] = grad
-        return padded, *rest
+        padded[:, : ctx.shard_size] = grad
+        return padded, *no_gradients
 
 
 def _sum_shard(
@@ -258,9 +260,9 @@ def _sum_shard(
         sums[4] = exp.square_().sum(1)
 
 
-def _local(ids: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:
+def _local(ids: Tensor, first: int, shard_size: int) -> tuple[Tensor, Tensor]:
     """Which global ids are among this shard's, and their place in it (0 for the others)."""
-    is_local = (ids >= first) & (ids < first + own)
+    is_local = (ids >= first) & (ids < first + shard_size)
     return is_local, torch.where(is_local, ids - first, 0)
 
 

@@ -105,13 +105,13 @@ def vocab_parallel_topk(
         ValueError: before any collective: the logits are not a float matrix, the shards cannot hold the vocabulary, the
             temperature is not positive, or k is not in [1, V].
     """
-    first, own = shard_range(logits, group, vocab_size, temperature)
+    first, shard_size = shard_range(logits, group, vocab_size, temperature)
     if not 1 <= k <= vocab_size:
         raise ValueError(f"k must be from 1 to vocab_size = {vocab_size}, got {k}")
-    maximum = row_maximum(logits, own)
+    maximum = row_maximum(logits, shard_size)
     finite_maximum = torch.where(maximum == -torch.inf, 0.0, maximum)  # a shard may hold nothing but -inf
-    total = shifted(logits, own, finite_maximum, temperature).exp_().sum(1)
-    values, places = shard_topk(logits[:, :own], min(k, logits.shape[1]), total.dtype)
+    total = shifted(logits, shard_size, finite_maximum, temperature).exp_().sum(1)
+    values, places = shard_topk(logits[:, :shard_size], min(k, logits.shape[1]), total.dtype)
     ids = places + first
     if group is not None and group.size() > 1:
         values, ids, maximum, total = _gather(values, ids, total, temperature, group)
@@ -148,8 +148,8 @@ def _check_ids(logits: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_s
             "mark the slot as unused in ids_valid"
         )
     elif bool(twice.any()):
-        row, place = twice.nonzero()[0].tolist()
-        first, second = sorted(slots[row, place : place + 2].tolist())
+        row, position = twice.nonzero()[0].tolist()
+        first, second = sorted(slots[row, position : position + 2].tolist())
         raise ValueError(
             f"id {int(ids[row, first])} stands twice in row {row}, slots {first} and {second}; "
             "keep one of the slots in ids_valid"
@@ -162,16 +162,16 @@ def shard_topk(logits: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, 
     Of equal logits it takes the first ones, and they stand by rising place; the result is not sorted by value. A shard
     with fewer entries than ``width`` fills up with -inf behind them.
     """
-    rows, own = logits.shape
-    count = min(width, own)
+    rows, shard_size = logits.shape
+    count = min(width, shard_size)
     values = torch.full((rows, width), -torch.inf, dtype=dtype, device=logits.device)
     places = torch.zeros(rows, width, dtype=torch.int64, device=logits.device)
     if count:
         # torch.topk may take any of several equal entries, so its values are known and its indices are not. The second
         # search runs on a score without ties: above the threshold, then at it, then below, the lower place first.
         threshold = logits.topk(count, dim=1).values[:, -1:]
-        score = (logits >= threshold).int().add_(logits > threshold).mul_(own)
-        score.sub_(torch.arange(own, dtype=torch.int32, device=logits.device))
+        score = (logits >= threshold).int().add_(logits > threshold).mul_(shard_size)
+        score.sub_(torch.arange(shard_size, dtype=torch.int32, device=logits.device))
         places[:, :count] = score.topk(count, dim=1).indices
         values[:, :count] = logits.gather(1, places[:, :count]).to(dtype)
     return values, places
@@ -183,10 +183,10 @@ def _gather(
     """The candidates of all shards ``[T, shards * width]`` and their ids, the rows' maximum and sum ``[T]``."""
     width, integer = values.shape[1], torch.int64 if values.dtype == torch.float64 else torch.int32
     # The ids travel as the bits of floats: one collective, and exact for every vocabulary.
-    mine = torch.cat([values, ids.to(integer).view(values.dtype), total[:, None]], dim=1)
-    parts = mine.new_empty(group.size() * len(mine), mine.shape[1])
-    dist.all_gather_into_tensor(parts, mine, group=group)
-    shard_values, shard_ids, totals = parts.view(group.size(), *mine.shape).split([width, width, 1], dim=2)
+    shard_candidates = torch.cat([values, ids.to(integer).view(values.dtype), total[:, None]], dim=1)
+    parts = shard_candidates.new_empty(group.size() * len(shard_candidates), shard_candidates.shape[1])
+    dist.all_gather_into_tensor(parts, shard_candidates, group=group)
+    shard_values, shard_ids, totals = parts.view(group.size(), *shard_candidates.shape).split([width, width, 1], dim=2)
     maxima = shard_values.amax(2)
     maximum = maxima.amax(0)
     total = (totals.squeeze(2) * maxima.sub(maximum).div_(temperature).exp_()).sum(0)
@@ -194,7 +194,7 @@ def _gather(
     return shard_values.transpose(0, 1).flatten(1), all_ids, maximum, total
 
 
-def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int) -> Tensor:
+def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, shard_size: int) -> Tensor:
     """Cut in place; returns ``logits``. Besides it, memory for a few numbers an allowed id; nothing waits for a device.
 
     Args:
@@ -202,36 +202,36 @@ def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int
         ids: ``[N]`` int32 global ids on the device of the logits, row by row.
         counts: ``[n]`` int32 on the CPU, how many of them each row has; 0 = the whole vocabulary.
         first: the global id of the shard's first entry.
-        own: entries of the shard that are not padding.
+        shard_size: entries of the shard that are not padding.
     """
     rows, _ = set_rows(ids, counts)
     local = ids - first
-    places = local.clamp(0, max(own - 1, 0)).long().add_(rows * logits.shape[1])
+    places = local.clamp(0, max(shard_size - 1, 0)).long().add_(rows * logits.shape[1])
     flat = logits.view(-1)
     # An id of another shard stands for a place that may be another's: -inf there changes nothing under a maximum.
-    values = flat[places].masked_fill_((local < 0) | (local >= own), -torch.inf)
+    values = flat[places].masked_fill_((local < 0) | (local >= shard_size), -torch.inf)
     # On the CPU half the time of masked_fill_ with a mask of rows.
-    logits.index_fill_(0, _on_device_of(logits, counts.nonzero()[:, 0]), -torch.inf)
+    logits.index_fill_(0, _to_device(logits, counts.nonzero()[:, 0]), -torch.inf)
     flat.scatter_reduce_(0, places, values, "amax")
     return logits
 
 
-def keep_only(logits: Tensor, ids: Tensor, counts: Tensor, first: int, own: int) -> Tensor:
+def keep_only(logits: Tensor, ids: Tensor, counts: Tensor, first: int, shard_size: int) -> Tensor:
     """``keep_only_`` with gradient, as a new tensor; what was cut gets gradient 0."""
     rows, has_set = set_rows(ids, counts)
     local = ids.long() - first
-    here = (local >= 0) & (local < own)
-    kept = ~has_set[:, None].expand_as(logits).clone()
-    kept[rows[here], local[here]] = True
-    return torch.where(kept, logits, -torch.inf)
+    here = (local >= 0) & (local < shard_size)
+    allowed = ~has_set[:, None].expand_as(logits).clone()
+    allowed[rows[here], local[here]] = True
+    return torch.where(allowed, logits, -torch.inf)
 
 
 def set_rows(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The row of each id ``[N]``, and whether each row has a set ``[n]``."""
-    counts = _on_device_of(ids, counts)
+    counts = _to_device(ids, counts)
     return torch.repeat_interleave(counts.long(), output_size=len(ids)), counts > 0
 
 
-def _on_device_of(other: Tensor, values: Tensor) -> Tensor:
+def _to_device(other: Tensor, values: Tensor) -> Tensor:
     """``values`` of the CPU where ``other`` is; nothing waits."""
     return values.pin_memory().to(other.device, non_blocking=True) if other.is_cuda else values

@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAIRS = (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"))
 """logits and out"""
 COUNTS = (0, 20, 64, 128)
-UNEVEN = {"even": (), "uneven end": ("own",), "uneven rows": ("own", "width", "row_stride", "out_stride")}
+UNEVEN = {"even": (), "uneven end": ("shard_size",), "uneven rows": ("shard_size", "width", "row_stride", "out_stride")}
 """the sizes that are not divisible by 16"""
 ROW_ARGUMENTS = ("maximum", "total", "grad_logprobs", "grad_entropy", "entropy")
 
@@ -35,7 +35,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     """Name, kernel, the types of its arguments, and its constants."""
     pointers = {"labels": "*i64", "ids": "*i64", **dict.fromkeys(ROW_ARGUMENTS, "*fp32")}
     scalars = {"log2_scale": "fp32", "temperature": "fp32"}
-    sizes = dict.fromkeys(("row_stride", "out_stride", "own", "width", "num_ids"), "i32")
+    sizes = dict.fromkeys(("row_stride", "out_stride", "shard_size", "width", "num_ids"), "i32")
     for dtype in DTYPES:
         for count in COUNTS:
             types = {**pointers, **scalars, **sizes, "logits": f"*{dtype}", "out": "*fp32"}

@@ -149,7 +149,7 @@ def bad_arguments_of_the_gradient_are_named() -> None:
         (row._replace(grad_entropy=numbers), logits, "needs entropy"),
         (row._replace(maximum=numbers[:3]), logits, r"got torch.float32 \[3\]"),
         (row._replace(total=numbers.double()), logits, "float64"),
-        (row._replace(own=9), logits, "own = 9"),
+        (row._replace(own=9), logits, "shard_size = 9"),
     ):
         with pytest.raises(ValueError, match=message):
             gradient(logits, changed, out)
