@@ -38,8 +38,7 @@ def check_ids(
 
 
 def check_slots(targets: TokenTargets, used: Tensor | None) -> None:
-    """Check that the label of each token of the loss mask is in one slot of its Top-K set: one of the first K, or the
-    last.
+    """Check that the label of each token of the loss mask is in exactly one slot of its Top-K set.
 
     Only the rows ``used`` are checked; None means all.
 

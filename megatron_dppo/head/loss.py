@@ -47,7 +47,7 @@ def dppo_head_loss(
     accumulate_main_grad: bool = False,
     grad_scale: Tensor | None = None,
 ) -> LossOutput:
-    """``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
+    """Compute ``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
 
     Example: one process, a vocabulary of three. The gradient is the mean of the weight's rows less the label's row.
         >>> from megatron_dppo.losses import supervised_loss as loss
@@ -58,7 +58,12 @@ def dppo_head_loss(
         tensor([[-0.3466,  0.0000]])
 
     Args:
-        hidden, weight, group, vocab_size, temperature, bias: as in ``vocab_parallel_head_stats``.
+        hidden: Hidden states, the same on all ranks. Shape [T, H], float32, float64, bfloat16 or float16.
+        weight: This rank's shard of the output layer. Shape [V_local, H], in the dtype of ``hidden``.
+        group: Vocabulary-parallel group. None: not sharded.
+        vocab_size: V without padding.
+        temperature: Divides the logits.
+        bias: Shape [V_local]. None: the layer has no bias.
         targets: of the T rows, the same on all ranks, without ``sequence_ids``; the softmax is over ``sampling_mask``.
         loss: a sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
         needs: what the loss gets beside the usual statistics; ``topk_sums`` if several shards exchange them.

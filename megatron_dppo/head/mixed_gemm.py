@@ -55,8 +55,7 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
 
 
 def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Write ``hidden [n, H] @ weight [W, H].T + bias [W]`` to ``out [n, W]`` in the accumulation dtype; return
-    ``out``."""
+    """Write ``hidden [n, H] @ weight [W, H].T + bias [W]`` to ``out [n, W]``, in the accumulation dtype."""
     if not is_half(hidden.dtype):
         torch.mm(hidden, weight.t(), out=out)
     elif hidden.is_cuda:
@@ -111,8 +110,7 @@ class WeightGradient:
 
 
 def _add_blocks(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: float) -> None:
-    """Compute ``total = beta total + dlogits.T @ hidden`` on the CPU for bf16 and fp16 factors; total [W, H] is
-    fp32."""
+    """Compute ``total = beta total + dlogits.T @ hidden`` on the CPU; factors are bf16 or fp16, total [W, H] fp32."""
     rows, step = hidden.float(), _BLOCK_ENTRIES // max(len(hidden), 1)
     with _allow_bf16_products(hidden.dtype):
         for start in range(0, len(total), max(64, step)):

@@ -67,7 +67,7 @@ def row_gradient(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """The gradient of the logits from that of log p(label) and, if given, that of the entropy.
+    """Return the gradient of the logits from that of log p(label) and, if given, that of the entropy.
 
     ``([j = label] g - p_j (g + e (log p_j + H))) / temperature`` with ``p_j log p_j = 0`` where p_j = 0.
 
@@ -229,7 +229,7 @@ def gradient_of_exponentials(
 
 
 def _finished(out: Tensor, shard_size: int, labels: Tensor, at_label: Tensor) -> Tensor:
-    """Padding is 0, and at the label stands the sum of both terms, rounded once."""
+    """Set padding to 0, and the label's entry to the sum of both terms, rounded once."""
     if shard_size < out.shape[1]:
         out[:, shard_size:] = 0.0
     row = torch.arange(len(out), device=out.device)
@@ -263,13 +263,13 @@ def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _row_blocks(shard_size: int, logits: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each tensor at a time."""
+    """Iterate over the same few rows of each tensor."""
     step = _rows_at_a_time(logits, shard_size)
     return zip(*(tensor.split(step) for tensor in (logits, *columns)), strict=True)
 
 
 def _triton_kernels(logits: Tensor) -> ModuleType | None:
-    """The Triton version for logits of at most fp32 on CUDA, where it is installed."""
+    """Return the Triton kernels for logits of at most fp32 on CUDA if Triton is installed."""
     return _imported_triton_kernels() if logits.is_cuda and logits.dtype != torch.float64 else None
 
 

@@ -32,13 +32,13 @@ _LEAST_IDS = 16
 
 
 def constants(dtype: torch.dtype) -> dict[str, int]:
-    """The compile-time constants of both kernels for logits of this dtype."""
+    """Return the compile-time constants of both kernels for logits of this dtype."""
     vector = _VECTOR_BYTES // dtype.itemsize
     return {"ROWS": _ENTRIES // vector, "THREADS": 32 * NUM_WARPS, "VECTOR": vector}
 
 
 def id_slots(num_ids: int) -> int:
-    """The compile-time number of id slots: the power of 2 that holds ``num_ids``, 0 without any."""
+    """Return the compile-time number of id slots: the power of 2 that holds ``num_ids``, 0 without any."""
     return max(_LEAST_IDS, 1 << (num_ids - 1).bit_length()) if num_ids else 0
 
 
@@ -112,7 +112,10 @@ def row_gradient(
     threads. So a write never passes a read. No other program touches the row.
 
     Args:
-        logits: ``[n, W]`` as in ``row_statistics``, with ``shard_size``, ``labels`` and ``temperature``.
+        logits: Shape [n, W], as in ``row_statistics``.
+        shard_size: As in ``row_statistics``.
+        labels: As in ``row_statistics``.
+        temperature: As in ``row_statistics``.
         maximum: ``[n]`` fp32, the largest raw logit of the row over all shards.
         total: ``[n]`` fp32, the sum of exp((logit - maximum) / temperature) over all shards.
         grad_logprobs: ``[n]`` fp32, the loss' derivative by the label's log-probability.

@@ -130,7 +130,7 @@ class Rows:
         return result.index_copy_(0, self.plan.rows[: len(values)], values)
 
     def chunks(self, size: int, stop: int | None = None) -> Iterator[RowChunk]:
-        """The rows up to ``stop`` (None = all) in chunks of ``size``, the last one shorter."""
+        """Yield the rows up to ``stop`` (None = all) in chunks of ``size``, the last one shorter."""
         end = self.count if stop is None else stop
         for start in range(0, end, size):
             last = min(start + size, end)
@@ -152,9 +152,11 @@ def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1
 
 
 def chunks_in_flight(device: torch.device, group: ProcessGroup | None) -> int:
-    """Return the number of chunks whose logits are in memory at a time: two where the collective of one is hidden
-    behind the GEMM of the next. On the CPU it takes a tenth of that GEMM at most, and new memory costs more than
-    that."""
+    """Return the number of chunks whose logits are in memory at a time.
+
+    Two if the collective of one is hidden behind the GEMM of the next. On the CPU the collective takes at most a tenth
+    of that GEMM, and new memory costs more than that.
+    """
     return 2 if device.type == "cuda" and group is not None else 1
 
 
@@ -178,8 +180,10 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
 
 
 def gradient_rows(rows: int, chunk: int, width: int) -> int:
-    """Rows whose gradients of ``width`` logits, two bytes each, are together in memory on the CPU: whole chunks, about
-    64 MB."""
+    """Return the number of rows whose two-byte gradients of ``width`` logits are together in CPU memory.
+
+    It is a multiple of whole chunks, about 64 MB.
+    """
     most = max(_CPU_GRADIENT_BYTES // (2 * width), _CPU_GRADIENT_ROWS, chunk)
     times = max(1, -(-rows // most))
     return -(-max(1, -(-rows // times)) // chunk) * chunk

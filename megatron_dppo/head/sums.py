@@ -1,5 +1,6 @@
-"""A Top-K set over shards by its sums instead of its slots: 28 bytes a row whatever K, in two collectives (44 with the
-sums of predictive masks, 48 with their exact tail).
+"""A Top-K set over shards by its sums instead of its slots, in two collectives.
+
+They exchange 28 bytes per row for any K, 44 with the sums of predictive masks, 48 with their exact tail.
 
 A divergence of the Top-K family is a sum over slots, and each slot is an entry of one shard. So the shards gather
 

@@ -46,8 +46,10 @@ class Side(NamedTuple):
 
 
 def shard_totals(logits: Tensor, shard_size: int, temperature: float) -> Tensor:
-    """``[n, 2]``: the largest of the first ``shard_size`` of ``logits [n, W]`` and the sum of exp((logit - it) /
-    temperature), -inf and 0 of a shard without entries."""
+    """Return the maximum m of each row of ``logits [n, W]`` and the sum of exp((logit - m) / temperature), [n, 2].
+
+    Only the first ``shard_size`` columns count. A shard without entries has -inf and 0.
+    """
     totals = logits.new_zeros(len(logits), 2)
     if not shard_size or not len(logits):
         totals[:, 0] = -torch.inf

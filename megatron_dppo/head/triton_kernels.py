@@ -69,8 +69,9 @@ def _add_block(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tl.tensor:
-    """Take the block ``x`` into the threads' sums of exp(z), exp(z) z, and exp(z) outside the set (with ``SQUARES`` of
-    exp(2 z) there too); return all of them.
+    """Add the block ``x`` to the threads' sums of exp(z), exp(z) z, and exp(z) outside the set.
+
+    With ``SQUARES`` also to the sum of exp(2 z) outside the set. Returns all sums.
 
     ``following`` is the first place of the set that no earlier block held; -inf stands where there is no entry.
     """
@@ -104,8 +105,10 @@ def _store_sums(
     log2_scale: tl.tensor,
     SQUARES: tl.constexpr,
 ) -> tl.tensor:
-    """Merge the threads' sums into the first three numbers of the row, and with ``SQUARES`` into the one at
-    ``at_squares``; return what its logits are to be less."""
+    """Merge the threads' sums into the first three numbers of the row, and return the shift of its logits.
+
+    With ``SQUARES`` also into the number at ``at_squares``.
+    """
     maximum = tl.max(maxima, 0)
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     step = tl.maximum((maxima - shift) * log2_scale, _UNDERFLOW)
@@ -138,8 +141,10 @@ def statistics_kernel(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """One row of ``out [n, 4 + num_ids]``, with ``SQUARES`` one number more; ``IDS`` is a power of 2 that is not below
-    ``num_ids``."""
+    """Write one row of ``out [n, 4 + num_ids]``, with ``SQUARES`` one number more.
+
+    ``IDS`` is a power of 2 that is not below ``num_ids``.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     out += row * (4 + num_ids + SQUARES)

@@ -70,7 +70,7 @@ def vocab_parallel_logprobs_and_entropy(
 def vocab_parallel_logprobs(
     logits: Tensor, labels: Tensor, *, group: ProcessGroup | None, vocab_size: int, temperature: float = 1.0
 ) -> Tensor:
-    """Log-probability of each label, in nats, with gradient.
+    """Return the log-probability of each label, in nats, with gradient.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
@@ -78,7 +78,11 @@ def vocab_parallel_logprobs(
         tensor([0.5000, 0.7000])
 
     Args:
-        logits, labels, group, vocab_size, temperature: as in ``vocab_parallel_logprobs_and_entropy``.
+        logits: This rank's shard. Shape [T, V_local].
+        labels: Global ids, int64, the same on all ranks. Shape [T].
+        group: Vocabulary-parallel group. None: not sharded.
+        vocab_size: V without padding.
+        temperature: Divides the logits.
 
     Returns:
         ``[T]`` in fp32, or in float64 for float64 logits; equal on all ranks of the group.
@@ -112,7 +116,7 @@ def statistics_at(
 
 
 def shard_range(logits: Tensor, group: ProcessGroup | None, vocab_size: int, temperature: float) -> tuple[int, int]:
-    """The global id of this shard's first entry, and the number of its entries that are not padding.
+    """Return the global id of this shard's first entry, and the number of its entries that are not padding.
 
     Raises:
         ValueError: the logits are not a float matrix, the shards cannot hold the vocabulary, or the temperature is not
@@ -144,15 +148,14 @@ def _check_labels(logits: Tensor, labels: Tensor, vocab_size: int) -> None:
 
 
 def row_maximum(logits: Tensor, shard_size: int) -> Tensor:
-    """``[T]`` the largest of the first ``shard_size`` logits of each row, -inf without any, in the dtype of the
-    statistics."""
+    """Return the largest of the first ``shard_size`` logits of each row, ``[T]``, -inf without any."""
     if shard_size == 0:
         return torch.full_like(logits[:, 0], -torch.inf, dtype=_statistics_dtype(logits))
     return logits[:, :shard_size].amax(dim=1).to(_statistics_dtype(logits))
 
 
 def shifted(logits: Tensor, shard_size: int, maximum: Tensor, temperature: float) -> Tensor:
-    """A fresh ``[T, own]`` tensor of (logits - maximum) / temperature, in the dtype of the statistics.
+    """Return a new ``[T, shard_size]`` tensor of (logits - maximum) / temperature, in the dtype of the statistics.
 
     The difference comes first: a quotient of large logits is rounded to their size, not to that of the difference.
     """
@@ -245,8 +248,10 @@ class _VocabParallelStatistics(torch.autograd.Function):
 def _sum_shard(
     z: Tensor, sums: Tensor, is_local: Tensor, index: Tensor, in_set: Tensor | None, slots: Tensor | None
 ) -> None:
-    """Write this shard's s, u, y and, with a set of ids, o, the sum of squares and y_i into the rows of ``sums``;
-    overwrites ``z``."""
+    """Write this shard's sums s, u, y into the rows of ``sums``, and overwrite ``z``.
+
+    With a set of ids also o, the sum of squares and y_i.
+    """
     sums[2] = torch.where(is_local, z.gather(1, index[:, None]).squeeze(1), 0.0)
     if in_set is not None and slots is not None:
         sums[5:] = torch.where(in_set, z.gather(1, slots), 0.0).T
@@ -261,7 +266,7 @@ def _sum_shard(
 
 
 def _local(ids: Tensor, first: int, shard_size: int) -> tuple[Tensor, Tensor]:
-    """Which global ids are among this shard's, and their place in it (0 for the others)."""
+    """Return a mask of the global ids of this shard, and their index in it (0 for other ids)."""
     is_local = (ids >= first) & (ids < first + shard_size)
     return is_local, torch.where(is_local, ids - first, 0)
 

@@ -78,7 +78,7 @@ def vocab_parallel_statistics(
 def vocab_parallel_topk(
     logits: Tensor, k: int, *, group: ProcessGroup | None, vocab_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The k most probable ids of each row, without gradient.
+    """Return the k most probable ids of each row, without gradient.
 
     Ordered by logit, the lower id first where logits are equal; the order does not depend on the group, the temperature
     or the device. Entries of probability 0 come last, by id. Padding is never among them.
@@ -157,7 +157,7 @@ def _check_ids(logits: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_s
 
 
 def shard_topk(logits: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The shard's ``width`` largest logits ``[T, width]`` in ``dtype`` and their places.
+    """Return the shard's ``width`` largest logits ``[T, width]`` in ``dtype`` and their indices.
 
     Of equal logits it takes the first ones, and they stand by rising place; the result is not sorted by value. A shard
     with fewer entries than ``width`` fills up with -inf behind them.
@@ -180,7 +180,7 @@ def shard_topk(logits: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, 
 def _gather(
     values: Tensor, ids: Tensor, total: Tensor, temperature: float, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The candidates of all shards ``[T, shards * width]`` and their ids, the rows' maximum and sum ``[T]``."""
+    """Return the candidates of all shards ``[T, shards * width]`` and their ids, the rows' maximum and sum ``[T]``."""
     width, integer = values.shape[1], torch.int64 if values.dtype == torch.float64 else torch.int32
     # The ids travel as the bits of floats: one collective, and exact for every vocabulary.
     shard_candidates = torch.cat([values, ids.to(integer).view(values.dtype), total[:, None]], dim=1)
@@ -227,7 +227,7 @@ def keep_only(logits: Tensor, ids: Tensor, counts: Tensor, first: int, shard_siz
 
 
 def set_rows(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of each id ``[N]``, and whether each row has a set ``[n]``."""
+    """Return the row of each id ``[N]``, and a mask of the rows with a sampling mask ``[n]``."""
     counts = _to_device(ids, counts)
     return torch.repeat_interleave(counts.long(), output_size=len(ids)), counts > 0
 

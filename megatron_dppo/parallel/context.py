@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of a packed row a rank computes, and how per-token tensors come together again.
+"""Context parallelism: split a packed row over ranks, and gather per-token tensors.
 
 Every sequence of the row is cut into ``2 * size`` chunks of equal length; rank r takes chunk r and chunk
 ``2 * size - 1 - r``, so that causal attention costs each rank the same (Megatron's and Transformer Engine's zig-zag
@@ -20,46 +20,48 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ContextShard:
-    """The share of one packed row of T tokens that this rank computes."""
+    """Shard of one packed row of T tokens that this rank computes."""
 
     index: Tensor
-    """[T / size] int64, positions of this rank's tokens in the row"""
+    """Positions of this rank's tokens in the row. Int64, shape [T / size]."""
     order: Tensor
-    """[T] int64, where each token of the row stands in the concatenation of all ranks' shares"""
+    """Index of each token of the row in the concatenation of all ranks' shards. Int64, shape [T]."""
     group: ProcessGroup
+    """Context-parallel group."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, group: ProcessGroup) -> ContextShard:
-        """The share of this rank of ``group`` in the row whose sequences start at ``cu_seqlens``.
+        """Return this rank's shard of the row whose sequences start at ``cu_seqlens``.
 
         Raises:
-            ValueError: a sequence whose length is no multiple of ``2 * size``.
+            ValueError: If there is a sequence whose length is no multiple of ``2 * size``.
         """
         size = group.size()
-        shares = [zigzag_index(cu_seqlens, rank, size) for rank in range(size)]
-        together = torch.cat(shares)
+        shards = [zigzag_index(cu_seqlens, rank, size) for rank in range(size)]
+        together = torch.cat(shards)
         order = torch.empty_like(together)
+        # ``order`` inverts the permutation ``together``.
         order[together] = torch.arange(together.numel(), device=together.device)
-        return cls(shares[group.rank()], order, group)
+        return cls(shards[group.rank()], order, group)
 
     def to(self, device: torch.device) -> ContextShard:
-        """The same share with its indices on ``device``."""
+        """Return the same shard with its indices on ``device``."""
         return ContextShard(self.index.to(device), self.order.to(device), self.group)
 
     def split(self, values: Tensor) -> Tensor:
-        """``[T, ...]`` to this rank's ``[T / size, ...]``."""
+        """Return this rank's tokens ``[T / size, ...]`` of a row ``[T, ...]``."""
         return values[self.index]
 
     def gather(self, values: Tensor) -> Tensor:
-        """``[T / size, ...]`` of every rank to the row ``[T, ...]``, equal on all ranks.
+        """Gather ``[T / size, ...]`` of every rank to the row ``[T, ...]``, equal on all ranks.
 
-        Backward gives each rank the gradient of its own share and sums nothing: every rank is expected to compute the
-        same function of the gathered row, a loss for example. One all-gather forward, no collective backward.
+        Backward gives each rank the gradient of its own shard and sums nothing: every rank must compute the same
+        function of the gathered row, for example a loss. One all-gather forward, no collective backward.
         """
         return self._gather(values, reduces=False)
 
     def gather_for_partial(self, values: Tensor) -> Tensor:
-        """The same row for a function that each rank computes only a part of, such as attention of its own queries.
+        """Gather the row for a function that each rank computes only partly, such as attention of its own queries.
 
         Backward sums the gradients of all ranks: one all-gather forward, one reduce-scatter backward.
         """
@@ -71,26 +73,27 @@ class ContextShard:
 
 
 def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
-    """Positions in the row that ``rank`` of ``size`` computes, ``[T / size]`` int64.
+    """Return the positions in the row that ``rank`` of ``size`` computes, int64 [T / size].
 
     Args:
-        cu_seqlens: ``[sequences + 1]`` starts of the sequences, the last entry is T.
-        rank: index in the context-parallel group.
-        size: of that group.
+        cu_seqlens: Starts of the sequences; the last entry is T. Shape [num_sequences + 1].
+        rank: Index in the context-parallel group.
+        size: Size of that group.
 
     Raises:
-        ValueError: a sequence whose length is no multiple of ``2 * size``.
+        ValueError: If there is a sequence whose length is no multiple of ``2 * size``.
     """
     lengths = cu_seqlens.diff()
     if bool((lengths % (2 * size)).any()):
         bad = int((lengths % (2 * size)).nonzero()[0])
         raise ValueError(
-            f"sequence {bad} of the packed row has {int(lengths[bad])} tokens; context parallelism over {size} ranks "
-            f"needs a multiple of {2 * size}: pack with sequence_multiple = {2 * size}"
+            f"Sequence {bad} of the packed row has {int(lengths[bad])} tokens; context parallelism over {size} ranks "
+            f"needs a multiple of {2 * size}. Fix: pack with sequence_multiple = {2 * size}."
         )
     parts = []
     for start, length in zip(cu_seqlens[:-1].tolist(), lengths.tolist(), strict=True):
         chunk = length // (2 * size)
+        # One chunk from the front and its mirror image from the back: causal attention costs each rank the same.
         for number in (rank, 2 * size - 1 - rank):
             parts.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
     return torch.cat(parts).to(cu_seqlens.device)
@@ -112,6 +115,6 @@ class _Gather(torch.autograd.Function):
             return grad[shard.index], None, None
         by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
         by_rank[shard.order] = grad
-        own = torch.empty_like(by_rank[: shard.index.numel()])
-        dist.reduce_scatter_tensor(own, by_rank, group=shard.group)
-        return own, None, None
+        shard_grad = torch.empty_like(by_rank[: shard.index.numel()])
+        dist.reduce_scatter_tensor(shard_grad, by_rank, group=shard.group)
+        return shard_grad, None, None

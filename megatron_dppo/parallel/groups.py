@@ -1,4 +1,4 @@
-"""The process groups of a layout, passed as arguments instead of looked up."""
+"""Process groups of a layout, passed as arguments instead of looked up in Megatron's globals."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """One group per kind of parallelism that this rank takes part in; None = not sharded.
+    """One group per kind of parallelism that this rank takes part in; None means not sharded.
 
-    The first seven are Megatron's, for tensors of the model. The last three are for what ranks tell each other: they go
-    over the CPU, never through NCCL, and wait longer.
+    The first seven are Megatron's, for tensors of the model. The last three carry Python objects and control data: they
+    use the CPU (gloo), never NCCL, and have longer timeouts.
     """
 
     tp: ProcessGroup | None = None
-    """tensor parallel: weights, vocabulary, sequence parallelism"""
+    """Tensor parallel: weights, vocabulary, sequence parallelism."""
     cp: ProcessGroup | None = None
-    """context parallel"""
+    """Context parallel."""
     pp: ProcessGroup | None = None
-    """pipeline stages"""
+    """Pipeline parallel."""
     dp_cp: ProcessGroup | None = None
-    """data and context parallel: ranks whose gradients of dense weights are summed"""
+    """Data and context parallel: ranks whose gradients of dense weights are summed."""
     ep: ProcessGroup | None = None
-    """expert parallel"""
+    """Expert parallel."""
     etp: ProcessGroup | None = None
-    """expert tensor parallel"""
+    """Expert tensor parallel."""
     edp: ProcessGroup | None = None
-    """expert data parallel: ranks that hold the same experts, and of the dense weights as a rule the same part"""
+    """Expert data parallel: ranks that hold the same experts, and usually the same part of the dense weights."""
     dp: ProcessGroup | None = None
-    """data parallel without context parallel: ranks with different samples"""
+    """Data parallel without context parallel: ranks with different samples."""
     replica: ProcessGroup | None = None
-    """tensor, context and pipeline parallel: ranks that work on the same samples"""
+    """Tensor, context and pipeline parallel: ranks that work on the same samples."""
     world: ProcessGroup | None = None
-    """all ranks"""
+    """All ranks."""

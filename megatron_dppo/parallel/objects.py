@@ -1,4 +1,4 @@
-"""Python objects between the ranks of a group."""
+"""Collectives of Python objects between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ T = TypeVar("T")
 
 
 def is_leader(group: ProcessGroup | None) -> bool:
-    """Whether this rank is the first of the group."""
+    """Return True on the first rank of the group, the leader."""
     return group is None or dist.get_rank(group) == 0
 
 
 def from_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
-    """What ``make`` returns on the first rank of the group; the others receive it.
+    """Call ``make`` on the first rank of the group and broadcast its result to all ranks.
 
-    Tensors and arrays of it travel as they are, and what holds them pickled, between our own ranks.
+    Tensors and arrays are sent as raw bytes; the objects that hold them are pickled. Pickle is safe here, because all
+    ranks belong to one run.
     """
     if group is None or dist.get_world_size(group) == 1:
         return make()
@@ -46,13 +47,13 @@ def from_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
 def parts_from_leader(
     make: Callable[[], T], group: ProcessGroup | None, needs: Sequence[Hashable], part: Callable[[T, Any], T]
 ) -> T:
-    """What ``make`` returns on the first rank of the group; of it each other rank receives what it needs.
+    """Call ``make`` on the first rank of the group and send each other rank the part that it needs.
 
     Args:
-        make: called on the first rank, which keeps all of it.
-        group: over the CPU; a collective of all its ranks.
-        needs: of each rank, known to all of them.
-        part: of a value, by a rank's needs.
+        make: Called on the first rank, which keeps the full value.
+        group: CPU group; all its ranks must call.
+        needs: Needs of each rank, known to all ranks.
+        part: Return the part of a value for the needs of a rank.
     """
     if group is None or len(set(needs)) == 1:
         return from_leader(make, group)
@@ -74,7 +75,7 @@ def parts_from_leader(
 
 
 def agreed(make: Callable[[], T], group: ProcessGroup | None) -> T:
-    """As ``from_leader``; an exception on the first rank is raised on all, so that none waits for the others."""
+    """Call ``from_leader``, and raise an exception of the first rank on all ranks, so that none waits forever."""
 
     def attempt() -> tuple[T | None, Exception | None]:
         try:
@@ -89,7 +90,7 @@ def agreed(make: Callable[[], T], group: ProcessGroup | None) -> T:
 
 
 def from_each(value: T, group: ProcessGroup | None) -> list[T]:
-    """The values of all ranks of the group, in their order (pickled, between our own ranks)."""
+    """Gather the values of all ranks of the group on all ranks, in rank order. Values are pickled."""
     size = 1 if group is None else dist.get_world_size(group)
     if size == 1:
         return [value]
@@ -99,13 +100,13 @@ def from_each(value: T, group: ProcessGroup | None) -> list[T]:
 
 
 def at_leader(value: T, group: ProcessGroup | None) -> list[T]:
-    """The values of all ranks on the first one of the group, in their order; empty on the others.
+    """Gather the values of all ranks on the first rank of the group, in rank order.
 
-    Between our own ranks, as ``from_leader``; tensors are not pickled.
+    Other ranks get an empty list. Tensors are not pickled, as in ``from_leader``.
 
     Args:
-        value: this rank's.
-        group: over the CPU; a collective of all its ranks.
+        value: Value of this rank.
+        group: CPU group; all its ranks must call.
     """
     size = 1 if group is None else dist.get_world_size(group)
     if group is None or size == 1:
@@ -128,13 +129,13 @@ def at_leader(value: T, group: ProcessGroup | None) -> list[T]:
 
 
 def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
-    """Send ``outgoing[r]`` to rank r of the group; returns what came in, in the order of the senders.
+    """Send ``outgoing[r]`` to rank r of the group and return the received items, in the order of the senders.
 
-    Between our own ranks, as ``from_leader``. Two collectives: the sizes, then one all-to-all of the bytes.
+    Tensors are not pickled, as in ``from_leader``. Two collectives: the sizes, then one all-to-all of the bytes.
 
     Args:
-        outgoing: one list for each rank, this one included.
-        group: over the CPU; a collective of all its ranks.
+        outgoing: One list for each rank, including this one.
+        group: CPU group; all its ranks must call.
     """
     packed = [to_message(list(items)) for items in outgoing]
     sizes = torch.tensor([len(data) for data in packed])
@@ -151,32 +152,36 @@ def _broadcast(message: Tensor, group: ProcessGroup) -> None:
 
 
 _LARGEST = 1 << 30
-"""Bytes of one collective."""
+"""Largest number of bytes in one collective."""
 _ALIGNED = 16
-"""Bytes: no number of a tensor is longer."""
+"""Alignment of tensors in a message, in bytes. No number of a tensor is longer."""
 
 
-_Place = tuple[int, torch.dtype, tuple[int, ...], bool]
-"""(first byte, type, shape, whether it is an array of NumPy)"""
+_TensorRef = tuple[int, torch.dtype, tuple[int, ...], bool]
+"""Reference to a tensor in a message: first byte, dtype, shape, and True for a NumPy array."""
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the numbers of tensors and arrays out. A view gives only its own: PyTorch would give the whole storage."""
+    """Pickler that replaces tensors and arrays by references.
+
+    Of a view only the numbers of the view are sent; PyTorch would pickle its whole storage.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.size, self.places = _ALIGNED, list[tuple[int, Tensor]]()
+        self.size = _ALIGNED
+        self.tensors: list[tuple[int, Tensor]] = []
 
-    def persistent_id(self, obj: Any) -> _Place | None:
+    def persistent_id(self, obj: Any) -> _TensorRef | None:
         is_array = type(obj) is np.ndarray and obj.dtype.kind in "biuf" and obj.dtype.isnative
         if not is_array and (type(obj) is not Tensor or obj.device.type != "cpu" or obj.layout != torch.strided):
             return None
         # NumPy's arrays may be read-only, which nothing here changes.
         tensor = torch.from_numpy(obj if obj.flags.writeable else obj.copy()) if is_array else obj
-        place = self.size
-        self.places.append((place, tensor))
+        start = self.size
+        self.tensors.append((start, tensor))
         self.size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-        return place, tensor.dtype, tuple(tensor.shape), is_array
+        return start, tensor.dtype, tuple(tensor.shape), is_array
 
 
 class _Unpickler(pickle.Unpickler):
@@ -184,29 +189,29 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._message = message
 
-    def persistent_load(self, pid: _Place) -> Tensor | NDArray[Any]:
-        place, dtype, shape, is_array = pid
-        raw = self._message[place : place + math.prod(shape) * dtype.itemsize]
+    def persistent_load(self, pid: _TensorRef) -> Tensor | NDArray[Any]:
+        start, dtype, shape, is_array = pid
+        raw = self._message[start : start + math.prod(shape) * dtype.itemsize]
         tensor = raw.view(dtype).view(shape)
         return tensor.numpy() if is_array else tensor
 
 
 def to_message(value: Any) -> Tensor:
-    """uint8: where the pickled rest begins, the numbers of all tensors, the rest."""
+    """Return the message of a value, uint8: offset of the pickle, numbers of all tensors, pickle."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    rest = file.getbuffer()
-    message = torch.zeros(-(-(pickler.size + len(rest)) // _ALIGNED) * _ALIGNED, dtype=torch.uint8)
+    pickled = file.getbuffer()
+    message = torch.zeros(-(-(pickler.size + len(pickled)) // _ALIGNED) * _ALIGNED, dtype=torch.uint8)
     message[:8] = torch.tensor([pickler.size]).view(torch.uint8)
-    for place, tensor in pickler.places:
+    for start, tensor in pickler.tensors:
         if tensor.numel():
-            message[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    message[pickler.size : pickler.size + len(rest)] = torch.frombuffer(rest, dtype=torch.uint8)
+            message[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    message[pickler.size : pickler.size + len(pickled)] = torch.frombuffer(pickled, dtype=torch.uint8)
     return message
 
 
 def from_message(message: Tensor) -> Any:
-    """What was packed; its tensors are parts of ``message``."""
-    rest = int(message[:8].view(torch.int64))
-    return _Unpickler(io.BytesIO(message[rest:].numpy().tobytes()), message).load()
+    """Return the value of a message. Its tensors are views of ``message``."""
+    offset = int(message[:8].view(torch.int64))
+    return _Unpickler(io.BytesIO(message[offset:].numpy().tobytes()), message).load()

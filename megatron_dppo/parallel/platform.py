@@ -1,4 +1,4 @@
-"""Where this process trains, decided once: device, collective backend, dtypes, threads."""
+"""Device, collective backend, dtypes and threads of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron_dppo.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of dtypes in the configuration."""
-_FINENESS = ("fp32", "fp16", "bf16")
+_BY_PRECISION = ("fp32", "fp16", "bf16")
+"""Dtypes from high to low precision."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,21 @@ class Platform:
     """The device of this process and the backend of its collectives."""
 
     device: torch.device
+    """Device that this process trains on."""
     backend: str
-    """``nccl`` on CUDA, ``gloo`` on CPU"""
+    """``nccl`` on CUDA, ``gloo`` on CPU."""
 
     @property
     def is_cuda(self) -> bool:
-        """Whether training runs on CUDA."""
+        """True if training runs on CUDA."""
         return self.device.type == "cuda"
 
     @classmethod
     def detect(cls, local_rank: int = 0, *, force_cpu: bool = False) -> Platform:
-        """CUDA device ``local_rank`` on a machine with CUDA, else the CPU.
+        """Choose CUDA device ``local_rank`` on a machine with CUDA, else the CPU.
 
         Raises:
-            ConfigError: more processes than CUDA devices.
+            ConfigError: If there are more processes than CUDA devices.
         """
         if torch.cuda.is_available() and not force_cpu:
             count = torch.cuda.device_count()
@@ -49,20 +51,20 @@ class Platform:
 
 
 def coarser(first: str, second: str) -> str:
-    """The one of two dtypes that has fewer digits.
+    """Return the one of two dtypes with the lower precision.
 
     Example:
         >>> coarser("fp16", "bf16")
         'bf16'
     """
-    return max(first, second, key=_FINENESS.index)
+    return max(first, second, key=_BY_PRECISION.index)
 
 
 def require_devices(local_world_size: int) -> None:
-    """Refuse more processes than CUDA devices on a machine with CUDA.
+    """Check that each process of this machine has a CUDA device, if the machine has CUDA.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: If there are more processes than devices.
     """
     if torch.cuda.is_available() and local_world_size > torch.cuda.device_count():
         raise ConfigError(
@@ -72,7 +74,7 @@ def require_devices(local_world_size: int) -> None:
 
 
 def pin_threads(threads: int | None, local_world_size: int) -> int:
-    """Limit this process to ``threads``, or to its share of the cores; returns the number.
+    """Limit this process to ``threads``, or to its share of the cores, and return the number.
 
     Several ranks that each use all cores run many times slower than one thread each.
     """
@@ -82,11 +84,11 @@ def pin_threads(threads: int | None, local_world_size: int) -> int:
 
 
 _BF16_SPEEDUP = 1.3
-"""Least gain of bf16 products over fp32 ones at which training in bf16 pays."""
+"""Smallest speedup of bf16 products over fp32 ones at which training in bf16 is faster."""
 
 
 def has_fast_bf16() -> bool:
-    """Return whether products of bf16 numbers are faster than of fp32 ones here: measured on a CPU, true with CUDA."""
+    """Return True if bf16 products are faster than fp32 ones: always with CUDA, measured on a CPU."""
     if torch.cuda.is_available():
         return True
     seconds = {}

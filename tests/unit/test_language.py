@@ -16,7 +16,6 @@ NOT_YET = {
     "head",
     "losses",
     "mcore",
-    "parallel",
     "run",
 }
 """Packages that still have names of before."""

@@ -20,7 +20,7 @@ _DEVIATION_FLOOR = 1e-4
 def group_relative_advantages(
     rewards: Tensor, mode: Literal["mean", "std", "leave_one_out"] = "mean", valid: Tensor | None = None
 ) -> Tensor:
-    """Reward minus the mean of the siblings; ``std`` also divides by their standard deviation (GRPO).
+    """Return each reward minus the mean of its group; ``std`` also divides by the standard deviation (GRPO).
 
     Example:
         >>> group_relative_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]))
@@ -73,8 +73,10 @@ def advantages_by(
     options: Mapping[str, Any] | None = None,
     groups: Sequence[RolloutGroup] | None = None,
 ) -> Tensor:
-    """The advantages that ``train.advantage`` names: a mode of ``group_relative_advantages``, a user's function, or
-    ``none``, the rewards themselves.
+    """Compute the advantages that ``train.advantage`` names.
+
+    The name is a mode of ``group_relative_advantages``, a user-defined function, or ``none`` for the rewards
+    themselves.
 
     A user's function is called as ``f(rewards, valid, **options)``, and gets ``groups`` by name where it has a
     parameter of that name. As each data-parallel rank has groups of its own, the advantages of a group must not depend
@@ -99,26 +101,28 @@ def advantages_by(
     if not is_function_name(name):
         return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
     function, given = get_user_function(name, "train.advantage"), dict(options or {})
-    found = _own(function, rewards, valid, given, groups)
+    advantages = _call_user_function(function, rewards, valid, given, groups)
     if name not in _CHECKED and len(rewards) > 1:
-        for place in range(len(rewards)):
-            part = slice(place, place + 1)
-            alone = _own(function, rewards[part], valid[part], given, None if groups is None else groups[part])
-            if not torch.allclose(alone[0], found[place], rtol=1e-5, atol=1e-6):
+        # Each group alone must have the same advantages, because ranks hold different groups.
+        for index in range(len(rewards)):
+            part = slice(index, index + 1)
+            group = None if groups is None else groups[part]
+            alone = _call_user_function(function, rewards[part], valid[part], given, group)
+            if not torch.allclose(alone[0], advantages[index], rtol=1e-5, atol=1e-6):
                 raise FunctionError(
-                    f"train.advantage = {name!r} gives group {place} the advantages {found[place].tolist()} among "
+                    f"train.advantage = {name!r} gives group {index} the advantages {advantages[index].tolist()} among "
                     f"{len(rewards)} groups and {alone[0].tolist()} alone; they must depend on that group only, as "
                     "each data-parallel rank has other groups"
                 )
         _CHECKED.add(name)
-    return found
+    return advantages
 
 
 _CHECKED: set[str] = set()
-"""Functions of which it was seen that groups do not depend on each other."""
+"""Functions that passed the check that groups do not depend on each other."""
 
 
-def _own(
+def _call_user_function(
     function: UserFunction,
     rewards: Tensor,
     valid: Tensor,
@@ -129,17 +133,17 @@ def _own(
     if has_parameter(function.function, "groups"):
         options = {**options, "groups": groups}
     try:
-        found = function.function(rewards.clone(), valid.clone(), **options)
+        result = function.function(rewards.clone(), valid.clone(), **options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise FunctionError(f"{start} raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.is_floating_point():
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(result, Tensor) or result.shape != rewards.shape or not result.is_floating_point():
+        what = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise FunctionError(f"{start} returned {what}, expected a float tensor {list(rewards.shape)} like the rewards")
-    if found.device != rewards.device or found.layout != torch.strided:
-        raise FunctionError(f"{start} returned a tensor on {found.device} ({found.layout}), expected it on the CPU")
-    found = torch.where(valid, found.detach().to(rewards.dtype), 0.0)
-    if not bool(found.isfinite().all()):
-        raise FunctionError(f"{start} returned {found.tolist()} for the rewards {rewards.tolist()}; expected finite")
-    return found
+    if result.device != rewards.device or result.layout != torch.strided:
+        raise FunctionError(f"{start} returned a tensor on {result.device} ({result.layout}), expected it on the CPU")
+    result = torch.where(valid, result.detach().to(rewards.dtype), 0.0)
+    if not bool(result.isfinite().all()):
+        raise FunctionError(f"{start} returned {result.tolist()} for the rewards {rewards.tolist()}; expected finite")
+    return result

@@ -1,4 +1,4 @@
-"""What other losses, with their defaults, would have done with the same tokens: from what the loss has in memory."""
+"""Counterfactual metrics: decisions of other losses, with their defaults, on the same tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counterfactual_metrics(
     factor: Tensor | None = None,
     coefficient: Tensor | None = None,
 ) -> dict[str, Metric]:
-    """For each other loss the share of tokens that it would drop, and two sums for the cosine of ``with_cosines``.
+    """Return the share of tokens that each other loss would mask, and two sums for the cosine of ``with_cosines``.
 
     A gradient here is ``-A w M`` of each token, times its aggregation weight: that of the policy term by the
     log-probabilities, without penalty, bonus and centering.
@@ -68,14 +68,14 @@ def counterfactual_metrics(
 
 
 def with_cosines(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reduced metrics with ``cosine`` in place of the two sums it is made of; 1 = the same direction."""
-    found = dict(metrics)
-    for name in [name for name in found if name.startswith(_PREFIX) and name.endswith("/projection")]:
+    """Replace two sums per loss by the cosine of its gradient and the loss's own; 1 means the same direction."""
+    result = dict(metrics)
+    for name in [name for name in result if name.startswith(_PREFIX) and name.endswith("/projection")]:
         stem = name.removesuffix("/projection")
-        projection, energy = found.pop(name), found.pop(f"{stem}/energy")
+        projection, energy = result.pop(name), result.pop(f"{stem}/energy")
         if energy > 0:
-            found[f"{stem}/cosine"] = projection / energy**0.5
-    return found
+            result[f"{stem}/cosine"] = projection / energy**0.5
+    return result
 
 
 def _coefficient(decision: Decision, acts: Tensor, config: LossConfig, scale: Tensor) -> Tensor:

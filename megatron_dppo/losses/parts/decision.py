@@ -1,4 +1,4 @@
-"""What a loss decides for each token, and the forms of decision that several losses share. True = keep."""
+"""Decision of a loss for each token, and the forms that several losses share. True = keep, False = masked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Decision(NamedTuple):
     """Mask and weight of each token; all ``[T]``, without gradient."""
 
     keep: Tensor
-    """bool; may also be True outside the loss mask"""
+    """True on tokens that are kept, False on masked ones. Bool; may also be True outside the loss mask."""
     weight: Tensor
     """Factor of the advantage, before ratio_cap and ratio_floor."""
     clipped_weight: Tensor
-    """Value that a dropped token reports in its place: 0, or the clipped ratio of a surrogate."""
+    """Weight in the reported loss of a masked token: 0, or the clipped ratio of a surrogate. It has no gradient."""
     divergence: Tensor
     """Distance of pi from mu, for the metrics."""
 
@@ -53,7 +53,7 @@ def mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
 
 
 def weigh_by_ratio(tokens: Tokens, divergence: Tensor, keep: Tensor | None = None) -> Decision:
-    """Return the decision with the weight pi / mu for what is kept, 0 for the rest; ``keep`` None = everything."""
+    """Return the decision with weight pi / mu for kept tokens and 0 for masked ones. ``keep`` None keeps all."""
     weight = tokens.log_ratio.exp()
     keep = torch.ones_like(tokens.mask) if keep is None else keep
     return Decision(keep, weight, torch.zeros_like(weight), divergence)

@@ -15,7 +15,7 @@ from megatron_dppo.losses.parts.reduce import statistics_dtype
 
 
 def binary_tv(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Total variation of the two-event distributions, ``|pi(a) - mu(a)|`` (arXiv 2602.04879, equation 13).
+    """Return the total variation of the two-event distributions, ``|pi(a) - mu(a)|`` (arXiv 2602.04879, equation 13).
 
     Args:
         logprobs: ``[T]`` log pi(a_t|s_t), in nats.
@@ -29,7 +29,7 @@ def binary_tv(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def binary_kl(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """KL(mu || pi) of the two-event distributions, mu first (arXiv 2602.04879, equation 14).
+    """Return KL(mu || pi) of the two-event distributions, mu first (arXiv 2602.04879, equation 14).
 
     ``m log(m / p) + (1 - m) log((1 - m) / (1 - p))`` with ``0 log 0 = 0``; infinite where pi(a) = 0 < mu(a).
 
@@ -50,10 +50,10 @@ def binary_kl(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def _log_complement(log_x: Tensor) -> Tensor:
-    """``log(1 - x)`` from ``log x``, without cancellation at either end."""
+    """Return ``log(1 - x)`` from ``log x``, without cancellation at either end."""
     return torch.where(log_x > -math.log(2), (-torch.expm1(log_x)).log(), torch.log1p(-log_x.exp()))
 
 
 def _kl_term(log_m: Tensor, log_p: Tensor) -> Tensor:
-    """``m (log m - log p)``, zero where m = 0 (also when p = 0 there)."""
+    """Return ``m (log m - log p)``, zero if m = 0 (also if p = 0 there)."""
     return torch.where(log_m == -torch.inf, 0.0, log_m.exp() * (log_m - log_p))

@@ -11,7 +11,7 @@ from megatron_dppo.losses.parts.policy_loss import policy_loss
 from megatron_dppo.types import LossInputs
 
 _TOPK = 2
-_REST = ((0.75, 0.25), (0.25, 0.75))
+_OTHER_SHARES = ((0.75, 0.25), (0.25, 0.75))
 
 
 def show(
@@ -38,7 +38,7 @@ def show(
     """
     p, m = torch.tensor(pi, dtype=torch.float64), torch.tensor(mu, dtype=torch.float64)
     logprobs = p.log().requires_grad_()
-    mu_rest, pi_rest = ((1 - x)[:, None] * torch.tensor(part) for x, part in zip((m, p), _REST, strict=True))
+    mu_rest, pi_rest = ((1 - x)[:, None] * torch.tensor(part) for x, part in zip((m, p), _OTHER_SHARES, strict=True))
     topk_logprobs = torch.cat([pi_rest, p[:, None]], 1).log().requires_grad_()
     inputs = LossInputs(
         logprobs=logprobs,
@@ -58,5 +58,5 @@ def show(
     output = policy_loss(inputs, config)
     output.loss_sum.backward()
     assert logprobs.grad is not None
-    print("kept    ", " ".join(f"{kept!s:>5}" for kept in output.keep_mask.tolist()))
+    print("kept    ", " ".join(f"{keep!s:>5}" for keep in output.keep_mask.tolist()))
     print("gradient", " ".join(f"{x + 0.0:5.2f}" for x in logprobs.grad.tolist()))

@@ -1,4 +1,4 @@
-"""What the losses report: sums over the loss mask, each with its own denominator."""
+"""Metrics of the losses: sums over the loss mask, each with its own denominator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_dppo.types import LossInputs, Metric
 
 @torch.no_grad()
 def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float) -> dict[str, Metric]:
-    """Means over the loss mask; fractions of dropped tokens over those with a non-zero advantage.
+    """Return means over the loss mask, and the shares of masked tokens among those with a non-zero advantage.
 
     Args:
         tokens: the prepared inputs.
@@ -70,7 +70,7 @@ def _topk_metrics(tokens: Tokens) -> dict[str, Metric]:
 
 @torch.no_grad()
 def common_metrics(inputs: LossInputs, loss_sum: Tensor) -> dict[str, Metric]:
-    """The aggregated loss, and the entropy where it is given."""
+    """Return the aggregated loss, and the entropy if it is given."""
     count = inputs.loss_mask.sum()
     metrics = {"loss": Metric(loss_sum.detach(), count)}
     if inputs.entropy is not None:

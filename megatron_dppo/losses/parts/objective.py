@@ -1,4 +1,4 @@
-"""A loss, and what a trainer may take for granted about it."""
+"""A loss, with the properties that a trainer relies on."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Slo
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised."""
+    """A loss and its properties that a trainer relies on."""
 
     loss: Callable[[LossInputs], LossOutput]
+    """The function that is minimized."""
     by_token: bool
-    """each token's term depends on that token alone: any part of a row has a loss of its own"""
+    """True if each token's term depends on that token alone, so that a row can be split into chunks."""
     skips_zero_advantage: bool
-    """a token whose advantage is zero has no gradient"""
+    """True if a token with advantage 0 has no gradient, so that its row can be skipped."""
     needs: LossNeeds = NO_NEEDS
-    """what a head has to give it"""
+    """Statistics that a head must provide."""
 
 
 def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Objective:
-    """``policy_loss`` of this configuration, if asked with the metrics of ``losses.counterfactuals``."""
+    """Return ``policy_loss`` with this configuration, optionally with the metrics of ``losses.counterfactuals``."""
     by_token = "sequence_ids" not in config.required_inputs
     acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0 or config.needs.zero_advantage
     return Objective(

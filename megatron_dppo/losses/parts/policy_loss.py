@@ -27,7 +27,7 @@ from megatron_dppo.types import LossInputs, LossOutput, Metric
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool = False) -> LossOutput:
-    """The loss that ``config.name`` says, summed over the tokens of the loss mask; docs/loss.md has the formulas.
+    """Compute the loss that ``config.name`` selects, summed over the loss mask. docs/loss.md has the formulas.
 
     Example: PPO's clipping on two tokens: both ratios, 1.25 and 1.8, against 1.28.
 
@@ -62,21 +62,25 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
             although there is an entropy bonus, or ``topk_logprobs`` although the score is centered.
     """
     loss = as_loss(config)
+    # Prepare: check the inputs, and replace values outside the loss mask by zeros.
     tokens = prepare(inputs, loss)
     unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
     inputs = replace(inputs, loss_mask=tokens.mask)
 
+    # Decide: trust region, mismatch mask and user mask, without gradient.
     decision = decide(tokens, loss)
     factor = None if loss.user_mask is None else call_user_mask(loss.user_mask, loss.mask_options, inputs, tokens)
     if factor is not None:
         decision = drop(decision, factor != 0)
 
+    # Terms: the only part with a gradient.
     keep, token_loss = loss.terms(inputs, tokens, decision)
     if factor is not None:
         token_loss = token_loss * factor
     coefficient = _coefficient(tokens, token_loss) if counterfactuals and not loss.decides_gradient else None
     token_loss, extra = add_penalties(token_loss, inputs, tokens, loss)
 
+    # Aggregate and report.
     loss_sum = aggregate(token_loss, inputs, tokens)
     metrics = policy_metrics(tokens, decision, keep, loss.ratio_limits[1]) | common_metrics(inputs, loss_sum)
     metrics |= {"unknown_rollout_fraction": unknown} | extra
@@ -107,7 +111,7 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
 
 
 def no_policy_loss(inputs: LossInputs) -> LossOutput:
-    """0 for every token: for a head that is to compute another term alone."""
+    """Return 0 for every token, for a head that computes only another term."""
     zero = 0.0 * masked_sum(inputs.logprobs.to(statistics_dtype(inputs.logprobs)), inputs.loss_mask)
     return LossOutput(loss_sum=zero, num_tokens=inputs.loss_mask.sum(), keep_mask=inputs.loss_mask, metrics={})
 
@@ -116,8 +120,8 @@ def _coefficient(tokens: Tokens, token_loss: Tensor) -> Tensor:
     """Return the derivative of the terms in the log-probabilities, ``[T]``; 0 where none is asked for."""
     if not token_loss.requires_grad:
         return torch.zeros_like(tokens.advantages)
-    (found,) = torch.autograd.grad(token_loss.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(tokens.advantages) if found is None else found
+    (gradient,) = torch.autograd.grad(token_loss.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(tokens.advantages) if gradient is None else gradient
 
 
 def add_penalties(

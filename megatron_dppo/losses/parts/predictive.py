@@ -1,4 +1,4 @@
-"""How a token's own update changes the divergence of its position: the direction test of predictive masks.
+"""Direction test of predictive masks: the change of the divergence along a token's own update.
 
 The update of the sampled token k moves the logits along ``A (e_k - pi)``. Along it pi_j changes by
 
@@ -29,7 +29,7 @@ Tail = Literal["proportional", "aggregated", "uniform"]
 
 
 def predictive_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> Tensor:
-    """``topk_sums`` and what the slots add to the derivatives, ``[T, 6]`` float64; additive over disjoint parts.
+    """Return ``topk_sums`` and the sums for the derivatives, float64 [T, 6], additive over disjoint slots.
 
     Columns 2 to 5, with s = sign(pi - mu): the sums of pi (mu - pi), pi^2, s pi and s pi^2. Arguments as in
     ``topk_tv``.
@@ -38,26 +38,26 @@ def predictive_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid:
     p, m = log_p.exp(), log_m.exp()
     sign, square = (p - m).sign(), p.square()
     columns = [p * (m - p), square, sign * p, sign * square]
-    mine = torch.stack([column.sum(-1) for column in columns], -1)
-    return torch.cat([topk_sums(topk_logprobs, rollout_topk_logprobs, valid), mine], -1)
+    rate_sums = torch.stack([column.sum(-1) for column in columns], -1)
+    return torch.cat([topk_sums(topk_logprobs, rollout_topk_logprobs, valid), rate_sums], -1)
 
 
-def tail_square(tail: Tail, p_other: Tensor, other_square: Tensor | None, others: Tensor | None) -> Tensor:
-    """Q, ``[T]``.
+def tail_square(tail: Tail, p_other: Tensor, other_square: Tensor | None, num_other: Tensor | None) -> Tensor:
+    """Return Q, ``[T]``.
 
     Args:
         tail: how it is found.
         p_other: ``[T]`` pi's mass outside the set.
         other_square: ``[T]`` the sum itself, for ``proportional``.
-        others: ``[T]`` how many ids that pi may have are outside the set, for ``uniform``.
+        num_other: ``[T]`` how many ids that pi may have are outside the set, for ``uniform``.
     """
     if tail == "proportional":
         assert other_square is not None
         return other_square.detach().to(p_other.dtype)
     if tail == "aggregated":
         return p_other.square()
-    assert others is not None
-    return p_other.square() / others.clamp(min=1)
+    assert num_other is not None
+    return p_other.square() / num_other.clamp(min=1)
 
 
 def divergence_rate(
@@ -67,7 +67,9 @@ def divergence_rate(
     other: tuple[Tensor, Tensor],
     square: Tensor,
 ) -> Tensor:
-    """The derivative of the divergence along ``e_k - pi``; its sign times that of A says where the update leads.
+    """Return the derivative of the divergence along ``e_k - pi``.
+
+    Its sign times the sign of A is positive if the update leads outward.
 
     Args:
         kind: which divergence.
@@ -79,12 +81,13 @@ def divergence_rate(
     Returns:
         ``[T]`` float64.
     """
-    (p_k, m_k), (p_other, m_other), sums = sampled, other, sums.double()
-    crossed, squares, signed, signed_squares = sums[:, 2:].unbind(-1)
+    p_k, m_k = sampled
+    p_other, m_other = other
+    crossed, squares, signed, signed_squares = sums.double()[:, 2:].unbind(-1)
     if kind == "kl":
         # Q <= pi_rest^2, so nothing is left of the bucket where pi_rest is 0.
-        rest = torch.where(p_other > 0, square / p_other * (m_other - p_other), 0.0)
-        return p_k - m_k + crossed + rest
+        other_rate = torch.where(p_other > 0, square / p_other * (m_other - p_other), 0.0)
+        return p_k - m_k + crossed + other_rate
     excess = p_k - squares - square
     of_slots = (p_k - m_k).sign() * p_k - signed_squares - excess * signed
     return (of_slots - (p_other - m_other).sign() * (square + excess * p_other)) / 2

@@ -12,24 +12,24 @@ from megatron_dppo.config.loss import Aggregation
 
 
 def statistics_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of per-token statistics: float64 if any input is float64, else float32 (also for bf16 inputs)."""
+    """Return the dtype of per-token statistics: float64 if any input is float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of ``values [T]`` where ``mask [T]`` is True, as a scalar; a masked-out NaN or infinity adds exactly 0."""
+    """Return the sum of ``values [T]`` where ``mask [T]`` is True. A NaN outside the mask adds exactly 0."""
     return torch.where(mask, values, 0.0).sum()
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """The largest of 0 and of ``values [T]`` where ``mask [T]`` is True, as a scalar."""
+    """Return the largest of 0 and of ``values [T]`` where ``mask [T]`` is True, as a scalar."""
     if values.numel() == 0:
         return values.new_zeros(())
     return torch.where(mask, values, 0.0).clamp(min=0).amax()
 
 
 def per_sequence(values: Tensor, mask: Tensor, sequence_ids: Tensor, kind: Literal["sum", "mean"]) -> Tensor:
-    """The sum or the mean of each token's sequence over its tokens inside ``mask``; all ``[T]``.
+    """Return the sum or the mean of each token's sequence over its tokens inside ``mask``; all ``[T]``.
 
     Every sequence must be here as a whole: a sequence that is split over context-parallel ranks or micro-batches gives
     a sum over the part only. A sequence without a token inside the mask gives 0.
@@ -46,17 +46,17 @@ class BatchTotals:
     """Counts over all micro-batches of all data-parallel ranks of one optimizer update, known before it starts."""
 
     num_tokens: int
-    """tokens inside the loss mask, dropped updates included"""
+    """Tokens inside the loss mask, masked ones included."""
     num_sequences: int
-    """sequences with at least one token inside the loss mask"""
+    """Sequences with at least one token inside the loss mask."""
 
 
 def sequence_weight(
     aggregation: Aggregation, tokens_in_sequence: int, totals: BatchTotals, horizon: int | None = None
 ) -> float:
-    """The weight w of each token of one sequence, such that ``sum(w * loss) / totals.num_tokens`` is the aggregate.
+    """Return the aggregation weight w of each token of one sequence.
 
-    The caller always divides by one global token count; the weight turns that mean into another one, and depends on
+    ``sum(w * loss) / totals.num_tokens`` is the aggregate. The caller always divides by one global token count; the weight turns that mean into another one, and depends on
     nothing but the sequence and the totals, so the result is the same for every packing and split.
 
     With N tokens and S sequences in total, L tokens in this sequence, horizon H, names of verl's ``agg_loss``:
@@ -81,7 +81,9 @@ def sequence_weight(
         raise ValueError(f"aggregation {aggregation!r} divides by a fixed horizon, but horizon is None; set it")
     if tokens_in_sequence == 0:
         return 0.0
-    tokens, sequences, norm = totals.num_tokens, totals.num_sequences, horizon or 1
+    tokens = totals.num_tokens
+    sequences = totals.num_sequences
+    norm = horizon or 1
     weights: dict[str, float] = {
         "token_mean": 1.0,
         "token_sum": tokens,
@@ -102,7 +104,7 @@ def token_weights(
     totals: BatchTotals,
     horizon: int | None = None,
 ) -> Tensor:
-    """``sequence_weight`` for every token of a packed row ``[T]``, float32; for ``LossInputs.token_weights``.
+    """Return ``sequence_weight`` of every token of a packed row ``[T]``, float32, for ``LossInputs.token_weights``.
 
     Every sequence must be in the row as a whole (compute the weights before a context-parallel split).
     """

@@ -11,12 +11,12 @@ from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3"]
 _MAX_LOG_KL_RATIO = 20.0
-"""Limit of the log ratio: an estimate from one token explodes, as verl and Stable-RL know."""
+"""Limit of the log ratio, as in verl and Stable-RL: an estimate from one token can explode."""
 _VARIANCE_FLOOR = 1e-8
 
 
 def kl_estimate(logprobs: Tensor, target_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """``[T]`` estimates of KL(p || target) from one token that p sampled (joschu.net/blog/kl-approx.html).
+    """Return estimates of KL(p || target) from single tokens that p sampled (joschu.net/blog/kl-approx.html).
 
     Example:
         log p - log target = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + ln 2 = .193.
@@ -35,7 +35,7 @@ def kl_estimate(logprobs: Tensor, target_logprobs: Tensor, estimator: KlEstimato
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:
-    """``[T]`` the sum of the rewards from each token on, without discount.
+    """Return the sum of the rewards from each token on, without discount, ``[T]``.
 
     Example:
         >>> returns_to_go(torch.tensor([-1.0, 0.0, 2.0]))
@@ -46,7 +46,7 @@ def returns_to_go(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """What ranks add up for the mean and the deviation of their tokens."""
+    """Sums for the mean and the deviation of a batch; ranks add them up."""
 
     count: float
     total: float
@@ -54,7 +54,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor) -> Moments:
-        """Of ``[N]`` values, in float64."""
+        """Return the moments of ``[N]`` values, in float64."""
         wide = values.double()
         return cls(len(values), float(wide.sum()), float(wide.square().sum()))
 
@@ -62,7 +62,7 @@ class Moments:
         return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
 
     def whiten(self, values: Tensor) -> Tensor:
-        """``(values - mean) / deviation``; 0 where there is no spread. The variance is Bessel's, plus 1e-8.
+        """Return ``(values - mean) / deviation``; 0 if there is no spread. The variance is Bessel-corrected, plus 1e-8.
 
         REINFORCE++ (arXiv 2501.03262, global advantage normalization), as verl's ``masked_whiten``.
         """

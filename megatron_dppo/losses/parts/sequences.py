@@ -22,7 +22,7 @@ def sequence_keep_mask(
     largest: float,
     mean: float,
 ) -> Tensor:
-    """TRM: True for all tokens of a sequence of which no divergence is above a limit, nor their mean above another.
+    """Return the mask of TRM: True for all tokens of a sequence whose largest and mean divergence are within limits.
 
     Args:
         peak: ``[T]`` the divergence whose largest value counts.
@@ -53,7 +53,9 @@ def prefix_keep_mask(
     floor: float,
     budget: tuple[float, float],
 ) -> Tensor:
-    """CPPO: a token leading outward is kept iff ``w_t D_t <= min(delta, delta + b W - S)`` (equations 8 to 10).
+    """Return the mask of CPPO (equations 8 to 10).
+
+    An outward update is kept if ``w_t D_t <= min(delta, delta + b W - S)``.
 
     Of a sequence with T tokens, position weights fall from 1 to ``floor`` in equal steps; S and W are the sums of
     ``w D`` and of ``w`` over the tokens before t, kept or not; b is the 90th percentile of its D (between two values by
@@ -87,8 +89,8 @@ def prefix_keep_mask(
 
 
 def _lengths(sequence_ids: Tensor) -> list[int]:
-    found, lengths = sequence_ids.unique_consecutive(return_counts=True)
-    if found.numel() != int(sequence_ids.unique().numel()):
+    runs, lengths = sequence_ids.unique_consecutive(return_counts=True)
+    if runs.numel() != int(sequence_ids.unique().numel()):
         raise ValueError(
             "sequence_ids: the tokens of a sequence are apart; prefix budgets need each sequence's tokens next to each "
             "other, in order"
@@ -99,25 +101,25 @@ def _lengths(sequence_ids: Tensor) -> list[int]:
 def _within_budget(
     divergence: Tensor, mask: Tensor, limit: Tensor, floor: float, budget: tuple[float, float]
 ) -> Tensor:
-    """``[n]`` bool for the positions of one sequence."""
+    """Return the mask for the positions of one sequence, bool [n]."""
     last = (mask.sum() - 1).clamp(min=0)
     rank = mask.cumsum(0) - 1
     weights = torch.where(mask, 1 - (1 - floor) * rank.double() / last.clamp(min=1), 0.0)
-    own = torch.where(mask, weights * divergence, 0.0)
+    weighted = torch.where(mask, weights * divergence, 0.0)
     allowance = _percentile(torch.where(mask, divergence, torch.inf), last).clamp(*budget)
-    before = limit + allowance * _shifted_sum(weights) - _shifted_sum(own)
-    return own <= torch.minimum(limit, before)
+    before = limit + allowance * _shifted_sum(weights) - _shifted_sum(weighted)
+    return weighted <= torch.minimum(limit, before)
 
 
 def _shifted_sum(values: Tensor) -> Tensor:
-    """The sum of the values before each."""
+    """Return the sum of the values before each value."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)[:-1]])
 
 
 def _percentile(values: Tensor, last: Tensor) -> Tensor:
-    """The 90th percentile of the ``last + 1`` smallest values ``[n]``, a scalar."""
+    """Return the 90th percentile of the ``last + 1`` smallest values ``[n]``, a scalar."""
     ordered = values.sort().values
-    place = _QUANTILE * last.double()
-    lower = place.floor().long()
+    position = _QUANTILE * last.double()
+    lower = position.floor().long()
     upper = torch.minimum(lower + 1, last)
-    return torch.lerp(ordered[lower], ordered[upper], place - lower).nan_to_num(nan=torch.inf)  # next to an infinity
+    return torch.lerp(ordered[lower], ordered[upper], position - lower).nan_to_num(nan=torch.inf)  # next to an infinity

@@ -15,8 +15,9 @@ from megatron_dppo.losses.parts.topk import divergence_from_sums, evict, other_m
 from megatron_dppo.types import LossInputs
 
 _MAX_LOG_RATIO = 80.0
-"""exp(80) is still finite in fp32. As log pi <= 0, a larger log ratio needs log mu < -80, a token of probability 2e-35
-that no engine samples: the clamp changes no real result, it only keeps a corrupt one finite and visible."""
+"""Limit of log ratios: exp(80) is still finite in fp32. As log pi <= 0, a larger log ratio needs log mu < -80, a token
+of probability 2e-35 that no engine samples: the clamp changes no real result, it only keeps a corrupt one finite and
+visible."""
 _ADVICE = {
     "rollout_logprobs": "ask the rollout engine for them (log-probabilities recomputed by the trainer make a different "
     "algorithm, one that diverges)",
@@ -39,19 +40,19 @@ class TopK:
     """The Top-K set after eviction."""
 
     logprobs: Tensor | None
-    """[T, K+1] log pi, with a gradient where the inputs have one; None where only the sums are known"""
+    """Log pi, with a gradient if the inputs have one. Shape [T, K+1]. None if only the sums are known."""
     sums: Tensor | None
-    """[T, 2 or 6] sums of all slots"""
+    """Sums over all slots. Shape [T, 2] or [T, 6]."""
     rollout_logprobs: Tensor
-    """[T, K+1] log mu"""
+    """Log mu. Shape [T, K+1]."""
     valid: Tensor
-    """[T, K+1] bool"""
+    """True on used slots. Bool, shape [T, K+1]."""
     other_logprob: Tensor | None
-    """[T]"""
+    """Log of pi's mass outside the slots. Shape [T]."""
     other_square: Tensor | None
-    """[T] sum of pi^2 outside the slots"""
+    """Sum of pi^2 outside the slots. Shape [T]."""
     support: int | Tensor | None
-    """how many ids pi may have, or ``[T]`` of each token; for a uniform tail"""
+    """Number of ids that pi can sample, or ``[T]`` of each token; for a uniform tail."""
 
     def divergence(self, kind: Literal["tv", "kl"]) -> Tensor:
         """Return the total variation or KL on the set, ``[T]`` float64 or float32."""
@@ -63,43 +64,43 @@ class TopK:
         return divergence_from_sums(kind, self.sums, self.rollout_logprobs, self.valid, self.other_logprob)
 
     def masses(self) -> tuple[Tensor, Tensor]:
-        """The mass outside the set under pi and mu, ``[T]`` float64 each."""
+        """Return the mass outside the set under pi and mu, ``[T]`` float64 each."""
         log_p, log_m = valid_slots(
             self.rollout_logprobs if self.logprobs is None else self.logprobs, self.rollout_logprobs, self.valid
         )
         return other_masses(log_p, log_m, self.other_logprob)
 
     def rate(self, kind: Literal["tv", "kl"], tail: Tail, logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-        """``[T]`` ``divergence_rate`` of the sampled tokens."""
+        """Return the ``divergence_rate`` of the sampled tokens, ``[T]``."""
         sums = self.sums
         if self.logprobs is not None:
             sums = predictive_sums(self.logprobs, self.rollout_logprobs, self.valid)
         assert sums is not None
         other = self.masses()
-        others = None if self.support is None else self.support - self.valid.sum(-1)
-        square = tail_square(tail, other[0], self.other_square, others)
+        num_other = None if self.support is None else self.support - self.valid.sum(-1)
+        square = tail_square(tail, other[0], self.other_square, num_other)
         sampled = (logprobs.detach().double().exp(), rollout_logprobs.double().exp())
         return divergence_rate(kind, sums, sampled, other, square)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the rules of the losses work on; all ``[T]``, in the statistics dtype. Only ``logprobs`` has a gradient."""
+    """Prepared inputs of a loss; all ``[T]``, in the statistics dtype. Only ``logprobs`` has a gradient."""
 
     mask: Tensor
-    """the loss mask where mu is known"""
+    """The loss mask, without tokens whose log mu is not finite."""
     logprobs: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
     log_ratio: Tensor
-    """log pi - log mu, clamped"""
+    """Log pi - log mu, clamped."""
     recomputed_logprobs: Tensor | None
     sequence_ids: Tensor | None
     topk: TopK | None
 
     @property
     def ratio(self) -> Tensor:
-        """pi / mu, clamped."""
+        """Pi / mu, clamped."""
         return self.log_ratio.exp()
 
     @property
@@ -125,12 +126,12 @@ class Tokens:
 
     @property
     def recomputed_log_ratio(self) -> Tensor:
-        """log pi - log pi' of the recomputed log-probabilities, clamped."""
+        """Log pi - log pi' of the recomputed log-probabilities, clamped."""
         return (self.logprobs.detach() - self.recomputed).clamp(max=_MAX_LOG_RATIO)
 
 
 def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
-    """Check the inputs and neutralise what stands outside the mask.
+    """Check the inputs and replace values outside the loss mask by zeros.
 
     A token whose rollout log-probability is not finite leaves the mask: nothing is known about how it was sampled.
 
@@ -201,7 +202,7 @@ def _support(inputs: LossInputs) -> int | Tensor | None:
 
 
 def check_shapes(inputs: LossInputs) -> None:
-    """Every field that is there has the shape of ``logprobs``, the Top-K fields one more dimension, masks are bool.
+    """Check that fields have the shape of ``logprobs``, Top-K fields one more dimension, and masks are bool.
 
     Raises:
         ValueError: naming the field.

@@ -20,7 +20,7 @@ _OTHER_FLOOR = 1e-12
 def topk_tv(
     topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None = None
 ) -> Tensor:
-    """Total variation, half the sum of ``|mu - pi|`` over the buckets (arXiv 2602.04879, equation 15).
+    """Return the total variation, half the sum of ``|mu - pi|`` over the buckets (arXiv 2602.04879, equation 15).
 
     Args:
         topk_logprobs: ``[T, K+1]`` log pi at the ids of the set, in nats.
@@ -39,7 +39,7 @@ def topk_tv(
 def topk_kl(
     topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None = None
 ) -> Tensor:
-    """KL(mu || pi) over the buckets, mu first, with ``0 log 0 = 0`` (arXiv 2602.04879, equation 16).
+    """Return KL(mu || pi) over the buckets, mu first, with ``0 log 0 = 0`` (arXiv 2602.04879, equation 16).
 
     The mass of ``other`` is at least 1e-12 on both sides, as in sail-sg/Stable-RL. Infinite where an id of the set has
     pi = 0 < mu. Arguments and result are those of ``topk_tv``, the result in nats and at least 0.
@@ -50,9 +50,9 @@ def topk_kl(
 
 
 def topk_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> Tensor:
-    """What the slots add to twice the total variation and to the KL, ``[T, 2]`` float64.
+    """Return the sums of the slots for twice the total variation and for the KL, float64 [T, 2].
 
-    Of disjoint parts of the slots these sums add up, so that each shard of a vocabulary can take those that it owns.
+    They are additive over disjoint slots, so each shard of a vocabulary can sum the slots that it owns.
     """
     log_p, log_m = valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
     return torch.stack([_absolute_differences(log_p, log_m), _relative_entropies(log_p, log_m)], -1)
@@ -61,7 +61,7 @@ def topk_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tenso
 def divergence_from_sums(
     kind: Literal["tv", "kl"], sums: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor
 ) -> Tensor:
-    """``topk_tv`` or ``topk_kl`` from ``topk_sums`` of all slots.
+    """Return ``topk_tv`` or ``topk_kl``, computed from ``topk_sums`` of all slots.
 
     Args:
         kind: which of the two.
@@ -97,7 +97,7 @@ def _kl(slots: Tensor, p_other: Tensor, m_other: Tensor) -> Tensor:
 def other_masses(
     topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, other_logprob: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Mass of ``other`` under pi and mu, ``[T]`` each, at least 0; unused slots of ``[T, K+1]`` must be -inf."""
+    """Return the mass of ``other`` under pi and mu, at least 0, ``[T]`` each. Unused slots must be -inf."""
     m_other = (1 - rollout_topk_logprobs.exp().sum(-1)).clamp(min=0)
     if other_logprob is None:
         return (1 - topk_logprobs.exp().sum(-1)).clamp(min=0), m_other
@@ -107,7 +107,7 @@ def other_masses(
 def evict(
     topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor | None, other_square: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """At most K ids, as Stable-RL and TRL take them: a sampled token outside the Top-K replaces the K-th.
+    """Limit the set to K ids, as Stable-RL and TRL do: a sampled token outside the Top-K replaces the K-th.
 
     The evicted id's mass goes back to ``other``, so the divergence never grows. Where the engine filled fewer than K
     slots there is room, and nothing is evicted.
@@ -122,18 +122,21 @@ def evict(
         The new ``valid``, ``other_logprob`` and ``other_square``.
     """
     evicted = valid.all(-1)
-    kept = valid.clone()
-    kept[:, -2] &= ~evicted
+    remaining = valid.clone()
+    remaining[:, -2] &= ~evicted
     returned = torch.where(evicted, topk_logprobs[:, -2].detach(), -torch.inf)
     return (
-        kept,
+        remaining,
         None if other_logprob is None else torch.logaddexp(other_logprob.detach(), returned),
         None if other_square is None else other_square.detach() + (2 * returned).exp(),
     )
 
 
 def valid_slots(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sides in float64, because ``other`` is a difference of near-equal numbers; invalid slots are -inf."""
+    """Return both sides in float64, with -inf in invalid slots.
+
+    Float64, because ``other`` is a difference of near-equal numbers.
+    """
     sides = (topk_logprobs, rollout_topk_logprobs)
     log_p, log_m = (torch.where(valid, side.detach().double(), -torch.inf) for side in sides)
     return log_p, log_m

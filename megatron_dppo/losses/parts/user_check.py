@@ -1,8 +1,8 @@
-"""A user's loss and mask on made-up tokens, before a run starts: what would be wrong in training is told at once.
+"""Check of a user-defined loss and mask on made-up tokens, before a run starts.
 
-Also what no single call shows: a token's result must not depend on the tokens that happen to be in the same call, or,
-with ``needs(sequences=True)``, on those of other sequences. Heads call a loss on chunks of tokens, rows hold any
-samples, and ranks share them out; a loss that normalises over its call would train differently with each of these.
+It also finds what no single call shows: a token's result must not depend on the tokens that happen to be in the same
+call, or, with ``needs(sequences=True)``, on those of other sequences. Heads call a loss on chunks of tokens, rows hold
+any samples, and ranks share them out; a loss that normalises over its call would train differently with each of these.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check_user_functions(config: LossConfig) -> None:
 
 def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) -> None:
     inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
-    whole = _gradients(inputs, config)
-    for leaf, gradient in whole.items():
+    gradients = _gradients(inputs, config)
+    for leaf, gradient in gradients.items():
         if not bool(gradient.isfinite().all()):
             raise FunctionError(
                 f"{setting} = {name!r} gives a gradient by {leaf} that is not finite "
@@ -55,18 +55,18 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
             )
     for part in _parts(inputs.loss_mask.numel(), in_sequences="sequence_ids" in config.required_inputs):
         alone = _gradients(_select(inputs, part), config)
-        for leaf, mine in whole.items():
-            if not torch.allclose(alone[leaf], mine[part], rtol=_TOLERANCE, atol=_TOLERANCE):
-                others = "sequences" if needs.sequences else "tokens"
+        for leaf, gradient in gradients.items():
+            if not torch.allclose(alone[leaf], gradient[part], rtol=_TOLERANCE, atol=_TOLERANCE):
+                unit = "sequence" if needs.sequences else "token"
                 fix = "" if needs.sequences else "; if it is one over sequences, declare needs(sequences=True)"
                 raise FunctionError(
-                    f"{setting} = {name!r} gives tokens another gradient when other {others} are in "
-                    f"the same call (or at each call); a term may depend on its own {others[:-1]} only{fix}"
+                    f"{setting} = {name!r} gives tokens another gradient when other {unit}s are in "
+                    f"the same call (or at each call); a term may depend on its own {unit} only{fix}"
                 )
     penalized = config.kl_coef > 0 or config.entropy_coef > 0
     if setting == "loss.name" and not needs.zero_advantage and not penalized:
         idle = inputs.advantages == 0
-        if any(bool((mine[idle] != 0).any()) for mine in whole.values()):
+        if any(bool((gradient[idle] != 0).any()) for gradient in gradients.values()):
             raise FunctionError(
                 f"{setting} = {name!r} declares zero_advantage = False, but has a gradient where the "
                 "advantage is 0; take the declaration out"
@@ -84,10 +84,10 @@ def _gradients(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:
     leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in _LEAVES}
     changed: dict[str, Any] = dict(leaves)
     loss = policy_loss(replace(inputs, **changed), config).loss_sum
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(leaf) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
 
 
@@ -99,7 +99,7 @@ def _select(inputs: LossInputs, part: Tensor) -> LossInputs:
 
 
 def made_up_inputs(k: int) -> LossInputs:
-    """Tokens of three sequences with every field of ``LossInputs``: two policies near each other over K + 5 entries."""
+    """Return tokens of three sequences with every field of ``LossInputs``, for two close policies over K + 5 ids."""
     generator = torch.Generator().manual_seed(0)
     count, vocab_size = sum(_LENGTHS), k + 5
 
@@ -113,23 +113,23 @@ def made_up_inputs(k: int) -> LossInputs:
     ids = torch.cat([top, sampled], 1)
     valid = torch.cat([torch.ones_like(top, dtype=torch.bool), (top != sampled).all(-1, keepdim=True)], 1)
     outside = torch.ones_like(log_p, dtype=torch.bool).scatter(1, ids, False)
-    rest = torch.where(outside, log_p, -torch.inf)
+    other = torch.where(outside, log_p, -torch.inf)
 
     def at_label(log_q: Tensor) -> Tensor:
         return log_q.gather(1, sampled)[:, 0]
 
-    place = torch.arange(count)
+    position = torch.arange(count)
     return LossInputs(
         logprobs=at_label(log_p),
         rollout_logprobs=at_label(log_m),
-        advantages=torch.where(place % 5 == 4, 0.0, torch.where(place % 2 == 0, 1.0, -0.7)),
-        loss_mask=place % 6 != 0,
+        advantages=torch.where(position % 5 == 4, 0.0, torch.where(position % 2 == 0, 1.0, -0.7)),
+        loss_mask=position % 6 != 0,
         entropy=-(log_p.exp() * log_p).sum(-1),
         topk_logprobs=log_p.gather(1, ids),
         rollout_topk_logprobs=log_m.gather(1, ids),
         topk_valid=valid,
-        topk_other_logprob=rest.logsumexp(-1),
-        topk_other_square=(2 * rest).exp().sum(-1),
+        topk_other_logprob=other.logsumexp(-1),
+        topk_other_square=(2 * other).exp().sum(-1),
         vocab_size=vocab_size,
         recomputed_logprobs=at_label((log_m + normal(count, vocab_size).mul(0.1)).log_softmax(-1)),
         reference_logprobs=at_label((log_m + normal(count, vocab_size)).log_softmax(-1)),

@@ -37,8 +37,8 @@ def call_user_loss(
     everything = torch.ones_like(tokens.mask)
     if not tokens.mask.numel():
         return tokens.logprobs * 0, everything
-    found = _call(function, _inputs(function, inputs, tokens), options)
-    values, keep = found if isinstance(found, tuple) and len(found) == 2 else (found, everything)
+    result = _call(function, _inputs(function, inputs, tokens), options)
+    values, keep = result if isinstance(result, tuple) and len(result) == 2 else (result, everything)
     _check_tensor(function, values, tokens, "a term for each token")
     if not values.is_floating_point():
         raise _wrong(function, f"returned {values.dtype}, expected a float for each token")
@@ -63,16 +63,16 @@ def call_user_mask(function: UserFunction, options: dict[str, Any], inputs: Loss
     """
     if not tokens.mask.numel():
         return torch.ones_like(tokens.advantages)
-    found = _call(function, _inputs(function, inputs, tokens), options)
-    _check_tensor(function, found, tokens, "a bool or a weight for each token")
-    if found.dtype != torch.bool and not found.is_floating_point():
-        raise _wrong(function, f"returned {found.dtype}, expected a bool (True = kept) or a float for each token")
-    _check_finite(function, found, tokens)
-    return torch.where(tokens.mask, found.to(tokens.advantages.dtype), 1.0)
+    factor = _call(function, _inputs(function, inputs, tokens), options)
+    _check_tensor(function, factor, tokens, "a bool or a weight for each token")
+    if factor.dtype != torch.bool and not factor.is_floating_point():
+        raise _wrong(function, f"returned {factor.dtype}, expected a bool (True = kept) or a float for each token")
+    _check_finite(function, factor, tokens)
+    return torch.where(tokens.mask, factor.to(tokens.advantages.dtype), 1.0)
 
 
 def _inputs(function: UserFunction, inputs: LossInputs, tokens: Tokens) -> LossInputs:
-    """What the function declared to need, with everything outside the loss mask made harmless."""
+    """Return the inputs that the function declares, with zeros outside the loss mask."""
     needs, mask = function.needs, tokens.mask
 
     def constant(values: Tensor | None) -> Tensor | None:
@@ -100,7 +100,7 @@ def _inputs(function: UserFunction, inputs: LossInputs, tokens: Tokens) -> LossI
 
 
 def _topk(function: UserFunction, inputs: LossInputs, mask: Tensor) -> dict[str, Any]:
-    """The Top-K fields; -inf in slots that are not used, so that their probability is 0."""
+    """Return the Top-K fields, with -inf in unused slots, so that their probability is 0."""
     assert inputs.topk_valid is not None and inputs.topk_logprobs is not None
     assert inputs.rollout_topk_logprobs is not None
     logprobs, other = inputs.topk_logprobs, inputs.topk_other_logprob
@@ -121,7 +121,7 @@ def _call(function: UserFunction, inputs: LossInputs, options: dict[str, Any]) -
     given = {f.name: value for f in fields(inputs) if isinstance(value := getattr(inputs, f.name), Tensor)}
     versions = {name: value._version for name, value in given.items()}
     try:
-        found = function.function(replace(inputs), **options)
+        result = function.function(replace(inputs), **options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -134,23 +134,23 @@ def _call(function: UserFunction, inputs: LossInputs, options: dict[str, Any]) -
         raise _wrong(
             function, f"changes inputs.{changed[0]} in place, which the trainer goes on with; change a clone() of it"
         )
-    return found
+    return result
 
 
-def _check_tensor(function: UserFunction, found: Any, tokens: Tokens, expected: str) -> None:
+def _check_tensor(function: UserFunction, value: Any, tokens: Tokens, expected: str) -> None:
     shape = tuple(tokens.mask.shape)
-    if not isinstance(found, Tensor):
-        raise _wrong(function, f"returned {type(found).__name__}, expected a tensor {list(shape)}: {expected}")
-    if found.device != tokens.mask.device or found.layout != torch.strided:
+    if not isinstance(value, Tensor):
+        raise _wrong(function, f"returned {type(value).__name__}, expected a tensor {list(shape)}: {expected}")
+    if value.device != tokens.mask.device or value.layout != torch.strided:
         raise _wrong(
             function,
-            f"returned a tensor on {found.device} ({found.layout}), expected one on {tokens.mask.device} "
+            f"returned a tensor on {value.device} ({value.layout}), expected one on {tokens.mask.device} "
             f"({torch.strided}) like the inputs",
         )
-    if tuple(found.shape) != shape:
+    if tuple(value.shape) != shape:
         raise _wrong(
             function,
-            f"returned a tensor {list(found.shape)}, expected {list(shape)}: {expected}, not their sum or mean",
+            f"returned a tensor {list(value.shape)}, expected {list(shape)}: {expected}, not their sum or mean",
         )
 
 

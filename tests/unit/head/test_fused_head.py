@@ -261,7 +261,7 @@ def test_bad_input_is_refused_by_name() -> None:
         ("temperature must be above 0, got 0.0", {"temperature": 0.0}),
         (r"labels \[T\] = \(13,\), got torch.int32", {"labels": labels.int()}),
         (r"label 61 in row 3 is outside the vocabulary \[0, 61\)", {"labels": wrong_label}),
-        ("both or neither", {"ids": ids}),
+        ("both ids and ids_valid, or neither", {"ids": ids}),
         (r"id 61 in row 4, slot 2 is outside", {"ids": beyond, "ids_valid": beyond >= 0}),
         ("stands twice in row 2", {"ids": twice, "ids_valid": twice >= 0}),
         ("K = 62 ids are more than the vocabulary of 61", {"ids": many, "ids_valid": many > 0}),
