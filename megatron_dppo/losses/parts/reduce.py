@@ -56,8 +56,9 @@ def sequence_weight(
 ) -> float:
     """Return the aggregation weight w of each token of one sequence.
 
-    ``sum(w * loss) / totals.num_tokens`` is the aggregate. The caller always divides by one global token count; the weight turns that mean into another one, and depends on
-    nothing but the sequence and the totals, so the result is the same for every packing and split.
+    ``sum(w * loss) / totals.num_tokens`` is the aggregate. The caller always divides by one global token count; the
+    weight turns that mean into another one, and depends on nothing but the sequence and the totals, so the result is
+    the same for every packing and split.
 
     With N tokens and S sequences in total, L tokens in this sequence, horizon H, names of verl's ``agg_loss``:
 
