@@ -28,9 +28,9 @@ _PARALLEL = ("tensor-model", "pipeline-model", "context", "expert-model", "exper
 TABLE: dict[str, Rule] = {
     "hf-checkpoint": map_to("model.path", text),
     "ref-load": unsupported(
-        "a checkpoint of Megatron's: model.reference_path is a Hugging Face folder, else model.path"
+        "a Megatron checkpoint: model.reference_path is a Hugging Face folder; default: model.path"
     ),
-    "load": unsupported("a run that is started again goes on from its own folder"),
+    "load": unsupported("rerunning a command resumes its run from run.output_dir"),
     "save": map_to("run.output_dir", text),
     "save-interval": map_to("checkpoint.save_every", integer),
     "prompt-data": map_to("data.train", one_or_list),
@@ -70,15 +70,15 @@ TABLE: dict[str, Rule] = {
     "micro-batch-size": unsupported("rows are packed up to train.micro_batch_tokens"),
     "use-rollout-routing-replay": lambda draft, key: draft.put("train.router_replay", "rollout", key),
     "use-routing-replay": lambda draft, key: draft.put("train.router_replay", "recorded", key),
-    "use-slime-router": unsupported("requests are balanced here"),
-    "optimizer": unsupported("Adam is the only one here"),
+    "use-slime-router": unsupported("the trainer balances requests itself"),
+    "optimizer": unsupported("Adam is the only optimizer"),
     "calculate-per-token-loss": lambda draft, key: draft.put("loss.aggregation", "token_mean", key),
     "attention-dropout": unsupported("always 0"),
     "hidden-dropout": unsupported("always 0"),
-    "attention-backend": unsupported("chosen at the start"),
-    "wandb-key": unsupported("a key belongs into the environment (WANDB_API_KEY), not into a file"),
-    "custom-generate-function-path": unsupported("rollout.generate; its signature is another one (docs/engines.md)"),
-    "rollout-function-path": unsupported("the stream of rollouts is this package's own"),
+    "attention-backend": unsupported("chosen at startup"),
+    "wandb-key": unsupported("set the API key in the environment (WANDB_API_KEY), not in a file"),
+    "custom-generate-function-path": unsupported("use rollout.generate; its signature differs (docs/engines.md)"),
+    "rollout-function-path": unsupported("the rollout scheduler cannot be replaced"),
 } | {f"{name}-parallel-size": map_to(f"parallel.{name.replace('-', '_')}_parallel_size", integer) for name in _PARALLEL}
 TABLE |= {name: map_to("optimizer." + name.replace("-", "_"), flag) for name in _OPTIMIZER}
 PATTERNS: dict[str, Rule] = {
@@ -89,7 +89,7 @@ PATTERNS: dict[str, Rule] = {
     "sglang-": lambda draft, key: _server_flag(draft, key),
     "actor-num-": unsupported(_RAY),
     "rollout-num-gpus": unsupported("rollout.servers.count and the GPUs of each (megatron-dppo serve)"),
-    "wandb-": unsupported("log.wandb_project, and W&B's own environment variables"),
+    "wandb-": unsupported("use log.wandb_project and the environment variables of W&B"),
 }
 _SHAPE = """num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention
 kv-channels vocab-size normalization norm-epsilon swiglu disable-bias-linear qk-layernorm rotary-base rotary-percent
@@ -110,7 +110,7 @@ DEFAULTS: dict[str, object] = {
 def _server_flag(draft: Draft, key: str) -> None:
     value = draft.source[key]
     if isinstance(value, list) and len(value) > 1:
-        draft.record(key, "unsupported", "a list; put it into [rollout.sglang] by SGLang's own name")
+        draft.record(key, "unsupported", "a list; set it in [rollout.sglang] under SGLang's name")
     else:
         draft.put("rollout.sglang." + key.removeprefix("sglang-"), True if value == [] else literal(value), key)
 
@@ -123,7 +123,7 @@ def combine(draft: Draft) -> None:
     _engine(draft)
     _evaluation_and_reward(draft)
     if draft.read("tensor-model-parallel-size", integer, 1) == 1:
-        draft.record("sequence-parallel", "unsupported", "nothing to split with tensor_model_parallel_size = 1")
+        draft.record("sequence-parallel", "unsupported", "has no effect with tensor_model_parallel_size = 1")
     elif "sequence-parallel" in draft.source:
         draft.put("parallel.sequence_parallel", True, "sequence-parallel")
     if "use-wandb" in draft.source and draft.read("wandb-project", text):
@@ -161,7 +161,9 @@ def _loss(draft: Draft) -> None:
     high = draft.read("eps-clip-high", number, low)
     if estimator not in _ADVANTAGES:
         draft.record(
-            "advantage-estimator", "unsupported", "there is no critic; train.advantage is left at the group's mean"
+            "advantage-estimator",
+            "unsupported",
+            "there is no critic; train.advantage keeps its default, the reward minus the group mean",
         )
     else:
         plain = "disable-grpo-std-normalization" in draft.source
@@ -169,7 +171,7 @@ def _loss(draft: Draft) -> None:
         draft.put("train.advantage", kind, "advantage-estimator", "disable-grpo-std-normalization")
         if estimator.startswith("reinforce"):
             draft.put("train.advantage_normalization", "batch", note="REINFORCE++")
-    anchored = "pi / mu, by the rollout's own log-probabilities"
+    anchored = "pi / mu, from the log-probabilities of the rollout"
     if estimator == "cispo":
         draft.put("loss.name", "cispo", note=anchored)
         draft.put("loss.ratio_floor", 1 - low, "eps-clip")

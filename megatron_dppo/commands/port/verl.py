@@ -38,7 +38,7 @@ _SERVER_FLAGS = {
     },
 }
 _SPARED = "the weights and the optimizer move to the host while colocated servers sample"
-_SCORING = "the batch of training is that of scoring too"
+_SCORING = "training and scoring use the same batch"
 
 TABLE: dict[str, Rule] = {
     "data.train_files": map_to("data.train", one_or_list),
@@ -46,7 +46,7 @@ TABLE: dict[str, Rule] = {
     "data.max_response_length": map_to("rollout.max_new_tokens", integer),
     "data.prompt_key": map_to("data.prompt_key", text),
     "data.shuffle": unsupported("prompts are always shuffled, by run.seed"),
-    "data.return_raw_chat": unsupported("the chat template is applied here in any case"),
+    "data.return_raw_chat": unsupported("the chat template is always applied"),
     "actor_rollout_ref.model.path": map_to("model.path", text),
     "actor_rollout_ref.model.lora_rank": map_to("lora.rank", integer),
     "actor_rollout_ref.model.enable_gradient_checkpointing": unsupported(
@@ -97,14 +97,14 @@ TABLE: dict[str, Rule] = {
     _R + "val_kwargs.temperature": map_to("eval.temperature", number),
     _R + "val_kwargs.top_p": map_to("eval.top_p", number),
     _R + "val_kwargs.top_k": map_to("eval.top_k", lambda value: max(0, integer(value))),
-    _R + "val_kwargs.do_sample": unsupported("eval.temperature says it; 0 = greedy"),
+    _R + "val_kwargs.do_sample": unsupported("set by eval.temperature; 0 = greedy"),
     "trainer.logger": unsupported(
         "metrics.jsonl and TensorBoard always; W&B by log.wandb_project, others by log.trackers"
     ),
     "trainer.critic_warmup": unsupported("there is no critic"),
     "trainer.val_before_train": unsupported("the weights before training are always evaluated"),
-    "trainer.resume_mode": unsupported("a run that is started again goes on (checkpoint.resume)"),
-    "trainer.device": unsupported("found out at the start"),
+    "trainer.resume_mode": unsupported("rerunning a command resumes its run (checkpoint.resume)"),
+    "trainer.device": unsupported("detected at startup"),
 }
 PATTERNS: dict[str, Rule] = {
     _A + "megatron.override_transformer_config.": lambda draft, key: map_to(
@@ -112,13 +112,13 @@ PATTERNS: dict[str, Rule] = {
     )(draft, key),
     _A + "fsdp_config.": unsupported(_SPARED),
     _A + "megatron.": unsupported("Megatron's own default, or set by model.transformer"),
-    _A + "strategy": unsupported("Megatron is the only one here"),
+    _A + "strategy": unsupported("Megatron is the only strategy"),
     _A + "checkpoint.": unsupported("checkpoint.* here; docs/checkpoints.md"),
-    "actor_rollout_ref.ref.": unsupported("the reference has the policy's layout, and is scored with it"),
+    "actor_rollout_ref.ref.": unsupported("the reference model uses the parallel layout of the policy"),
     _R + "log_prob": unsupported(_SCORING),
-    _R: unsupported("a flag of the servers: put it into [rollout.sglang] or [rollout.vllm] by its own name"),
-    "critic.": unsupported("there is no critic: a group's rewards are the baseline"),
-    "reward_model.": unsupported("a reward model is a server here (docs/rewards.md)"),
+    _R: unsupported("a server flag: set it under the server's name in [rollout.sglang] or [rollout.vllm]"),
+    "critic.": unsupported("there is no critic: the baseline is the mean reward of the group"),
+    "reward_model.": unsupported("reward models run as servers (docs/rewards.md)"),
     "hydra.": unsupported("the launcher's"),
     "ray_": unsupported("no Ray"),
 }
@@ -158,7 +158,7 @@ def _sizes(draft: Draft) -> None:
         draft.put("rollout.dynamic_sampling", True, "algorithm.filter_groups.enable")
     if draft.read("data.filter_overlong_prompts", flag):
         draft.put("data.overlong_prompts", "drop", "data.filter_overlong_prompts")
-        draft.record("data.truncation", "unsupported", "longer prompts are dropped before")
+        draft.record("data.truncation", "unsupported", "longer prompts are always dropped")
     elif (truncation := draft.read("data.truncation", text)) in ("left", "error"):
         draft.put("data.overlong_prompts", {"left": "truncate_left"}.get(truncation, "error"), "data.truncation")
 
@@ -183,7 +183,7 @@ def _loss(draft: Draft) -> None:
     elif mode == "cispo":
         keys |= {"ratio_floor": (1 - low, low_key), "ratio_cap": (1 + high, high_key)}
     else:
-        draft.record(mode_key, "unsupported", f"there is no loss {mode!r} here; loss.name is left at DPPO-Binary-TV")
+        draft.record(mode_key, "unsupported", f"there is no loss {mode!r}; loss.name keeps its default, DPPO-Binary-TV")
         keys = {}
     for key, (value, theirs) in keys.items():
         if theirs in draft.source or key == "name":
@@ -198,7 +198,7 @@ def _loss(draft: Draft) -> None:
         if aggregation.endswith("-norm"):
             horizon = draft.read(_A + "loss_scale_factor", integer) or draft.read("data.max_response_length", integer)
             if horizon:
-                draft.put("loss.horizon", horizon, note="the longest response, which sums are divided by")
+                draft.put("loss.horizon", horizon, note="sums are divided by the longest response")
             draft.record(_A + "loss_scale_factor", "ported", "loss.horizon")
     estimator = draft.read("algorithm.adv_estimator", text, "gae")
     if estimator in _ADVANTAGES:
@@ -209,7 +209,9 @@ def _loss(draft: Draft) -> None:
             draft.put("train.advantage_normalization", "batch", note="REINFORCE++")
     else:
         draft.record(
-            "algorithm.adv_estimator", "unsupported", "train.advantage is left at the reward minus the group's mean"
+            "algorithm.adv_estimator",
+            "unsupported",
+            "train.advantage keeps its default, the reward minus the group mean",
         )
 
 
@@ -242,7 +244,7 @@ def _engine(draft: Draft) -> None:
     if engine not in _SERVER_FLAGS:
         return
     draft.put("rollout.engine", engine, _R + "name")
-    draft.put("rollout.servers.colocated", True, note="as verl's hybrid engine; false = GPUs of their own")
+    draft.put("rollout.servers.colocated", True, note="as in verl's hybrid engine; false = servers on separate GPUs")
     draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
     for theirs, ours in _SERVER_FLAGS[engine].items():
         value = draft.read(_R + theirs, literal)
@@ -276,7 +278,7 @@ def _run(draft: Draft) -> None:
     if every > 0:
         draft.put("checkpoint.save_every", every, "trainer.save_freq")
     draft.record(
-        "trainer.save_freq", "unsupported", "no checkpoint before the last one: checkpoint.save_every is left out"
+        "trainer.save_freq", "unsupported", "only the last checkpoint is saved: checkpoint.save_every stays unset"
     )
     project, name = draft.read("trainer.project_name", text), draft.read("trainer.experiment_name", text)
     if project and "wandb" in str(draft.source.get("trainer.logger", "")):
@@ -288,7 +290,7 @@ def _run(draft: Draft) -> None:
         draft.put("log.trackers", trackers, "trainer.logger")
         if project:
             draft.put("log.project", project, "trainer.project_name")
-    draft.record("trainer.project_name", "unsupported", "no tracker that has projects is on")
+    draft.record("trainer.project_name", "unsupported", "no enabled tracker has projects")
     folder = draft.read("trainer.default_local_dir", text)
     if folder:
         draft.put("run.output_dir", folder, "trainer.default_local_dir")
