@@ -42,7 +42,7 @@ def run_restarts(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: A wrong configuration, a damaged record, or no attempts left.
     """
     from megatron_dppo.config.io import load_config
-    from megatron_dppo.run.restarts import FINAL, RankEnd, Restarts, TriesUsedUp, how_it_ended
+    from megatron_dppo.run.restarts import FINAL, AttemptsExhausted, RankExit, Restarts, find_first_failure
 
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts {options.max_restarts}: expected 0 (never) or more")
@@ -55,7 +55,9 @@ def run_restarts(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     elif options.event == "preempted":
         restarts.preempted()
     else:
-        end = RankEnd(options.exit_code) if options.logs is None else how_it_ended(options.logs, options.exit_code)
+        end = (
+            RankExit(options.exit_code) if options.logs is None else find_first_failure(options.logs, options.exit_code)
+        )
         where = "" if options.logs is None else f" (logs: {options.logs})"
         how = f"has crashed with exit code {end.code}{'' if end.rank is None else f' of rank {end.rank}'}{where}"
         # Rank 0's output is in the job's log already.
@@ -66,7 +68,7 @@ def run_restarts(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             return end.code
         try:
             _log(restarts.crashed(how))
-        except TriesUsedUp as error:
+        except AttemptsExhausted as error:
             _log(str(error))
             return end.code
     return 0

@@ -1,9 +1,12 @@
-"""One run at a time in a folder: a lock file that names its owner.
+"""Lock file of a folder, which names its owner: one run at a time.
 
-Two things show whether an owner lives. A record lock of the kernel (``fcntl.lockf``, which NFS passes on to its server)
-goes when its process dies, however it dies. Where the file system keeps no such locks between machines, the owner's
-heartbeat counts: it rewrites the file every few seconds, and a newcomer watches the file before it takes it over. An
-owner that is an earlier try of the same Slurm job, on a node that Slurm has given up, is told to end (``claim``).
+Two signals show if the owner is alive:
+- The kernel's record lock (``fcntl.lockf``, which NFS forwards to its server). It disappears with the process.
+- The owner's heartbeat, for file systems without locks between machines. The owner rewrites the file every few
+  seconds, and a new process watches the file before it takes it over.
+
+An owner that is an earlier attempt of the same Slurm job, on a node that Slurm has given up, exits on request
+(``claim``).
 """
 
 from __future__ import annotations
@@ -27,37 +30,37 @@ from megatron_dppo.errors import ConfigError
 CLAIM = ".megatron_dppo.claim"
 
 
-_LOST = 1
-"""Exit code of a try that was told to end. Nobody waits for it."""
+_CLAIMED_EXIT_CODE = 1
+"""Exit code of an attempt whose folder a later attempt has claimed. No process waits for it."""
 
 
-def this_try() -> dict[str, Any]:
-    """Which try of which Slurm job this process belongs to; empty outside of Slurm."""
+def slurm_attempt() -> dict[str, Any]:
+    """Return the Slurm job and the attempt that this process belongs to. Empty outside of Slurm."""
     job = os.environ.get("SLURM_JOB_ID")
     return {} if job is None else {"job": job, "try": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
 
 
 def is_earlier(other: Mapping[str, Any]) -> bool:
     """Return True if a process belongs to an earlier attempt of this job."""
-    ours = this_try()
+    ours = slurm_attempt()
     return bool(ours) and other.get("job") == ours["job"] and int(other.get("try", 0)) < ours["try"]
 
 
 def claim(folder: Path) -> None:
-    """Tell earlier tries of our job that work in the folder to end."""
+    """Ask earlier attempts of this job that work in the folder to exit."""
     file = folder / f"{CLAIM}.{os.getpid()}"
-    file.write_text(json.dumps(this_try()))
+    file.write_text(json.dumps(slurm_attempt()))
     file.replace(folder / CLAIM)
 
 
-def withdraw(folder: Path) -> None:
-    """The folder is ours."""
+def withdraw_claim(folder: Path) -> None:
+    """Delete the claim file, once this process has the lock."""
     (folder / CLAIM).unlink(missing_ok=True)
 
 
-def end_if_claimed(folder: Path) -> None:
-    """End this process at once, as by ``kill -9``, when a later try of our job wants the folder."""
-    ours = this_try()
+def exit_if_claimed(folder: Path) -> None:
+    """Exit at once, like ``kill -9``, if a later attempt of this job has claimed the folder."""
+    ours = slurm_attempt()
     if not ours:
         return
     try:
@@ -66,11 +69,11 @@ def end_if_claimed(folder: Path) -> None:
         return
     if theirs.get("job") == ours["job"] and theirs.get("try", 0) > ours["try"]:
         print(
-            f"lock     try {theirs['try']} of job {ours['job']} goes on in {folder}, and this one, cut off, ends",
+            f"lock     attempt {theirs['try']} of job {ours['job']} continues in {folder}; this earlier attempt exits",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(_LOST)
+        os._exit(_CLAIMED_EXIT_CODE)
 
 
 LOCK = ".megatron_dppo.lock"
@@ -94,14 +97,14 @@ def this_process() -> dict[str, Any]:
     """Return the identity of this process, by which another process can check that it is alive."""
     return {
         "host": socket.gethostname(),
-        "machine": _machine(),
+        "machine": _machine_id(),
         "pid": os.getpid(),
-        "born": _birth(os.getpid()),
-    } | this_try()
+        "born": _start_ticks(os.getpid()),
+    } | slurm_attempt()
 
 
-def _machine() -> str:
-    """This boot of this machine, and this container's view of its processes."""
+def _machine_id() -> str:
+    """Return an id of this boot of this machine and of the PID namespace, in which process ids are comparable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -109,8 +112,11 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _birth(pid: int) -> str:
-    """When a process began, in the kernel's ticks: process ids are used again. Empty when there is no such process."""
+def _start_ticks(pid: int) -> str:
+    """Return the start time of a process in kernel ticks. Empty if it does not exist or is a zombie.
+
+    The kernel reuses process ids, so an id alone does not identify a process.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -119,54 +125,61 @@ def _birth(pid: int) -> str:
 
 
 @dataclass(frozen=True)
-class Words:
-    """Words of the messages about a folder and its owner."""
+class LockMessages:
+    """Terms in the messages about a folder and its owner."""
 
     key: str = "run.output_dir"
     """Configuration key or option that names the folder."""
     owner: str = "run"
-    way_out: str = "Choose another folder, or stop that run"
+    """Noun for the owner of the lock."""
+    fix: str = "Choose another folder, or stop that run"
+    """Instruction to the user if the folder is in use."""
 
 
-_OF_A_RUN = Words()
+_RUN_MESSAGES = LockMessages()
 
 
 class FolderLock:
-    """Holds a folder until ``release``, or until this process ends.
+    """Lock of a folder, held until ``release`` or until this process exits.
 
     Args:
-        folder: an existing folder.
-        words: for messages.
-        watch_seconds: how long to look for heartbeats of an owner on another machine.
+        folder: Existing folder.
+        messages: Terms of the error messages.
+        watch_seconds: Seconds to watch for heartbeats of an owner on another machine.
+        heartbeat_seconds: Seconds between two heartbeats of this process.
+
+    Attributes:
+        path: Lock file.
+        note: Message about a previous owner that did not release the lock. Empty if there was none.
 
     Raises:
-        ConfigError: somebody else works in the folder, or the lock file cannot be written.
+        ConfigError: Another process works in the folder, or the lock file cannot be written.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        words: Words = _OF_A_RUN,
+        messages: LockMessages = _RUN_MESSAGES,
         watch_seconds: float = WATCH_SECONDS,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         self.path = folder / LOCK
-        self._words = words
+        self._messages = messages
         self.note = ""
-        """what happened to an owner that did not let go; empty = there was none"""
         self._has_claimed = False
         self._file = self._open()
         try:
-            self._take(watch_seconds)
+            self._acquire(watch_seconds)
         except BaseException:
             os.close(self._file)
             raise
-        self._beats, self._since = 0, time.strftime("%Y-%m-%d %H:%M:%S")
+        self._beats = 0
+        self._since = time.strftime("%Y-%m-%d %H:%M:%S")
         self._stop = threading.Event()
-        self._beat()
+        self._write_heartbeat()
         self._thread = threading.Thread(
-            target=self._beat_until_stopped, args=(heartbeat_seconds,), name="folder-lock", daemon=True
+            target=self._write_heartbeats, args=(heartbeat_seconds,), name="folder-lock", daemon=True
         )
         self._thread.start()
 
@@ -175,33 +188,38 @@ class FolderLock:
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"{self._words.key}: {self.path} cannot be written: {error.strerror}; choose a folder that this "
+                f"{self._messages.key}: {self.path} cannot be written: {error.strerror}; choose a folder that this "
                 "user can write to"
             ) from error
 
-    def _take(self, watch_seconds: float) -> None:
+    def _acquire(self, watch_seconds: float) -> None:
         end = time.monotonic() + CLAIM_SECONDS
         while True:
-            is_free, owner = self._try_lock(), self._owner()
-            if not is_free or (owner is not None and self._lives(owner, watch_seconds)) or not self._try_lock():
+            is_free = self._try_lock()
+            owner = self._read_owner()
+            # The last _try_lock is needed: reading the file in _is_alive has released the kernel's lock.
+            if not is_free or (owner is not None and self._is_alive(owner, watch_seconds)) or not self._try_lock():
                 if owner is None or not is_earlier(owner) or time.monotonic() > end:
-                    raise ConfigError(self._refusal(owner))
+                    raise ConfigError(self._in_use_message(owner))
                 self._claim(owner)
                 continue
             if self._is_current():
                 break
-            os.close(self._file)  # its owner deleted the file between our opening and our locking it
+            os.close(self._file)  # its owner deleted the file after it was opened here and before it was locked
             self._file = self._open()
-        withdraw(self.path.parent)
+        withdraw_claim(self.path.parent)
         if owner is not None:
             self.note = (
-                f"the {self._words.owner} that held this folder ({_named(owner)}) is gone without a word; going on"
+                f"the {self._messages.owner} that held this folder ({_describe_owner(owner)}) exited without releasing "
+                "the lock; continuing"
             )
 
     def _claim(self, owner: dict[str, Any]) -> None:
         if not self._has_claimed:
             print(
-                f"lock     {self.path} is of an earlier try of this job, {_named(owner)}; telling it to end", flush=True
+                f"lock     {self.path} is held by an earlier attempt of this job, {_describe_owner(owner)}; "
+                "it is asked to exit",
+                flush=True,
             )
             claim(self.path.parent)
             self._has_claimed = True
@@ -216,7 +234,7 @@ class FolderLock:
                 return True
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
-            raise ConfigError(f"{self._words.key}: {self.path} cannot be locked: {error.strerror}") from error
+            raise ConfigError(f"{self._messages.key}: {self.path} cannot be locked: {error.strerror}") from error
         return True
 
     def _is_current(self) -> bool:
@@ -225,7 +243,7 @@ class FolderLock:
         except OSError:
             return False
 
-    def _owner(self) -> dict[str, Any] | None:
+    def _read_owner(self) -> dict[str, Any] | None:
         """Return the last writer of the file. None if it is empty or unreadable: its owner died while writing."""
         try:
             owner = json.loads(os.pread(self._file, 4096, 0))
@@ -233,36 +251,40 @@ class FolderLock:
             return None
         return owner if isinstance(owner, dict) and {"host", "machine", "pid", "born"} <= owner.keys() else None
 
-    def _lives(self, owner: dict[str, Any], watch_seconds: float) -> bool:
-        if owner["machine"] == _machine():
-            return bool(owner["born"]) and _birth(owner["pid"]) == owner["born"]
+    def _is_alive(self, owner: dict[str, Any], watch_seconds: float) -> bool:
+        if owner["machine"] == _machine_id():
+            return bool(owner["born"]) and _start_ticks(owner["pid"]) == owner["born"]
         print(
-            f"lock     {self.path} is of {_named(owner)}; watching for {watch_seconds:.0f} s whether that "
-            f"{self._words.owner} lives",
+            f"lock     {self.path} is held by {_describe_owner(owner)}; watching for {watch_seconds:.0f} s for a "
+            f"heartbeat of that {self._messages.owner}",
             flush=True,
         )
-        first, end = self._read_again(), time.monotonic() + watch_seconds
+        first = self._reopen_and_read()
+        end = time.monotonic() + watch_seconds
         while time.monotonic() < end:
             time.sleep(min(1.0, watch_seconds / 10))
-            if self._read_again() != first:
+            if self._reopen_and_read() != first:
                 return True
         return False
 
-    def _read_again(self) -> bytes:
-        """The file as its server has it: NFS looks there when a file is opened. Gives up our record lock."""
+    def _reopen_and_read(self) -> bytes:
+        """Open the file again and return its contents, since NFS asks its server only when a file is opened.
+
+        This releases the kernel's lock: closing any handle of a file drops the process's record locks on it.
+        """
         try:
             return self.path.read_bytes()
         except FileNotFoundError:
             return b""
 
-    def _refusal(self, owner: dict[str, Any] | None) -> str:
-        who = _named(owner) if owner else "another process"
+    def _in_use_message(self, owner: dict[str, Any] | None) -> str:
+        description = _describe_owner(owner) if owner else "another process"
         return (
-            f"{self._words.key} = {str(self.path.parent)!r} is in use by another {self._words.owner}: {who}. "
-            f"{self._words.way_out}. When you are sure that it is dead, delete {self.path}"
+            f"{self._messages.key} = {str(self.path.parent)!r} is in use by another {self._messages.owner}: "
+            f"{description}. {self._messages.fix}. If you are sure that it has exited, delete {self.path}"
         )
 
-    def _beat(self) -> None:
+    def _write_heartbeat(self) -> None:
         self._beats += 1
         record = this_process() | {"beat": self._beats, "since": self._since}
         text = json.dumps(record).ljust(512).encode() + b"\n"
@@ -270,24 +292,24 @@ class FolderLock:
         os.ftruncate(self._file, len(text))
         os.fsync(self._file)
 
-    def _beat_until_stopped(self, seconds: float) -> None:
+    def _write_heartbeats(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
-            end_if_claimed(self.path.parent)
+            exit_if_claimed(self.path.parent)
             try:
-                self._beat()
+                self._write_heartbeat()
             except OSError:
-                continue  # a full disk ends the run where it writes something that counts
+                continue  # a full disk ends the run at its next write of a result
 
     def release(self) -> None:
-        """Let go, and delete the lock file."""
+        """Delete the lock file and release the lock."""
         self._stop.set()
         self._thread.join()
-        # A disk that became read-only must not hide why the run ends; the kernel's lock goes with the handle.
+        # A disk that became read-only must not hide the error that ends the run. Closing the handle frees the lock.
         with suppress(OSError):
             if self._is_current():
                 self.path.unlink(missing_ok=True)
         os.close(self._file)
 
 
-def _named(owner: dict[str, Any]) -> str:
+def _describe_owner(owner: dict[str, Any]) -> str:
     return f"process {owner['pid']} on {owner['host']}, since {owner.get('since', 'an unknown time')}"

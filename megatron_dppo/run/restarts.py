@@ -1,7 +1,7 @@
 """Limit of restarts: counts the attempts of a job in a row that saved nothing newer.
 
-The record is a small file that outlives the job's tries. It also tells of a try that ended without a word, as on a node
-that failed. No torch needed.
+The record is a small file that outlives the attempts. It also shows an attempt that ended without recording its exit,
+as after a node failure. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron_dppo.files import write_synced
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, step_number
 
 FINAL = (2, 3)
-"""Exit codes of a trainer that would end the same way again: something to mend, and training that cannot go on."""
-LEAST_STOPS = 3
-"""Stops in a row without anything saved that are always allowed: a limit of 0 restarts is not about stops."""
+"""Exit codes that a restart would repeat: an error that the user must fix, and training that cannot continue."""
+MIN_STOPS = 3
+"""Stops in a row without a save that are always allowed. The limit of restarts is about crashes."""
 
 
-class TriesUsedUp(UserError):
-    """Too many tries in a row without progress. Exit code 1."""
+class AttemptsExhausted(UserError):
+    """Too many attempts in a row without progress. Exit code 1."""
 
     exit_code = 1
 
@@ -38,10 +38,14 @@ class DiskProgress:
     """Step that an interrupted warm-up has saved."""
 
     @classmethod
-    def of(cls, output_dir: Path) -> DiskProgress:
+    def read(cls, output_dir: Path) -> DiskProgress:
         """Return the progress in the folder of a run."""
         folder = checkpoints_folder(output_dir)
-        return cls(_newest(folder), (output_dir / "base").is_dir(), _newest(folder / "warmup"))
+        return cls(
+            step=_newest_step(folder),
+            warm=(output_dir / "base").is_dir(),
+            warmup_step=_newest_step(folder / "warmup"),
+        )
 
     def __str__(self) -> str:
         if self.step:
@@ -51,13 +55,13 @@ class DiskProgress:
         return f"step {self.warmup_step} of the warm-up" if self.warmup_step else "the beginning"
 
 
-def _newest(folder: Path) -> int:
-    found = checkpoints(folder)
-    return step_number(found[-1]) if found else 0
+def _newest_step(folder: Path) -> int:
+    saved = checkpoints(folder)
+    return step_number(saved[-1]) if saved else 0
 
 
 @dataclass(frozen=True)
-class TryRecord:
+class AttemptRecord:
     """Record of the attempts so far."""
 
     ends: int = 0
@@ -69,119 +73,125 @@ class TryRecord:
 
 
 class Restarts:
-    """The tries of one job.
+    """Record of the attempts of one job.
 
     Args:
-        file: of the record; belongs to one job.
-        output_dir: of the run.
-        limit: times in a row that the job is queued again after a crash without a newer checkpoint.
+        file: Record file. Belongs to one job.
+        output_dir: Folder of the run.
+        limit: Number of restarts in a row after crashes without a newer checkpoint.
     """
 
     def __init__(self, file: Path, output_dir: Path, limit: int) -> None:
-        self._file, self._output_dir, self._limit = file, output_dir, limit
+        self._file = file
+        self._output_dir = output_dir
+        self._limit = limit
 
     def begin(self) -> str:
-        """Note that a try begins; returns what the user should know, empty = nothing.
+        """Record that an attempt begins and return a message for the user. Empty for the first attempt.
 
         Raises:
-            TriesUsedUp: the one before ended without a word, as on a failed node, and too many did not come further.
-            ConfigError: the record is damaged.
+            AttemptsExhausted: The previous attempt did not record its exit, and too many made no progress.
+            ConfigError: The record is damaged.
         """
         record, note = self._read(), ""
         if record.running:
-            record = self._ended(record)
-            note = "the last try ended without a word, as on a failed node; "
+            record = self._count_attempt(record)
+            note = "the last attempt ended without recording its exit, as after a node failure; "
             if record.ends > self._limit:
                 self._write(replace(record, running=False))
-                raise TriesUsedUp(note + self._told(record))
+                raise AttemptsExhausted(note + self._explain_limit(record))
         self._write(replace(record, running=True))
-        return f"{note}going on from {record.progress}, try {record.ends + 1} from there" if record.ends else note
+        return f"{note}resuming from {record.progress}, attempt {record.ends + 1} from there" if record.ends else note
 
     def crashed(self, how: str) -> str:
-        """Note that a try has crashed, and may be followed by another one; returns what the user should know.
+        """Record that the attempt crashed and return a message for the user.
 
         Args:
-            how: it ended, in words.
+            how: Exit of the attempt, as in "has crashed with exit code 1".
 
         Raises:
-            TriesUsedUp: no more tries.
-            ConfigError: the record is damaged.
+            AttemptsExhausted: The job must not be queued again.
+            ConfigError: The record is damaged.
         """
-        return self._close(how, self._limit)
+        return self._end_attempt(how, self._limit)
 
     def stopped(self) -> str:
-        """The same of a try that was stopped before its time limit.
+        """Record that the attempt was stopped before its time limit and return a message for the user.
 
         Raises:
-            TriesUsedUp: several such tries in a row saved nothing: the time is too short for one step.
-            ConfigError: the record is damaged.
+            AttemptsExhausted: Several such attempts in a row saved nothing: the time limit is too short for one step.
+            ConfigError: The record is damaged.
         """
-        return self._close("was stopped", max(self._limit, LEAST_STOPS))
+        return self._end_attempt("was stopped", max(self._limit, MIN_STOPS))
 
     def preempted(self) -> None:
-        """Note that a try was preempted: that counts for nothing.
+        """Record that the attempt was preempted, which does not count.
 
         Raises:
-            ConfigError: the record is damaged.
+            ConfigError: The record is damaged.
         """
         self._write(replace(self._read(), running=False))
 
-    def _close(self, how: str, limit: int) -> str:
-        record = self._ended(self._read())
+    def _end_attempt(self, how: str, limit: int) -> str:
+        record = self._count_attempt(self._read())
         self._write(record)
         if record.ends > limit:
-            raise TriesUsedUp(f"the job {how}; {self._told(record)}")
-        return f"the job {how}; it goes on from {record.progress}, {limit + 1 - record.ends} more tries from there"
+            raise AttemptsExhausted(f"the job {how}; {self._explain_limit(record)}")
+        remaining = limit + 1 - record.ends
+        return f"the job {how}; it resumes from {record.progress}, {remaining} more attempts from there"
 
-    def _told(self, record: TryRecord) -> str:
+    def _explain_limit(self, record: AttemptRecord) -> str:
         return (
-            f"{record.ends} tries in a row ended without anything newer than {record.progress} in {self._output_dir} "
-            f"(--max-restarts {self._limit}), so it is not queued again. Submitted again, it goes on from there"
+            f"{record.ends} attempts in a row ended without anything newer than {record.progress} in "
+            f"{self._output_dir} (--max-restarts {self._limit}), so the job is not queued again. Submit it again to "
+            "resume from there"
         )
 
-    def _ended(self, record: TryRecord) -> TryRecord:
-        """The record after a try has ended now."""
-        progress = DiskProgress.of(self._output_dir)
+    def _count_attempt(self, record: AttemptRecord) -> AttemptRecord:
+        """Return the record after an attempt that has just ended."""
+        progress = DiskProgress.read(self._output_dir)
+        # Progress never goes back in the record: a damaged checkpoint that is saved once more is no progress.
         ends = record.ends + 1 if progress <= record.progress else 1
-        return TryRecord(ends, max(progress, record.progress), running=False)
+        return AttemptRecord(ends, max(progress, record.progress), running=False)
 
-    def _read(self) -> TryRecord:
+    def _read(self) -> AttemptRecord:
         try:
             values = json.loads(self._file.read_text(encoding="utf-8"))
-            return TryRecord(int(values["ends"]), DiskProgress(**values["progress"]), bool(values["running"]))
+            return AttemptRecord(int(values["ends"]), DiskProgress(**values["progress"]), bool(values["running"]))
         except FileNotFoundError:
-            return TryRecord()
+            return AttemptRecord()
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{self._file} is damaged ({error}); delete it: the count of tries begins anew"
+                f"{self._file} is damaged ({error}); delete it to count the attempts from 1 again"
             ) from error
 
-    def _write(self, record: TryRecord) -> None:
+    def _write(self, record: AttemptRecord) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_synced(self._file, json.dumps(asdict(record)) + "\n")
 
 
 @dataclass(frozen=True)
-class RankEnd:
-    """Exit code of the trainer, and the rank that explains it."""
+class RankExit:
+    """Exit code of the trainer, and the rank that it comes from."""
 
     code: int
     rank: int | None = None
-    """None if no rank recorded its end: all were killed together, or their nodes failed."""
+    """None if no rank recorded its exit: all were killed together, or their nodes failed."""
 
 
-def how_it_ended(folder: Path, code: int) -> RankEnd:
-    """The end that explains the others: one that says that trying again is no use, else the first one.
+def find_first_failure(folder: Path, code: int) -> RankExit:
+    """Return the exit that caused the others: the first one with a code in ``FINAL``, else the first one.
 
     Args:
-        folder: ``code_RANK`` of each rank that ended by itself and not with 0.
-        code: of the step, which is that of any of its ranks, or of the signal that ended those left over.
+        folder: Folder with a file ``code_RANK`` for each rank that exited by itself with a code other than 0.
+        code: Exit code of the Slurm step: that of any of its ranks, or of the signal that ended the remaining ranks.
     """
-    ends = []
+    timed_exits = []
     for file in folder.glob("code_*"):
-        ends.append((file.stat().st_mtime, RankEnd(int(file.read_text()), int(file.name.removeprefix("code_")))))
-    found = [end for _, end in sorted(ends, key=lambda end: end[0])]
+        rank = int(file.name.removeprefix("code_"))
+        timed_exits.append((file.stat().st_mtime, RankExit(int(file.read_text()), rank)))
+    exits = [rank_exit for _, rank_exit in sorted(timed_exits, key=lambda timed: timed[0])]
     for final in FINAL:
-        if told := [end for end in found if end.code == final]:
-            return told[0]
-    return found[0] if found else RankEnd(code)
+        if matches := [rank_exit for rank_exit in exits if rank_exit.code == final]:
+            return matches[0]
+    return exits[0] if exits else RankExit(code)

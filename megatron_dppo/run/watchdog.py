@@ -1,11 +1,17 @@
-"""Says which rank the others wait for, before a collective gives up with less to say.
+"""Detection of a hung run: names the rank that the others wait for, before a collective times out.
 
-Each rank has two threads. One tells the store of the process group what its main thread does, and reads what the
-others do. The other looks at that: when no rank has begun anything new for the limit and some are behind, they are
-named. A rank is behind when it tells nothing any more (stopped, swapped out, its machine gone), has done fewer steps,
-works alone while others wait, or is in another phase than the one that was entered last. Ranks that are all alive and
-all in the same phase are never taken for hung: the phase may be long. No collective is used, and the clocks of other
-machines only to order phases.
+Each rank has two threads. The first writes this rank's heartbeat (step and phase of its main thread) to a TCP store
+and reads the heartbeats of the other ranks. The second evaluates them: if no rank has entered a new phase for the
+limit and some ranks are behind, it reports those ranks and ends the process.
+
+A rank is behind if one of these holds:
+- It sends no heartbeat (stopped, swapped out, or its machine failed).
+- It has done fewer steps.
+- It works alone while others wait.
+- It is in another phase than the rank that changed its phase last.
+
+Ranks that are all alive and all in the same phase do not count as hung: the phase may be long. The watchdog uses no
+collective. It uses the clocks of other machines only to order phases.
 """
 
 from __future__ import annotations
@@ -33,19 +39,21 @@ EXIT_CODE = 4
 _SHARE_OF_TIMEOUT = 0.9
 _ALONE = {"start", "rollout", "reward", "prefetch_wait", "publish", "evaluate", "save", "export"}
 """Phases in which a rank works alone for as long as it needs, while others wait over the CPU."""
-_SHOWN = 4
-_QUIET_SECONDS = 15.0
-"""More than between two beats"""
-_VERDICT = "megatron_dppo/hang"
+_MAX_RANKS_SHOWN = 4
+_SILENT_SECONDS = 15.0
+"""Seconds without a heartbeat that the report mentions. Longer than the interval between two heartbeats."""
+_HANG_KEY = "megatron_dppo/hang"
+"""Key of the store that a rank sets when it has found a hang."""
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Last heartbeat of a rank."""
 
     count: int
     """Number of heartbeats sent."""
     changes: int
+    """Number of phase changes since the start."""
     step: int
     phase: str
     entered: float
@@ -54,111 +62,126 @@ class Beat:
     host: str
 
     @classmethod
-    def mine(cls, count: int) -> Beat:
+    def current(cls, count: int) -> Heartbeat:
         """Return the heartbeat of this process."""
-        now = PROGRESS
-        return cls(count, now.changes, now.step, now.phase, now.entered, os.getpid(), socket.gethostname())
+        return cls(
+            count=count,
+            changes=PROGRESS.changes,
+            step=PROGRESS.step,
+            phase=PROGRESS.phase,
+            entered=PROGRESS.entered,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
 
 
 @dataclass
-class Seen:
-    """A rank's last beat, and when this rank saw it change (``time.monotonic()``)."""
+class RankStatus:
+    """Last heartbeat of a rank, and when this process read a change of it (``time.monotonic()``)."""
 
-    beat: Beat
-    told: float
-    moved: float
+    heartbeat: Heartbeat
+    received_at: float
+    """Time of the last new heartbeat."""
+    progressed_at: float
+    """Time of the last phase change."""
 
-    def update(self, beat: Beat, now: float) -> None:
-        """Take in what was read."""
-        if beat.count != self.beat.count:
-            self.told = now
-        if beat.changes != self.beat.changes:
-            self.moved = now
-        self.beat = beat
+    def update(self, heartbeat: Heartbeat, now: float) -> None:
+        """Replace the heartbeat by the one that was read at ``now``."""
+        if heartbeat.count != self.heartbeat.count:
+            self.received_at = now
+        if heartbeat.changes != self.heartbeat.changes:
+            self.progressed_at = now
+        self.heartbeat = heartbeat
 
 
-def find_behind(ranks: dict[int, Seen], now: float, limit: float, interval: float) -> list[int]:
-    """The ranks that the others wait for; empty when one has moved within ``limit`` seconds, or none is behind.
+def find_behind(ranks: dict[int, RankStatus], now: float, limit: float, interval: float) -> list[int]:
+    """Return the ranks that the others wait for.
 
     Args:
-        ranks: all ranks.
+        ranks: Status of all ranks.
         now: ``time.monotonic()``.
-        limit: seconds without any movement.
-        interval: seconds between two beats.
+        limit: Seconds without progress of any rank.
+        interval: Seconds between two heartbeats.
+
+    Returns:
+        Empty if a rank has progressed within ``limit`` seconds, or if no rank is behind.
     """
-    if now - max(seen.moved for seen in ranks.values()) < limit:
+    if now - max(status.progressed_at for status in ranks.values()) < limit:
         return []
-    silent = [rank for rank, seen in ranks.items() if now - seen.told > max(limit / 2, 4 * interval)]
+    silent = [rank for rank, status in ranks.items() if now - status.received_at > max(limit / 2, 4 * interval)]
     if silent:
         return silent
-    furthest = max(seen.beat.step for seen in ranks.values())
-    if slower := [rank for rank, seen in ranks.items() if seen.beat.step < furthest]:
+    last_step = max(status.heartbeat.step for status in ranks.values())
+    if slower := [rank for rank, status in ranks.items() if status.heartbeat.step < last_step]:
         return slower
     # Not by the clock: a rank may begin its work when the others already wait for it.
-    alone = [rank for rank, seen in ranks.items() if seen.beat.phase in _ALONE]
-    if alone and any(seen.beat.phase == "waiting" for seen in ranks.values()):
+    alone = [rank for rank, status in ranks.items() if status.heartbeat.phase in _ALONE]
+    if alone and any(status.heartbeat.phase == "waiting" for status in ranks.values()):
         return alone
-    last = max(ranks.values(), key=lambda seen: seen.beat.entered)
-    return [rank for rank, seen in ranks.items() if seen.beat.phase != last.beat.phase]
+    latest = max(ranks.values(), key=lambda status: status.heartbeat.entered)
+    return [rank for rank, status in ranks.items() if status.heartbeat.phase != latest.heartbeat.phase]
 
 
-def describe(ranks: dict[int, Seen], behind: list[int], now: float) -> str:
-    """One sentence for each rank that is behind, and what the others do."""
+def describe(ranks: dict[int, RankStatus], behind: list[int], now: float) -> str:
+    """Return one sentence for each rank that is behind, and the phases of the other ranks."""
     lines = []
-    for rank in behind[:_SHOWN]:
-        seen = ranks[rank]
-        quiet = f", and has told nothing for {now - seen.told:.0f} s" if now - seen.told > _QUIET_SECONDS else ""
+    for rank in behind[:_MAX_RANKS_SHOWN]:
+        status = ranks[rank]
+        heartbeat = status.heartbeat
+        silent_for = now - status.received_at
+        silence = f", and has sent no heartbeat for {silent_for:.0f} s" if silent_for > _SILENT_SECONDS else ""
         lines.append(
-            f"rank {rank} (process {seen.beat.pid} on {seen.beat.host}) has been in step {seen.beat.step}, phase "
-            f"'{seen.beat.phase}', for {now - seen.moved:.0f} s{quiet}{_state(seen.beat)}"
+            f"rank {rank} (process {heartbeat.pid} on {heartbeat.host}) has been in step {heartbeat.step}, phase "
+            f"'{heartbeat.phase}', for {now - status.progressed_at:.0f} s{silence}{_process_state(heartbeat)}"
         )
-    if len(behind) > _SHOWN:
-        lines.append(f"and {len(behind) - _SHOWN} more ranks: {behind[_SHOWN:]}")
-    others = sorted({(s.beat.step, s.beat.phase) for rank, s in ranks.items() if rank not in behind})
-    waiting = ", ".join(f"step {step}, phase '{phase}'" for step, phase in others)
-    return "; ".join(lines) + f"; the others wait for it in {waiting}"
+    if len(behind) > _MAX_RANKS_SHOWN:
+        lines.append(f"and {len(behind) - _MAX_RANKS_SHOWN} more ranks: {behind[_MAX_RANKS_SHOWN:]}")
+    phases = sorted({(s.heartbeat.step, s.heartbeat.phase) for rank, s in ranks.items() if rank not in behind})
+    waiting = ", ".join(f"step {step}, phase '{phase}'" for step, phase in phases)
+    return "; ".join(lines) + f"; the other ranks wait in {waiting}"
 
 
-def _state(beat: Beat) -> str:
-    """Return the kernel's state of a process on this machine, in words."""
-    if beat.host != socket.gethostname():
+def _process_state(heartbeat: Heartbeat) -> str:
+    """Return the kernel's state of a process in words. Empty if it runs, or runs on another machine."""
+    if heartbeat.host != socket.gethostname():
         return ""
     try:
-        state = Path(f"/proc/{beat.pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{heartbeat.pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()[0]
     except OSError:
-        return ": it has ended"
-    known = {
-        "T": f": it is stopped (kill -CONT {beat.pid} lets it go on)",
+        return ": it has exited"
+    descriptions = {
+        "T": f": it is stopped (kill -CONT {heartbeat.pid} resumes it)",
         "D": ": it waits for a disk",
-        "Z": ": it has ended",
+        "Z": ": it has exited",
     }
-    return known.get(state, "")
+    return descriptions.get(state, "")
 
 
 class Watchdog:
-    """Ends a run in which some ranks wait for others, with exit code 4; idle with one rank.
+    """Threads that end a hung run with exit code 4. Inactive with one rank.
 
     Args:
-        run: ``output_dir`` (the stack traces go to ``hang/rank_N.txt`` in it), ``hang_minutes``, ``timeout_minutes``,
-            ``wait_minutes``.
+        run: The keys ``output_dir`` (stack traces go to ``hang/rank_N.txt`` in it), ``hang_minutes``,
+            ``timeout_minutes`` and ``wait_minutes``.
     """
 
     def __init__(self, run: RunConfig) -> None:
         self._folder = Path(run.output_dir) / "hang"
-        self._together = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.timeout_minutes)
-        self._alone = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.wait_minutes)
-        self._interval = min(10.0, self._together / 20)
-        self._over = threading.Event()
-        self._ranks: dict[int, Seen] = {}
+        self._collective_limit = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.timeout_minutes)
+        self._alone_limit = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.wait_minutes)
+        self._interval = min(10.0, self._collective_limit / 20)
+        self._closed = threading.Event()
+        self._ranks: dict[int, RankStatus] = {}
         self._read_at = 0.0
-        self._verdict = False
+        self._is_hang_reported = False
 
     def start(self) -> None:
-        """Watch from now on; a collective of all ranks."""
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        """Start the threads. A collective of all ranks."""
+        self._rank = dist.get_rank()
+        self._world = dist.get_world_size()
         if self._world == 1:
             return
-        # A connection of its own: a thread that waits for an answer keeps the others of its client out.
+        # A separate connection: a client of the store serves one thread at a time, and a thread may wait long.
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -166,100 +189,108 @@ class Watchdog:
             timeout=timedelta(seconds=60),
             wait_for_workers=False,
         )
-        self._tell(0)
-        dist.barrier()  # all have told something, so that nobody waits for a key
-        self._read()
-        for work in (self._talk, self._watch):
+        self._send_heartbeat(0)
+        # After the barrier every key exists, so that no read blocks.
+        dist.barrier()
+        self._read_heartbeats()
+        for work in (self._exchange_heartbeats, self._watch):
             threading.Thread(target=work, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Watch no more."""
-        self._over.set()
+        """Stop the threads."""
+        self._closed.set()
 
     @property
     def _limit(self) -> float:
-        """Seconds without any movement that are a hang, by what the ranks do now."""
-        phases = {PROGRESS.phase, *(seen.beat.phase for seen in list(self._ranks.values()))}
-        return self._alone if phases & _ALONE else self._together
+        """Seconds without progress that count as a hang, in the current phases of the ranks."""
+        phases = {PROGRESS.phase, *(status.heartbeat.phase for status in list(self._ranks.values()))}
+        return self._alone_limit if phases & _ALONE else self._collective_limit
 
     def _key(self, rank: int) -> str:
         return f"megatron_dppo/beat/{rank}"
 
-    def _tell(self, count: int) -> None:
-        self._store.set(self._key(self._rank), json.dumps(vars(Beat.mine(count))))
+    def _send_heartbeat(self, count: int) -> None:
+        self._store.set(self._key(self._rank), json.dumps(vars(Heartbeat.current(count))))
 
-    def _read(self) -> None:
+    def _read_heartbeats(self) -> None:
         values = self._store.multi_get([self._key(rank) for rank in range(self._world)])
         now = time.monotonic()
         for rank, value in enumerate(values):
-            beat = Beat(**json.loads(value))
-            self._ranks.setdefault(rank, Seen(beat, now, now)).update(beat, now)
+            heartbeat = Heartbeat(**json.loads(value))
+            status = self._ranks.setdefault(rank, RankStatus(heartbeat, received_at=now, progressed_at=now))
+            status.update(heartbeat, now)
         self._read_at = now
 
-    def _talk(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         count = 0
-        while not self._over.wait(self._interval):
+        while not self._closed.wait(self._interval):
             count += 1
             try:
-                self._tell(count)
-                self._read()
-                self._verdict = self._store.check([_VERDICT])
+                self._send_heartbeat(count)
+                self._read_heartbeats()
+                self._is_hang_reported = self._store.check([_HANG_KEY])
             except (RuntimeError, dist.DistError):
-                # Who keeps the store has ended: the launcher, or rank 0, whose end the collectives notice.
+                # The process that hosts the store has exited. That is the launcher, which ends all ranks, or rank 0,
+                # whose exit makes the collectives of the other ranks fail.
                 return
 
     def _watch(self) -> None:
-        mine, moved = PROGRESS.changes, time.monotonic()
-        while not self._over.wait(self._interval):
+        changes = PROGRESS.changes
+        progressed_at = time.monotonic()
+        while not self._closed.wait(self._interval):
             now = time.monotonic()
-            if PROGRESS.changes != mine:
-                mine, moved = PROGRESS.changes, now
+            if PROGRESS.changes != changes:
+                changes = PROGRESS.changes
+                progressed_at = now
             behind = find_behind(self._ranks, now, self._limit, self._interval)
-            if self._verdict:
-                self._end("")
-            elif now - self._read_at > self._limit and now - moved > self._limit:
-                self._end(self._deaf(now))
-            elif behind and now - self._read_at < 4 * self._interval and self._speaks(behind):
-                self._end(describe(self._ranks, behind, now))
+            if self._is_hang_reported:
+                self._abort("")
+            elif now - self._read_at > self._limit and now - progressed_at > self._limit:
+                self._abort(self._describe_unresponsive_store(now))
+            elif behind and now - self._read_at < 4 * self._interval and self._is_reporter(behind):
+                self._abort(describe(self._ranks, behind, now))
 
-    def _speaks(self, behind: list[int]) -> bool:
-        """Return True if this rank reports."""
+    def _is_reporter(self, behind: list[int]) -> bool:
+        """Return True if this rank reports: the first one that is not behind."""
         return self._rank == min(set(range(self._world)) - set(behind), default=min(behind))
 
-    def _deaf(self, now: float) -> str:
-        """The store does not answer: its keeper, the launcher or rank 0, hangs."""
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    def _describe_unresponsive_store(self, now: float) -> str:
+        """Return the report of a store whose host process, the launcher or rank 0, hangs.
+
+        Without the store no rank knows whether another one reports. Rank 1 and the first rank of each node do.
+        """
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if self._rank != 1 and os.environ.get("LOCAL_RANK") != "0":
             return ""
-        seen = self._ranks[0]
-        state = _state(seen.beat)
+        heartbeat = self._ranks[0].heartbeat
         return (
-            f"the store at {where}, kept by rank 0 (process {seen.beat.pid} on {seen.beat.host}) or the launcher, has "
-            f"not answered for {now - self._read_at:.0f} s{state}; this rank waits in step {PROGRESS.step}, phase "
-            f"'{PROGRESS.phase}'"
+            f"the store at {address}, hosted by rank 0 (process {heartbeat.pid} on {heartbeat.host}) or the launcher, "
+            f"has not responded for {now - self._read_at:.0f} s{_process_state(heartbeat)}; this rank waits in step "
+            f"{PROGRESS.step}, phase '{PROGRESS.phase}'"
         )
 
-    def _end(self, text: str) -> None:
-        """Write the stack traces, report if this rank does, and leave: the main thread waits for what never comes."""
+    def _abort(self, text: str) -> None:
+        """Write the stack traces, print ``text`` if this rank reports, and exit: the main thread blocks forever."""
         with suppress(OSError):
             self._folder.mkdir(exist_ok=True)
             with (self._folder / f"rank_{self._rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         if text:
             print(
-                f"\n[rank {self._rank}] error: the run hangs: no rank has begun anything new for {self._limit / 60:g} "
-                f"minutes (run.hang_minutes). {text}. What each rank that answers was doing is in {self._folder}. The "
-                "same command continues from the last checkpoint",
+                f"\n[rank {self._rank}] error: the run hangs: no rank has entered a new phase for {self._limit / 60:g} "
+                f"minutes (run.hang_minutes). {text}. The stack traces of the ranks that respond are in "
+                f"{self._folder}. Run the same command to resume from the last checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
-            threading.Thread(target=self._tell_verdict, daemon=True).start()  # the store may not answer
-        # The launcher ends all when the first one leaves: each has the time to read the verdict and to write. A main
-        # thread whose collective fails meanwhile, as another rank has left, ends with this code too.
+            # In a thread, since the store may not respond.
+            threading.Thread(target=self._publish_hang, daemon=True).start()
+        # The launcher kills all ranks when the first one exits. The pause gives every rank the time to read the hang
+        # key and to write its stack trace. A main thread whose collective fails meanwhile exits with this code too.
         atexit.register(os._exit, EXIT_CODE)
         time.sleep((8 if text else 4) * self._interval)
         os._exit(EXIT_CODE)
 
-    def _tell_verdict(self) -> None:
+    def _publish_hang(self) -> None:
         with suppress(RuntimeError):
-            self._store.set(_VERDICT, "hangs")
+            self._store.set(_HANG_KEY, "hangs")

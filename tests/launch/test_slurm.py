@@ -94,8 +94,8 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
     assert first["resumed_step"] is None and saved <= second["resumed_step"] < 5
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5]
     logs = tmp_path / f"megatron_dppo-{job.id}/trainer"
-    assert f"has crashed with exit code 137 of rank 3 (logs: {logs}); it goes on from" in job.output
-    assert "try 2 from there" in job.output and "4 processes = tp2 pp1 cp1 dp2 ep2" in job.output
+    assert f"has crashed with exit code 137 of rank 3 (logs: {logs}); it resumes from" in job.output
+    assert "attempt 2 from there" in job.output and "4 processes = tp2 pp1 cp1 dp2 ep2" in job.output
     assert sorted(file.name for file in logs.glob("rank_*")) == ["rank_1.log", "rank_2.log", "rank_3.log"]
 
 
@@ -114,8 +114,10 @@ def test_a_job_whose_first_node_is_cut_off_goes_on_on_the_others_and_ends_what_i
     try:
         job.start_again(1)
         until_step(job, tmp_path / "run", steps(tmp_path / "run")[-1] + 2)
-        assert first.wait(1) is None, "rank 0 of the first try was still there"
-        assert "is of an earlier try of this job, process" in job.output and "telling it to end" in job.output
+        assert first.wait(1) is None, "rank 0 of the first attempt was still there"
+        assert (
+            "is held by an earlier attempt of this job, process" in job.output and "it is asked to exit" in job.output
+        )
         second = read_starts(tmp_path / "run")[-1]
         done = steps(tmp_path / "run")
         assert second["resumed_step"] >= 1 and done == list(range(1, len(done) + 1))
@@ -140,7 +142,7 @@ def test_a_trainer_that_always_crashes_is_tried_as_often_as_allowed_and_one_that
     assert job.end() == "FAILED" and job.exit_code == 134, job.output
     where = f"has crashed with exit code 134 of rank 1 (logs: {tmp_path / 'shared/trainer'})"
     assert job.output.count(where) == 2 and job.output.count("queueing the job again") == 1
-    assert f"{where}; 2 tries in a row ended without anything newer than the beginning in run" in job.output
+    assert f"{where}; 2 attempts in a row ended without anything newer than the beginning in run" in job.output
     assert "  | rank 1 breaks" in job.output and "\nrank 1 breaks" not in job.output
     (tmp_path / "code").write_text("3")
     job = Job(slurm, tmp_path, 1, *options, str(EXAMPLES / "dppo.toml"), "--run.output_dir", "run", PYTHON=python)
@@ -162,7 +164,7 @@ def test_a_step_that_is_longer_than_the_time_that_is_left_is_given_up(slurm: Slu
     job.start_again(1)
     (tmp_path / "end").touch()
     assert job.end() == "COMPLETED", job.output
-    assert "the job was stopped; it goes on from the checkpoint of step 4" in job.output
+    assert "the job was stopped; it resumes from the checkpoint of step 4" in job.output
 
 
 def test_a_killed_serve_is_started_again_and_one_that_gives_up_is_left_out(slurm: Slurm, tmp_path: Path) -> None:

@@ -16,18 +16,17 @@ from megatron_dppo.commands.experiments.row import ExternalRow, read_stored, rel
 from megatron_dppo.commands.experiments.statistics import Row
 from megatron_dppo.errors import ErrorCollector, UserError
 from megatron_dppo.files import disk_errors, existing_parent, write_synced
-from megatron_dppo.run.lock import FolderLock, Words
+from megatron_dppo.run.lock import FolderLock, LockMessages
 
 Rows = dict[str, Row]
 """Key of a run -> its row."""
 SHIPPED = Path(__file__).with_name("bases")
 """Base models of the package, written by ``tools/make_demo_base.py``."""
 _FOLDERS = ("rows", "bases", "runs")
-_WORDS = Words(
+_LOCK_MESSAGES = LockMessages(
     key="--output",
     owner="command",
-    way_out="Wait for it (more --jobs finish its runs faster), or choose another --output and merge the rows with "
-    "--rows",
+    fix="Wait for it (more --jobs finish its runs faster), or choose another --output and merge the rows with --rows",
 )
 
 
@@ -156,7 +155,7 @@ class Store:
         """
         self.check_output_dir()
         self._make(self.folder)
-        lock = FolderLock(self.folder, words=_WORDS)
+        lock = FolderLock(self.folder, messages=_LOCK_MESSAGES)
         try:
             if lock.note:
                 print(f"lock     {lock.note}", flush=True)

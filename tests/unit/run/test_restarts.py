@@ -1,4 +1,4 @@
-"""When a job that has ended is queued again: tries in a row, progress, and which rank's end explains the others."""
+"""Requeueing of a job: attempts in a row, progress, and the rank whose exit caused the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.restarts import DiskProgress, RankEnd, Restarts, TriesUsedUp, how_it_ended
+from megatron_dppo.run.restarts import AttemptsExhausted, DiskProgress, RankExit, Restarts, find_first_failure
 
 CONFIG = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 
@@ -27,7 +27,7 @@ def save(run: Path, step: int) -> None:
 
 
 def restarts(run: Path, limit: int = 3) -> Restarts:
-    """A new object each time, as each try is a new process."""
+    """Return a new object each time, as each attempt is a new process."""
     return Restarts(run.parent / "shared/restarts-7.json", run, limit)
 
 
@@ -36,17 +36,17 @@ def crash(run: Path, limit: int = 3) -> str:
     return restarts(run, limit).crashed("crashed")
 
 
-def test_as_many_restarts_from_one_checkpoint_as_allowed_and_then_the_end(run: Path) -> None:
+def test_the_number_of_restarts_from_one_checkpoint_is_limited(run: Path) -> None:
     save(run, 12)
     for left in (3, 2, 1):
-        assert crash(run).endswith(f"goes on from the checkpoint of step 12, {left} more tries from there")
+        assert crash(run).endswith(f"resumes from the checkpoint of step 12, {left} more attempts from there")
     with pytest.raises(
-        TriesUsedUp, match=r"4 tries in a row ended without .* the checkpoint of step 12 .*max-restarts 3"
+        AttemptsExhausted, match=r"4 attempts in a row ended without .* the checkpoint of step 12 .*max-restarts 3"
     ):
         crash(run)
 
 
-def test_a_newer_checkpoint_begins_the_count_anew_and_an_older_or_unfinished_one_does_not(run: Path) -> None:
+def test_only_a_newer_complete_checkpoint_resets_the_count(run: Path) -> None:
     save(run, 4)
     for _ in range(3):
         crash(run)
@@ -57,43 +57,46 @@ def test_a_newer_checkpoint_begins_the_count_anew_and_an_older_or_unfinished_one
     assert "step 6, 2 more" in crash(run)
     save(run, 6)  # reached once more
     assert "step 6, 1 more" in crash(run)
-    with pytest.raises(TriesUsedUp):
+    with pytest.raises(AttemptsExhausted):
         crash(run)
 
 
-def test_no_restart_at_all_where_none_is_allowed_but_stops_go_on(run: Path) -> None:
-    with pytest.raises(TriesUsedUp, match=r"1 tries in a row .* than the beginning"):
+def test_a_limit_of_zero_forbids_restarts_but_not_stops(run: Path) -> None:
+    with pytest.raises(AttemptsExhausted, match=r"1 attempts in a row .* than the beginning"):
         crash(run, limit=0)
     save(run, 1)
     for _ in range(3):
         restarts(run, 0).begin()
         restarts(run, 0).stopped()
     restarts(run, 0).begin()
-    with pytest.raises(TriesUsedUp, match="was stopped; 4 tries"):
+    with pytest.raises(AttemptsExhausted, match="was stopped; 4 attempts"):
         restarts(run, 0).stopped()
 
 
-def test_a_failed_node_counts_as_a_crash_and_a_preemption_for_nothing(run: Path) -> None:
+def test_a_node_failure_counts_as_a_crash_and_a_preemption_does_not_count(run: Path) -> None:
     assert restarts(run).begin() == ""
-    assert "without a word, as on a failed node; going on from the beginning, try 2" in restarts(run).begin()
+    assert (
+        "without recording its exit, as after a node failure; resuming from the beginning, attempt 2"
+        in restarts(run).begin()
+    )
     restarts(run).preempted()
-    assert restarts(run).begin().startswith("going on from the beginning, try 2")
-    assert "try 3" in restarts(run).begin() and "try 4" in restarts(run).begin()
-    with pytest.raises(TriesUsedUp, match="4 tries"):
+    assert restarts(run).begin().startswith("resuming from the beginning, attempt 2")
+    assert "attempt 3" in restarts(run).begin() and "attempt 4" in restarts(run).begin()
+    with pytest.raises(AttemptsExhausted, match="4 attempts"):
         restarts(run).begin()
 
 
 def test_the_warm_up_is_progress_before_the_first_step(run: Path) -> None:
-    stages = [DiskProgress.of(run)]
+    stages = [DiskProgress.read(run)]
     (run / "checkpoints/warmup/step_000030").mkdir(parents=True)
-    stages.append(DiskProgress.of(run))
+    stages.append(DiskProgress.read(run))
     (run / "base.partial").mkdir()
-    assert DiskProgress.of(run) == stages[-1]
+    assert DiskProgress.read(run) == stages[-1]
     (run / "base.partial").rename(run / "base")
     (run / "checkpoints/warmup/step_000030").rmdir()  # as the end of the warm-up does
-    stages.append(DiskProgress.of(run))
+    stages.append(DiskProgress.read(run))
     save(run, 1)
-    stages.append(DiskProgress.of(run))
+    stages.append(DiskProgress.read(run))
     assert stages == sorted(set(stages)), "each is more than the one before"
     assert [str(stage) for stage in stages] == [
         "the beginning",
@@ -103,26 +106,26 @@ def test_the_warm_up_is_progress_before_the_first_step(run: Path) -> None:
     ]
 
 
-def test_a_damaged_record_is_named(run: Path) -> None:
+def test_a_damaged_record_raises_an_error_with_its_path(run: Path) -> None:
     crash(run)
     (run.parent / "shared/restarts-7.json").write_text('{"ends": 1}')
     with pytest.raises(ConfigError, match=r"restarts-7.json is damaged .*delete it"):
         restarts(run).begin()
 
 
-def test_the_first_end_explains_the_others_unless_one_says_that_trying_again_is_no_use(tmp_path: Path) -> None:
-    assert how_it_ended(tmp_path, 137) == RankEnd(137)
+def test_the_first_failure_is_a_final_exit_code_or_else_the_earliest_exit(tmp_path: Path) -> None:
+    assert find_first_failure(tmp_path, 137) == RankExit(137)
     for rank, code, second in ((0, 1, 20), (12, 134, 10), (3, 1, 30)):
         (tmp_path / f"code_{rank}").write_text(f"{code}\n")
         os.utime(tmp_path / f"code_{rank}", (second, second))
-    assert how_it_ended(tmp_path, 137) == RankEnd(134, 12)
+    assert find_first_failure(tmp_path, 137) == RankExit(134, 12)
     (tmp_path / "code_5").write_text("3\n")
-    assert how_it_ended(tmp_path, 137) == RankEnd(3, 5)
+    assert find_first_failure(tmp_path, 137) == RankExit(3, 5)
     (tmp_path / "code_7").write_text("2\n")
-    assert how_it_ended(tmp_path, 137) == RankEnd(2, 7)
+    assert find_first_failure(tmp_path, 137) == RankExit(2, 7)
 
 
-def test_scripts_get_the_exit_code_and_the_last_lines_of_the_rank(
+def test_the_command_prints_the_exit_code_and_the_last_lines_of_the_failed_rank(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save(run, 5)
@@ -140,10 +143,10 @@ def test_scripts_get_the_exit_code_and_the_last_lines_of_the_rank(
     code, output = call("crashed", *logs)
     assert code == 0 and "  | line 99\n" in output and "line 69" not in output
     where = f"the job has crashed with exit code 134 of rank 3 (logs: {tmp_path / 'logs'})"
-    assert f"launch: {where}; it goes on from the checkpoint of step 5, 1 more tries" in output
-    assert call("begin") == (0, "launch: going on from the checkpoint of step 5, try 2 from there\n")
+    assert f"launch: {where}; it resumes from the checkpoint of step 5, 1 more attempts" in output
+    assert call("begin") == (0, "launch: resuming from the checkpoint of step 5, attempt 2 from there\n")
     code, output = call("crashed", *logs)
-    assert code == 134 and f"launch: {where}; 2 tries in a row ended without anything newer than" in output
+    assert code == 134 and f"launch: {where}; 2 attempts in a row ended without anything newer than" in output
     (tmp_path / "logs/code_0").write_text("2\n")
     code, output = call("crashed", *logs, limit=9)
     assert code == 2 and "a restart would fail in the same way" in output
@@ -151,7 +154,7 @@ def test_scripts_get_the_exit_code_and_the_last_lines_of_the_rank(
     assert code == 2 and "--max-restarts -1: expected 0 (never) or more" in output
 
 
-def test_it_needs_no_torch(run: Path) -> None:
+def test_the_command_does_not_import_torch(run: Path) -> None:
     program = (
         "import sys\nfrom megatron_dppo.commands.main import main\n"
         f"main(['restarts', 'begin', {str(CONFIG)!r}, '--record', {str(run / 'r')!r}, '--max-restarts', '1'])\n"

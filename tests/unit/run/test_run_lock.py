@@ -1,4 +1,4 @@
-"""One run at a time in a folder, by real processes: refused, killed, stopped, on another machine."""
+"""The lock of a folder with real processes: in use, killed, stopped, or on another machine."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def test_a_second_run_is_refused_with_host_and_process_and_the_lock_goes_with_its_owner(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_a_second_run_is_rejected_until_the_owner_has_exited(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     for stopped in (False, True):
         if stopped:
             holder.send_signal(signal.SIGSTOP)
@@ -63,12 +61,12 @@ def test_a_second_run_is_refused_with_host_and_process_and_the_lock_goes_with_it
     holder.kill()
     holder.wait()  # its child lives on
     lock = FolderLock(tmp_path)
-    assert f"process {holder.pid} on " in lock.note and "is gone" in lock.note
+    assert f"process {holder.pid} on " in lock.note and "exited without releasing the lock" in lock.note
     lock.release()
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_released_folder_is_free_and_says_nothing(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_released_folder_is_free_without_a_note(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     assert holder.stdin is not None
     holder.stdin.write("\n")
     holder.stdin.flush()
@@ -80,20 +78,20 @@ def test_a_released_folder_is_free_and_says_nothing(tmp_path: Path, holder: subp
     lock.release()
 
 
-def test_a_process_id_that_was_used_again_does_not_hold_the_folder(tmp_path: Path) -> None:
+def test_a_reused_process_id_does_not_hold_the_folder(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text(json.dumps(this_process() | {"born": "1"}))
     lock = FolderLock(tmp_path)
-    assert "is gone" in lock.note
+    assert "exited without releasing the lock" in lock.note
     lock.release()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "a"}', "\0" * 100])
-def test_a_lock_file_that_says_nothing_is_taken(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_lock_file_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK).write_text(text)
     FolderLock(tmp_path).release()
 
 
-def test_an_owner_on_another_machine_holds_the_folder_as_long_as_it_gives_signs_of_life(tmp_path: Path) -> None:
+def test_an_owner_on_another_machine_holds_the_folder_while_it_sends_heartbeats(tmp_path: Path) -> None:
     owner = {"host": "node7", "machine": "another", "pid": 5, "born": "9"}
     file, stop = tmp_path / LOCK, threading.Event()
 
@@ -110,42 +108,42 @@ def test_an_owner_on_another_machine_holds_the_folder_as_long_as_it_gives_signs_
         begin = time.monotonic()
         with pytest.raises(ConfigError, match="process 5 on node7"):
             FolderLock(tmp_path, watch_seconds=40)
-        assert time.monotonic() - begin < 20, "the first sign of life is enough"
+        assert time.monotonic() - begin < 20, "the first heartbeat is enough"
     finally:
         stop.set()
         thread.join()
     lock = FolderLock(tmp_path, watch_seconds=0.5)
-    assert "node7" in lock.note and "is gone" in lock.note
+    assert "node7" in lock.note and "exited without releasing the lock" in lock.note
     lock.release()
 
 
-def test_one_of_two_newcomers_gets_the_folder_of_a_dead_owner_on_another_machine(
+def test_one_of_two_processes_gets_the_folder_of_a_dead_owner_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking at the file gives up the kernel's lock, which the other one takes meanwhile."""
+    """Reading the file releases the kernel's lock, which the other process then gets."""
     owner = {"host": "node7", "machine": "another", "pid": 5, "born": "9"}
     (tmp_path / LOCK).write_text(json.dumps(owner))
-    watched, others = FolderLock._lives, []
+    is_alive, rivals = FolderLock._is_alive, []
     code = (
         "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     )
 
     def watch(self: FolderLock, owner: dict[str, Any], seconds: float) -> bool:
-        lives = watched(self, owner, seconds)
+        alive = is_alive(self, owner, seconds)
         command = [sys.executable, "-c", code, str(tmp_path / LOCK)]
-        others.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        assert others[0].stdout.readline() == "1\n"
-        return lives
+        rivals.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert rivals[0].stdout.readline() == "1\n"
+        return alive
 
-    monkeypatch.setattr(FolderLock, "_lives", watch)
+    monkeypatch.setattr(FolderLock, "_is_alive", watch)
     try:
         with pytest.raises(ConfigError, match="in use by another run"):
             FolderLock(tmp_path, watch_seconds=0.1)
     finally:
-        others[0].communicate("\n")
+        rivals[0].communicate("\n")
 
 
-def test_only_an_earlier_try_of_the_same_job_makes_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_earlier_attempt_of_the_same_job_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = HOLDER.replace(
         "lock = FolderLock(Path(sys.argv[1]))", "lock = FolderLock(Path(sys.argv[1]), heartbeat_seconds=0.2)"
     )
@@ -171,7 +169,7 @@ def test_only_an_earlier_try_of_the_same_job_makes_place(tmp_path: Path, monkeyp
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
         lock = FolderLock(tmp_path)
         assert old.wait(10) == 1 and f"process {old.pid} on" in lock.note
-        assert old.stderr is not None and "try 2 of job 12 goes on" in old.stderr.readline()
+        assert old.stderr is not None and "attempt 2 of job 12 continues" in old.stderr.readline()
         lock.release()
         assert not list(tmp_path.iterdir())
     finally:
@@ -179,17 +177,17 @@ def test_only_an_earlier_try_of_the_same_job_makes_place(tmp_path: Path, monkeyp
         old.wait()
 
 
-def test_a_file_that_its_owner_deletes_before_we_have_its_lock_is_made_anew(
+def test_a_file_that_its_owner_deletes_before_it_is_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / LOCK).touch()
-    lock, tries = FolderLock._try_lock, []
+    try_lock, calls = FolderLock._try_lock, []
 
     def delete_and_lock(self: FolderLock) -> bool:
-        tries.append(1)
-        if len(tries) == 1:
+        calls.append(1)
+        if len(calls) == 1:
             self.path.unlink()
-        return lock(self)
+        return try_lock(self)
 
     monkeypatch.setattr(FolderLock, "_try_lock", delete_and_lock)
     held = FolderLock(tmp_path)
@@ -197,7 +195,7 @@ def test_a_file_that_its_owner_deletes_before_we_have_its_lock_is_made_anew(
     held.release()
 
 
-def test_where_the_file_system_has_no_locks_the_owner_named_in_the_file_counts(
+def test_without_kernel_locks_the_owner_in_the_file_holds_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -212,11 +210,9 @@ def test_where_the_file_system_has_no_locks_the_owner_named_in_the_file_counts(
     FolderLock(tmp_path).release()
 
 
-def test_an_owner_that_is_gone_or_a_zombie_does_not_hold_the_folder(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_an_exited_or_zombie_owner_does_not_hold_the_folder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     holder.kill()
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # all its threads are gone, and nobody has buried it
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # it has exited and is a zombie
     lock = FolderLock(tmp_path)
     assert f"process {holder.pid} on" in lock.note
     lock.release()
@@ -224,7 +220,7 @@ def test_an_owner_that_is_gone_or_a_zombie_does_not_hold_the_folder(
     FolderLock(tmp_path).release()
 
 
-def test_what_stood_in_the_file_and_who_has_it_next_are_no_obstacle(tmp_path: Path) -> None:
+def test_old_contents_are_replaced_and_the_file_of_a_new_owner_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("x" * 3000)
     lock, handles = FolderLock(tmp_path), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -232,26 +228,26 @@ def test_what_stood_in_the_file_and_who_has_it_next_are_no_obstacle(tmp_path: Pa
             FolderLock(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == handles
     (tmp_path / LOCK).unlink()
-    (tmp_path / LOCK).write_text("of another run, which was told to delete it")
+    (tmp_path / LOCK).write_text("of another run, whose user deleted this one's")
     lock.release()
     assert (tmp_path / LOCK).read_text().startswith("of another run")
 
 
-def test_two_containers_of_one_machine_are_two_machines() -> None:
-    """A process id of one means nothing in the other."""
+def test_two_containers_of_one_machine_count_as_two_machines() -> None:
+    """A process id of one container is not valid in the other."""
     assert os.readlink("/proc/self/ns/pid") in this_process()["machine"]
 
 
-def test_a_heartbeat_that_fails_once_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beat, failed = FolderLock._beat, threading.Event()
+def test_heartbeats_continue_after_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, failed = FolderLock._write_heartbeat, threading.Event()
 
     def fail_once(self: FolderLock) -> None:
         if self._beats and not failed.is_set():
             failed.set()
             raise OSError(errno.ENOSPC, "full")
-        beat(self)
+        write(self)
 
-    monkeypatch.setattr(FolderLock, "_beat", fail_once)
+    monkeypatch.setattr(FolderLock, "_write_heartbeat", fail_once)
     lock = FolderLock(tmp_path, heartbeat_seconds=0.02)
     assert failed.wait(20)
     first, end = (tmp_path / LOCK).read_bytes(), time.monotonic() + 20
@@ -260,7 +256,7 @@ def test_a_heartbeat_that_fails_once_is_not_the_last(tmp_path: Path, monkeypatch
     lock.release()
 
 
-def test_the_owner_gives_signs_of_life(tmp_path: Path) -> None:
+def test_the_owner_sends_heartbeats(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, heartbeat_seconds=0.02)
     first, end = (tmp_path / LOCK).read_bytes(), time.monotonic() + 20
     while (tmp_path / LOCK).read_bytes() == first:
@@ -269,7 +265,7 @@ def test_the_owner_gives_signs_of_life(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_lock_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):
         FolderLock(tmp_path)

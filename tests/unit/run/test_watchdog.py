@@ -1,4 +1,4 @@
-"""A rank that others wait for is named, whatever holds it, and nobody is taken for hung who is not."""
+"""The watchdog names the rank that the others wait for, and reports no hang of a run that makes progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.clock import PROGRESS
-from megatron_dppo.run.watchdog import EXIT_CODE, Beat, Seen, Watchdog, describe, find_behind
+from megatron_dppo.run.watchdog import EXIT_CODE, Heartbeat, RankStatus, Watchdog, describe, find_behind
 from tests.engines.servers import free_port
 from tests.unit import configs
 
@@ -70,7 +70,7 @@ def start(folder: Path, world: int, who: int, how: str) -> list[subprocess.Popen
             2,
             0,
             "stop",
-            "kept by rank 0 (process {pid} on {host}) or the launcher, has not answered for",
+            "hosted by rank 0 (process {pid} on {host}) or the launcher, has not responded for",
             marks=pytest.mark.long,
         ),
         pytest.param(
@@ -94,7 +94,7 @@ def test_a_rank_that_stops_or_lags_is_named_by_another(
         text = "".join(ranks[rank].communicate()[1] for rank in set(range(world)) - {who})
         assert message.format(pid=ranks[who].pid, host=os.uname().nodename) in text
         assert "minutes (run.hang_minutes)" in text and "step 3, phase 'waiting'" in text
-        assert (f"it is stopped (kill -CONT {ranks[who].pid} lets it go on)" in text) == (how == "stop")
+        assert (f"it is stopped (kill -CONT {ranks[who].pid} resumes it)" in text) == (how == "stop")
         assert text.count("error: the run hangs") == 1, "one rank reports"
         if how == "sleep":
             assert ranks[who].wait(30) == EXIT_CODE
@@ -107,38 +107,38 @@ def test_a_rank_that_stops_or_lags_is_named_by_another(
 
 
 @pytest.mark.slow
-def test_a_phase_that_is_long_for_all_is_no_hang(tmp_path: Path) -> None:
+def test_a_long_phase_of_all_ranks_is_no_hang(tmp_path: Path) -> None:
     ranks = start(tmp_path, 2, 0, "long")
     outputs = [process.communicate(timeout=90) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     assert all("went on" in out for out, _ in outputs) and not (tmp_path / "hang").exists()
 
 
-def seen(step: int, phase: str, moved: float, told: float = 100.0) -> Seen:
-    return Seen(Beat(9, 9, step, phase, moved, 1234, "elsewhere"), told, moved)
+def status(step: int, phase: str, progressed_at: float, received_at: float = 100.0) -> RankStatus:
+    return RankStatus(Heartbeat(9, 9, step, phase, progressed_at, 1234, "elsewhere"), received_at, progressed_at)
 
 
-def test_who_is_behind() -> None:
-    def behind(*ranks: Seen) -> list[int]:
+def test_ranks_that_are_behind() -> None:
+    def behind(*ranks: RankStatus) -> list[int]:
         return find_behind(dict(enumerate(ranks)), now=100.0, limit=60.0, interval=3.0)
 
-    assert behind(seen(3, "rollout", 10), seen(3, "waiting", 30)) == [0]
-    assert behind(seen(3, "rollout", 10), seen(3, "waiting", 50)) == [], "one has moved within the limit"
-    assert behind(seen(3, "rollout", 10), seen(3, "rollout", 30)) == [], "the same phase may be long"
-    assert behind(seen(3, "reward", 31), seen(3, "waiting", 30)) == [0], "it began when the other already waited"
-    assert behind(seen(3, "waiting", 10), seen(3, "optimizer", 30)) == [0], "the other waits for it no more"
-    assert behind(seen(2, "save", 30), seen(3, "rollout", 10)) == [0], "fewer steps"
-    assert behind(seen(3, "rollout", 10), seen(3, "rollout", 30, told=20)) == [1], "silent"
-    text = describe({rank: seen(3, "rollout", 10) for rank in range(9)}, list(range(8)), 100.0)
+    assert behind(status(3, "rollout", 10), status(3, "waiting", 30)) == [0]
+    assert behind(status(3, "rollout", 10), status(3, "waiting", 50)) == [], "one has moved within the limit"
+    assert behind(status(3, "rollout", 10), status(3, "rollout", 30)) == [], "the same phase may be long"
+    assert behind(status(3, "reward", 31), status(3, "waiting", 30)) == [0], "it began when the other already waited"
+    assert behind(status(3, "waiting", 10), status(3, "optimizer", 30)) == [0], "the other waits for it no more"
+    assert behind(status(2, "save", 30), status(3, "rollout", 10)) == [0], "fewer steps"
+    assert behind(status(3, "rollout", 10), status(3, "rollout", 30, received_at=20)) == [1], "silent"
+    text = describe({rank: status(3, "rollout", 10) for rank in range(9)}, list(range(8)), 100.0)
     assert text.count("process 1234 on elsewhere") == 4 and "and 4 more ranks: [4, 5, 6, 7]" in text
 
 
 @pytest.mark.parametrize(("phase", "minutes"), [("forward_backward", 9), ("rollout", 108), ("save", 108), ("loop", 9)])
-def test_a_rank_that_works_alone_has_longer(phase: str, minutes: float, tmp_path: Path) -> None:
-    """Of all ranks: those that wait for a rollout are in another phase themselves."""
+def test_the_limit_is_longer_while_a_rank_works_alone(phase: str, minutes: float, tmp_path: Path) -> None:
+    """The phases of all ranks count: a rank that waits for a rollout is in another phase itself."""
     watchdog = Watchdog(RunConfig(output_dir=str(tmp_path), num_steps=1))
     with PROGRESS.part("loop"):
-        watchdog._ranks = {0: seen(3, phase, 10), 1: seen(3, "waiting", 30)}
+        watchdog._ranks = {0: status(3, phase, 10), 1: status(3, "waiting", 30)}
         assert watchdog._limit == pytest.approx(60 * minutes)
 
 
@@ -150,7 +150,7 @@ def test_a_rank_that_works_alone_has_longer(phase: str, minutes: float, tmp_path
         ({"timeout_minutes": 4}, {"engine": "sglang"}, "Set run.timeout_minutes above 5"),
     ],
 )
-def test_limits_that_would_hide_one_another_are_refused(
+def test_limits_that_contradict_each_other_are_rejected(
     run: dict[str, Any], rollout: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
