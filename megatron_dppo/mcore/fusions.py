@@ -29,7 +29,7 @@ _OTHER_ACTIVATION = {
 
 
 def default_fusions(overrides: Mapping[str, Any], *, is_cuda: bool, engine: bool, experts: bool) -> dict[str, bool]:
-    """The fields of ``FUSIONS``: on with Transformer Engine, off without it and on CPU.
+    """Return the fields of ``FUSIONS``: on with Transformer Engine, off without it and on CPU.
 
     Router replay goes with all of them: it sets the experts of a token before any of these kernels runs. (The one
     that does not ask for replayed experts, ``moe_router_fusion``, is refused with it.)
@@ -58,7 +58,7 @@ def default_fusions(overrides: Mapping[str, Any], *, is_cuda: bool, engine: bool
 
 
 def has_apex_gradient_kernel() -> bool:
-    """Whether Apex was built with the kernel that Megatron's own linear layers add weight gradients with."""
+    """Return True if Apex has the kernel with which Megatron's linear layers accumulate weight gradients."""
     return layers._grad_accum_fusion_available
 
 
@@ -81,9 +81,9 @@ def _has_fused_permute() -> bool:
 def output_layer_without_fusion() -> Iterator[list[GPTModel]]:
     """Around building models: ``gradient_accumulation_fusion`` is for all linear layers but the output layer.
 
-    The output layer's weight gradient is the head's. Megatron (0.16.1 to 0.19.2) has one flag for all layers, and its
-    own linear layers refuse it without Apex; with Transformer Engine's layers the output layer is the only one of
-    them. To be deleted when Megatron builds an output layer without Apex.
+    The output layer's weight gradient is the head's. Reason: Megatron has one flag for all layers, and its own
+    linear layers reject it without Apex; with Transformer Engine's layers the output layer is the only one of them.
+    Affected: Megatron Core 0.16.1 to 0.19.2. Delete when: Megatron builds an output layer without Apex.
 
     Yields:
         where the models that were built have to be put.
@@ -130,14 +130,14 @@ def _why_off(name: str, config: TransformerConfig, overrides: Mapping[str, Any])
 
 
 _CAPABILITY = (8, 9)
-"""Of the first GPUs with FP8 matrix products: Ada, Hopper."""
+"""Lowest compute capability with FP8 matrix products (Ada, Hopper)."""
 
 
 _BLACKWELL = (10, 0)
 
 
 def check_fp8(fields: Mapping[str, Any], dtype: str, platform: Platform, *, transformer_engine: bool) -> None:
-    """Whether ``model.transformer.fp8`` can be done here.
+    """Check that this machine supports ``model.transformer.fp8``.
 
     Args:
         fields: ``model.transformer``.
@@ -148,11 +148,11 @@ def check_fp8(fields: Mapping[str, Any], dtype: str, platform: Platform, *, tran
     Raises:
         ConfigError: it cannot, or other keys of FP8 are set without it.
     """
-    others = [key for key in fields if key.startswith("fp8_")]
+    keys = [key for key in fields if key.startswith("fp8_")]
     if not fields.get("fp8"):
-        if others:
+        if keys:
             raise ConfigError(
-                f"model.transformer.{others[0]} = {fields[others[0]]!r} has no effect without model.transformer.fp8 = "
+                f"model.transformer.{keys[0]} = {fields[keys[0]]!r} has no effect without model.transformer.fp8 = "
                 "'hybrid' or 'e4m3'; set that too, or leave it out"
             )
         return
@@ -167,16 +167,16 @@ def check_fp8(fields: Mapping[str, Any], dtype: str, platform: Platform, *, tran
             f"{name} needs Transformer Engine on a GPU with FP8 (compute capability 8.9 and above: Ada, Hopper, "
             f"Blackwell); here {there}. Leave it out"
         )
-    found = torch.cuda.get_device_capability(platform.device)
+    capability = torch.cuda.get_device_capability(platform.device)
     needed = _BLACKWELL if fields.get("fp8_recipe") == "mxfp8" else _CAPABILITY
-    if found < needed:
+    if capability < needed:
         recipe = "" if needed == _CAPABILITY else " with fp8_recipe = 'mxfp8'"
         raise ConfigError(
             f"{name}{recipe} needs a GPU of compute capability {needed[0]}.{needed[1]} or above, this one has "
-            f"{found[0]}.{found[1]}. Leave it out"
+            f"{capability[0]}.{capability[1]}. Leave it out"
         )
 
 
 def row_multiple(fields: Mapping[str, Any]) -> int:
-    """What the number of tokens of a product is a multiple of: 1 without FP8."""
+    """Return the multiple that the number of tokens of a GEMM must be: 1 without FP8."""
     return int(get_fp8_align_size(fields.get("fp8_recipe", "delayed"))) if fields.get("fp8") else 1

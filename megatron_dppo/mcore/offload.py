@@ -1,10 +1,11 @@
-"""The optimizer's state in host memory: what Megatron's ``HybridDeviceOptimizer`` does not do right.
+"""Fixes for Megatron's optimizer offloading (``HybridDeviceOptimizer``): initial state and checkpoints.
 
-Reasons: it makes its moments by an update with random gradients; its checkpoint holds classes, and to load one it
-copies the bf16 weights to the host again and moves the state about; the number of updates that it loads is put back
-before each update of what stayed on the GPU, so that Adam's bias correction stands still. Here moments start as zeros,
-and a checkpoint is that of the optimizer without offloading: each continues what the other began.
-Affected: Megatron Core 0.16.1 to 0.19.2. Delete it when Megatron's own continues bit for bit.
+Reason: it creates its moments by an update with random gradients. Its checkpoint holds classes, and loading one copies
+the bf16 weights to the host again. It resets the loaded number of updates before each update of the GPU's part, so that
+Adam's bias correction never advances. Here moments start as zeros, and a checkpoint is that of the optimizer without
+offloading: each continues the other.
+Affected: Megatron Core 0.16.1 to 0.19.2.
+Delete when: a resumed HybridDeviceOptimizer continues bitwise.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-_OF_ADAM = frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"})
+_ADAM_KEYS = frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"})
 
 
 def is_offloaded(optimizer: Any) -> bool:
-    """Whether a part of Megatron's optimizer keeps state on the host."""
+    """Return True if a part of Megatron's optimizer keeps state on the host."""
     return isinstance(optimizer.optimizer, HybridDeviceOptimizer)
 
 
@@ -34,13 +35,13 @@ def start_offloaded(optimizer: DistributedOptimizer) -> None:
 
 
 def offloaded_tensors(optimizer: DistributedOptimizer) -> Iterator[Tensor]:
-    """The fp32 copies and moments, wherever they are."""
+    """Yield the fp32 main parameters and moments, on host and GPU."""
     for state in optimizer.optimizer.state.values():
         yield from (tensor for name, tensor in state.items() if name != "step")
 
 
 def drop_gradient_copies(optimizer: DistributedOptimizer) -> None:
-    """Forget the fp32 copies of bf16 gradients that the GPU's part of an update has left on the GPU."""
+    """Free the fp32 copies of bf16 gradients that an update leaves on the GPU."""
     part = optimizer.optimizer.gpu_optimizer
     for group in part.param_groups if part is not None else ():
         for parameter in group["params"]:
@@ -52,12 +53,13 @@ def _start(hybrid: HybridDeviceOptimizer) -> None:
         for group in part.param_groups:
             for parameter in group["params"]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                own_step = {} if part is hybrid.gpu_optimizer else {"step": torch.zeros((), dtype=torch.float32)}
-                part.state[parameter] = own_step | moments
+                # torch's Adam on the host counts updates per parameter, the GPU's part in its parameter groups.
+                step = {} if part is hybrid.gpu_optimizer else {"step": torch.zeros((), dtype=torch.float32)}
+                part.state[parameter] = step | moments
     hybrid._sync_sub_optimizers_state_to_hdo()
 
 
-PLACES: Sequence[tuple[Any, str]] = (
+HOST_ALLOCATIONS: Sequence[tuple[Any, str]] = (
     (HybridDeviceOptimizer, "_init_sub_optimizers"),
     (HybridDeviceOptimizer, "_set_sub_optimizer_grads"),
     (sys.modules[__name__], "_start"),
@@ -66,7 +68,7 @@ PLACES: Sequence[tuple[Any, str]] = (
 
 
 def gpu_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """What a ``HybridDeviceOptimizer`` keeps beside the GPU's weights; nothing for an optimizer of another kind."""
+    """Yield a ``HybridDeviceOptimizer``'s tensors on the GPU; nothing for other optimizers."""
     part: Any = getattr(optimizer, "gpu_optimizer", None)
     for group in part.param_groups if part is not None else ():
         for parameter in group["params"]:
@@ -81,11 +83,11 @@ def hybrid_settings(optimizer: Any) -> Set[str]:
 
     They hold classes, which a checkpoint must not.
     """
-    return optimizer.optimizer.defaults.keys() - _OF_ADAM if is_offloaded(optimizer) else frozenset()
+    return optimizer.optimizer.defaults.keys() - _ADAM_KEYS if is_offloaded(optimizer) else frozenset()
 
 
 def _load_state_dict(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    """Take the number of updates from a checkpoint, and what it holds of the parameters, in place."""
+    """Restore the number of updates and the parameter state of a checkpoint, in place."""
     hybrid: HybridDeviceOptimizer = optimizer.optimizer
     step = max(group.get("step") or 0 for group in state["optimizer"]["param_groups"])
     for part in hybrid.sub_optimizers:

@@ -70,7 +70,7 @@ class LossScale(MegatronGradScaler):
         """Inverse of the loss scale as a tensor [1]."""
         return self._scale.double().reciprocal().float()
 
-    def update(self, found_inf: bool) -> None:
+    def update(self, has_inf: bool) -> None:
         """Do nothing: Megatron calls this for each part of the optimizer, and ``adjust`` follows for all of them."""
 
     def adjust(self, *, overflow: bool) -> bool:

@@ -1,13 +1,14 @@
-"""The state of Megatron's distributed optimizer, written and read by the rank that holds it, whatever the layout.
+"""Sharded state of Megatron's distributed optimizer, written and read by the rank that holds it, for any layout.
 
-A rank of the distributed optimizer holds a flat range of each parameter. Of its checkpoint formats Megatron Core keeps
-``fully_reshardable``, which gathers whole gradient buffers on every rank, and ``dp_reshardable``, which gathers nothing
-and cannot be loaded with another tensor, pipeline or expert parallelism. Here a flat range is cut into boxes of the
-parameter (part of a row, whole rows, part of a row), each of them a ``ShardedTensor`` of the whole parameter. That is
-the ``fully_reshardable`` format on disk, key by key, but for where its chunks are cut: each reads what the other wrote.
+A rank of the distributed optimizer holds a flat range of each parameter. Megatron Core has two checkpoint formats for
+it: ``fully_reshardable`` gathers whole gradient buffers on every rank, and ``dp_reshardable`` cannot be loaded with
+another tensor, pipeline or expert parallelism. Here a flat range is split into boxes of the parameter (part of a row,
+whole rows, part of a row), each a ``ShardedTensor``. On disk this is the ``fully_reshardable`` format, key by key, with
+other chunk boundaries: each reads what the other wrote.
 
 Reason: no format of Megatron's is both parallel and free of the layout since it dropped ``flattened_range`` (0.14).
-Affected: Megatron Core 0.14 to 0.19.2. Delete it when Megatron has such a format.
+Affected: Megatron Core 0.16.1 to 0.19.2.
+Delete when: Megatron has such a format.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ _NOT_SHARDED = "step"
 
 
 class Box(NamedTuple):
-    """A part of a tensor."""
+    """Axis-aligned block of a tensor, by offset and size in each dimension."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that elements ``start`` to ``stop`` of a row-major tensor are, in their order.
+def split_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that cover elements ``start`` to ``stop`` of a row-major tensor, in order.
 
     Example:
-        >>> [tuple(box) for box in boxes_of_range((4, 10), 7, 33)]
+        >>> [tuple(box) for box in split_range((4, 10), 7, 33)]
         [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 3))]
     """
     if start == stop:
@@ -52,7 +53,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:  # all in one row
+    # The whole range is in one row.
+    if first > last:
         yield from _within(shape, last, start, stop)
         return
     yield from _within(shape, first - 1, start, first * row)
@@ -63,18 +65,18 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
 
 def _within(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
     base = index * prod(shape[1:])
-    for box in boxes_of_range(shape[1:], start - base, stop - base):
+    for box in split_range(shape[1:], start - base, stop - base):
         yield Box((index, *box.offset), (1, *box.size))
 
 
 def use_box_sharding(optimizer: DistributedOptimizer) -> None:
-    """Let ``optimizer`` save and load its ``fully_reshardable`` state box by box."""
+    """Make the optimizer save and load its ``fully_reshardable`` state box by box."""
     optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
     optimizer.load_parameter_state_from_fully_reshardable = partial(_load_state, optimizer)
 
 
 def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]]:
-    """Each parameter of which this rank holds a part, and the part's first and last element."""
+    """Yield each parameter of which this rank holds a range, with the start and end of the range."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -88,21 +90,21 @@ def _sharded_state(
     is_loading: bool = False,
     metadata: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Of each parameter (by its place in ``_ranges``) and each kind of state the boxes, views of the state."""
-    found, _ = extract_sharded_tensors_and_factories(model_state)
-    shards = {entry.data: entry for entry in nested_values(found)}
+    """Return the boxes, views of the state, for each parameter (by its index in ``_ranges``) and kind of state."""
+    entries, _ = extract_sharded_tensors_and_factories(model_state)
+    shards = {entry.data: entry for entry in nested_values(entries)}
     state: dict[int, dict[str, list[ShardedTensor]]] = {}
     for index, (parameter, start, stop) in enumerate(_ranges(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         state[index] = {
-            name: list(_boxes_of(shards[parameter], f"optimizer.state.{name}", values, start, stop, optimizer))
+            name: list(_sharded_boxes(shards[parameter], f"optimizer.state.{name}", values, start, stop, optimizer))
             for name, values in tensors.items()
             if name != _NOT_SHARDED
         }
     return state
 
 
-def _boxes_of(
+def _sharded_boxes(
     entry: ShardedTensor | ShardedTensorFactory,
     prefix: str,
     values: Tensor,
@@ -110,38 +112,40 @@ def _boxes_of(
     stop: int,
     optimizer: DistributedOptimizer,
 ) -> Iterator[ShardedTensor]:
-    """``values``, which stand for elements ``start`` to ``stop`` of the parameter that ``entry`` describes."""
-    for begin, whole in _parts(entry):
-        first, last = max(start, begin), min(stop, begin + prod(whole.local_shape))
+    """Yield ``values``, elements ``start`` to ``stop`` of the parameter of ``entry``, as boxes."""
+    for begin, sharded in _parts(entry):
+        first, last = max(start, begin), min(stop, begin + prod(sharded.local_shape))
         if first >= last:
             continue
         at = first - start
-        for box in boxes_of_range(whole.local_shape, first - begin, last - begin):
-            data = values[at : at + prod(box.size)].view((1,) * whole.prepend_axis_num + box.size)
+        for box in split_range(sharded.local_shape, first - begin, last - begin):
+            data = values[at : at + prod(box.size)].view((1,) * sharded.prepend_axis_num + box.size)
             at += data.numel()
-            offset = (0,) * whole.prepend_axis_num + box.offset
+            offset = (0,) * sharded.prepend_axis_num + box.offset
             yield replace(
-                whole,
-                key=f"{prefix}.{whole.key}",
+                sharded,
+                key=f"{prefix}.{sharded.key}",
                 data=data,
                 dtype=data.dtype,
                 local_shape=tuple(data.shape),
-                global_offset=tuple(a + b for a, b in zip(whole.global_offset, offset, strict=True)),
-                axis_fragmentations=None,  # boxes are no regular grid
+                global_offset=tuple(a + b for a, b in zip(sharded.global_offset, offset, strict=True)),
+                axis_fragmentations=None,  # boxes form no regular grid
                 prepend_axis_num=0,
                 # Ranks of one data-parallel group hold different elements, each of them once.
-                replica_id=(*whole.replica_id[:2], optimizer.distributed_optimizer_instance_id),
+                replica_id=(*sharded.replica_id[:2], optimizer.distributed_optimizer_instance_id),
             )
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
-    """The tensors that a parameter is in a checkpoint (two for SwiGLU: gate and up), each with its first element."""
+    """Yield a parameter's tensors in a checkpoint (gate and up for SwiGLU), each with its first element's index."""
     if isinstance(entry, ShardedTensor):
         yield 0, entry
         return
     for part in nested_values(entry.build()):
         if not part.data.is_contiguous() or _storage(part.data) != _storage(entry.data):
-            raise TypeError(f"{part.key}: expected a view of whole rows of its parameter, found another arrangement")
+            raise TypeError(
+                f"Expected {part.key} to be a view of whole rows of its parameter, got another arrangement."
+            )
         yield part.data.storage_offset() - entry.data.storage_offset(), part
 
 
@@ -151,13 +155,13 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _load_state(optimizer: DistributedOptimizer, state: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Put loaded boxes where ``_sharded_state`` took them from."""
+    """Copy loaded boxes into the state from which ``_sharded_state`` took them."""
     for index, (parameter, _, _) in enumerate(_ranges(optimizer)):
         tensors = {name: torch.cat([box.flatten() for box in boxes]) for name, boxes in state[index].items()}
         if is_offloaded(optimizer):
-            # In place: what Megatron would put there the optimizers of host and GPU do not have.
-            own = optimizer._get_main_param_and_optimizer_states(parameter)
+            # In place: the optimizers of host and GPU would not see tensors that Megatron replaces.
+            state_tensors = optimizer._get_main_param_and_optimizer_states(parameter)
             for name, values in tensors.items():
-                own[name].copy_(values)
+                state_tensors[name].copy_(values)
         else:
             optimizer._set_main_param_and_optimizer_states(parameter, tensors)

@@ -98,7 +98,7 @@ def _problem(key: str, value: Any, known: set[str]) -> str | None:
 
 
 def _hints() -> dict[str, Any]:
-    """The types of the fields; none where Megatron's annotations name what is not importable here."""
+    """Return the types of the fields; none where Megatron's annotations name what is not importable here."""
     try:
         return get_type_hints(TransformerConfig)
     except (NameError, TypeError):
@@ -106,7 +106,7 @@ def _hints() -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a TOML file is one of this type; nothing is of a type that TOML lacks (functions, enums)."""
+    """Return True if a TOML value has this type. False for types that TOML lacks (functions, enums)."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, part) for part in parts)

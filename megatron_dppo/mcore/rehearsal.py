@@ -1,6 +1,6 @@
-"""What a rehearsal on fake tensors replaces in Megatron and in torch.distributed, each with its reason.
+"""Replacements in Megatron and torch.distributed for a rehearsal: a run on fake tensors that measures memory.
 
-``REPLACEMENTS`` is the list. They hold for the rest of the process, which does nothing but rehearse.
+``REPLACEMENTS`` lists them with their reasons. They hold for the rest of the process, which only rehearses.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from megatron_dppo.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What a run learns from its data and a rehearsal has to be told."""
+    """Values that a run computes from its data and a rehearsal must assume."""
 
     row: tuple[int, int, int]
-    """tokens, 1 and hidden size of what pipeline stages send each other"""
+    """Shape of the hidden states between pipeline stages: tokens, 1, hidden size."""
     expert_load: float = 1.0
-    """tokens for this rank's experts over those of a perfectly balanced router"""
+    """Tokens of this rank's experts relative to a perfectly balanced router."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One thing that differs from a run."""
+    """Difference between a rehearsal and a run."""
 
     apply: Callable[[Assumptions], None]
-    """for the rest of the process; before any process group is built and after ``apply_shims``"""
+    """Applies the replacement, after ``apply_shims`` and before any process group is created."""
     reason: str
     as_gpu: bool = False
-    """only when a GPU is rehearsed, and not the CPU of a test"""
+    """True if it is only needed to rehearse a GPU."""
 
 
 def schedule_phases() -> list[tuple[Any, str, str]]:
-    """Where Megatron's update has its parts: (module, function, name of the part)."""
+    """Return the functions of the phases of Megatron's update: (module, function, phase)."""
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_dppo.mcore import optim
@@ -85,22 +85,22 @@ def _conversion(_: Assumptions) -> None:
     Module._apply = apply  # type: ignore[method-assign]
 
 
-class _Counts(list[int]):
-    """Token counts on the host, in place of a tensor ``[rows, columns]`` that was copied there."""
+class _TokenCounts(list[int]):
+    """Token counts on the host, instead of a tensor ``[rows, columns]`` that was copied there."""
 
     columns = 1
 
     @property
-    def T(self) -> _Counts:
-        """Transposed."""
-        return _Counts(count for first in range(self.columns) for count in self[first :: self.columns])
+    def T(self) -> _TokenCounts:
+        """Transposed counts."""
+        return _TokenCounts(count for first in range(self.columns) for count in self[first :: self.columns])
 
     def tolist(self) -> list[int]:
-        """As of a tensor."""
+        """Return the counts as a list, like ``Tensor.tolist``."""
         return list(self)
 
-    def ravel(self) -> _Counts:
-        """They are flat already."""
+    def ravel(self) -> _TokenCounts:
+        """Return the counts, which are flat already."""
         return self
 
 
@@ -112,24 +112,24 @@ def _token_counts(assumed: Assumptions) -> None:
     def preprocess(self: Any, routing_map: Any) -> Any:
         original(self, routing_map)  # for its collectives and tensors
         ranks, local = self.ep_size * self.tp_size, self.num_local_experts
-        pairs = even(self.num_out_tokens, self.ep_size)
+        pairs = split_evenly(self.num_out_tokens, self.ep_size)
         arriving = [round(count * assumed.expert_load) for count in pairs]
         if ranks > 1:
-            self.input_splits, self.output_splits = pairs, _Counts(arriving)
-            self.output_splits_tp = _Counts([sum(arriving)] * self.tp_size)
-        by_rank = [even(count, local) for _ in range(self.tp_size) for count in arriving]
+            self.input_splits, self.output_splits = pairs, _TokenCounts(arriving)
+            self.output_splits_tp = _TokenCounts([sum(arriving)] * self.tp_size)
+        by_rank = [split_evenly(count, local) for _ in range(self.tp_size) for count in arriving]
         if local > 1:
-            self.num_global_tokens_per_local_expert = table = _Counts([n for counts in by_rank for n in counts])
+            self.num_global_tokens_per_local_expert = table = _TokenCounts([n for counts in by_rank for n in counts])
             table.columns = local
-        return _Counts([sum(column) for column in zip(*by_rank, strict=True)])
+        return _TokenCounts([sum(column) for column in zip(*by_rank, strict=True)])
 
     Dispatcher.preprocess = preprocess
     Dispatcher._maybe_dtoh_and_synchronize = lambda self, point, counts=None: counts
 
 
-def even(total: int, parts: int) -> _Counts:
-    """``total`` in ``parts`` that differ by one at most."""
-    return _Counts([total // parts + (i < total % parts) for i in range(parts)])
+def split_evenly(total: int, parts: int) -> _TokenCounts:
+    """Split ``total`` into parts that differ by at most one."""
+    return _TokenCounts([total // parts + (i < total % parts) for i in range(parts)])
 
 
 def _orders_of_chunks(_: Assumptions) -> None:
@@ -141,9 +141,10 @@ def _orders_of_chunks(_: Assumptions) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         number = range(self.num_experts * self.tp_size)
-        local, rest = self.num_local_experts, len(number) // self.num_local_experts
-        self.sort_input_by_local_experts = _Counts(i for first in range(local) for i in number[first::local])
-        self.restore_output_by_local_experts = _Counts(i for first in range(rest) for i in number[first::rest])
+        local = self.num_local_experts
+        ranks = len(number) // local
+        self.sort_input_by_local_experts = _TokenCounts(i for first in range(local) for i in number[first::local])
+        self.restore_output_by_local_experts = _TokenCounts(i for first in range(ranks) for i in number[first::ranks])
 
     Dispatcher.__init__ = init
 
@@ -182,8 +183,8 @@ def _neighbour_shapes(assumed: Assumptions) -> None:
 
 
 REPLACEMENTS: Sequence[Replacement] = (
-    Replacement(_one_backend, "groups over the CPU become fake ones too: there are no other processes"),
-    Replacement(_objects, "objects of the other ranks: all say what this rank says"),
+    Replacement(_one_backend, "CPU groups become fake groups too: there are no other processes"),
+    Replacement(_objects, "objects of the other ranks are those of this rank"),
     Replacement(_conversion, "torch cannot convert fake parameters in place (Module.bfloat16)"),
     Replacement(_token_counts, "tokens per expert are read from the router's choice: here ``expert_load``"),
     Replacement(_orders_of_chunks, "the order of the experts' chunks is read on the host: the same numbers as a list"),

@@ -1,4 +1,4 @@
-"""Start and end Megatron's process groups, and hand them out as explicit arguments."""
+"""Process groups and random states: Megatron's globals, returned as explicit arguments."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def initialize_megatron(
 ) -> ParallelGroups:
     """Build every process group of the layout and seed Megatron's random states.
 
-    ``torch.distributed`` must be initialised already (``start_process_group``).
+    ``torch.distributed`` must be initialized already (``start_process_group``).
 
     Args:
-        layout: sizes of the groups.
-        platform: where the model computes.
-        seed: of all random states.
-        timeout_minutes: limit of a collective in Megatron's groups.
-        wait_minutes: limit in the groups for objects, over the CPU: one rank may sample, score or write for long while
-            the others wait. None = ``timeout_minutes``.
-        world: the ``new_host_world`` that there is already; None = it is built here.
+        layout: Sizes of the groups.
+        platform: Device of the model.
+        seed: Seed of all random states.
+        timeout_minutes: Timeout of collectives in Megatron's groups.
+        wait_minutes: Timeout in the CPU groups for objects, where ranks may wait long for one that samples, scores or
+            writes. None means ``timeout_minutes``.
+        world: Result of ``new_host_world``. None creates it here.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -57,44 +57,47 @@ def initialize_megatron(
         ep=parallel_state.get_expert_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
         edp=parallel_state.get_expert_data_parallel_group(),
-        dp=_on_the_host(tuple(dist.get_process_group_ranks(data_parallel)), wait),
-        replica=_on_the_host(_replica(), wait),
+        dp=_new_host_group(tuple(dist.get_process_group_ranks(data_parallel)), wait),
+        replica=_new_host_group(_replica(), wait),
         world=world or new_host_world(wait_minutes),
     )
 
 
 def _replica() -> tuple[int, ...]:
-    """The ranks of this data-parallel index; Megatron has a group of them only without context parallelism."""
+    """Return the ranks with this data-parallel index. Megatron has such a group only without context parallelism."""
     indices: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
     return tuple(rank for rank, index in enumerate(indices) if index == indices[dist.get_rank()])
 
 
 def new_host_world(wait_minutes: float) -> dist.ProcessGroup:
-    """A group of all ranks over the CPU (a collective); on CUDA the default group moves everything through NCCL."""
+    """Create a gloo group of all ranks; a collective. On CUDA the default group uses NCCL for everything."""
     return dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
 
 
-def _on_the_host(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group over the CPU; every rank names its own, and all build all of them."""
-    every: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(every, ranks)
-    groups = {of: dist.new_group(list(of), timeout=timeout, backend="gloo") for of in sorted(set(every))}
+def _new_host_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    """Create the gloo groups that the ranks request, and return this rank's; a collective of all ranks."""
+    requested: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(requested, ranks)
+    # ``new_group`` is a collective of all ranks, members or not, so all create all groups in one order.
+    groups = {
+        members: dist.new_group(list(members), timeout=timeout, backend="gloo") for members in sorted(set(requested))
+    }
     return groups[ranks]
 
 
 def start_process_group(platform: Platform, timeout_minutes: float) -> None:
     """Join the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    Without them: one process that talks to itself on the loopback interface.
+    Without these variables it creates a group of one process on the loopback interface.
 
     Args:
-        platform: names the backend.
-        timeout_minutes: limit of a collective of all ranks. No model computes in that group; checkpoints are written
-            between its collectives, so it is the limit of waiting (``run.wait_minutes``).
+        platform: Device of this process; it determines the backend.
+        timeout_minutes: Timeout of a collective of all ranks. The model does not use that group, but ranks wait in it
+            while checkpoints are written, so this is ``run.wait_minutes``.
     """
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():
+    single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in single_process.items():
         os.environ.setdefault(name, value)
     if not dist.is_initialized():
         device = platform.device if platform.is_cuda else None
@@ -102,7 +105,7 @@ def start_process_group(platform: Platform, timeout_minutes: float) -> None:
 
 
 def shutdown_megatron() -> None:
-    """Leave all process groups."""
+    """Destroy all process groups."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -110,13 +113,13 @@ def shutdown_megatron() -> None:
 
 
 def seed_random_states(seed: int) -> None:
-    """Put all random states of this rank to their beginning."""
+    """Seed all random states of this rank."""
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """All random states of this rank: torch's, CUDA's and those of Megatron's tracker."""
+    """Return all random states of this rank: torch's, CUDA's and those of Megatron's tracker."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -125,10 +128,10 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:
-    """The inverse of ``random_states``."""
+    """Restore the result of ``random_states``."""
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
     prefix = "tracker/"
-    tracker = {name.removeprefix(prefix): s for name, s in states.items() if name.startswith(prefix)}
+    tracker = {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
     tensor_parallel.get_cuda_rng_tracker().set_states(tracker)

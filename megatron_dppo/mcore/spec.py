@@ -1,4 +1,4 @@
-"""The layer spec: Transformer Engine's on CUDA when it is there, else pure torch with the same names."""
+"""Layer specs: Transformer Engine's on CUDA if installed, else pure torch layers with the same names."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invar
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
+    """Return the specs of this pipeline stage's layers and of the final norm."""
     if not config.use_cpu_initialization and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        # See ``LatentAttention``: Megatron 0.19 would replace layers of the spec.
         if config.multi_latent_attention:
             for layer in block.layer_specs:
                 layer.submodules.self_attention.module = LatentAttention
@@ -51,12 +52,13 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
 def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     frequency = config.moe_layer_freq
     is_moe = config.num_moe_experts is not None and (not isinstance(frequency, list) or bool(frequency[layer]))
-    latent = config.multi_latent_attention
+    is_mla = config.multi_latent_attention
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm if latent else IdentityOp,
-            self_attention=_latent_spec() if latent else _grouped_spec(config),
+            # Grouped attention has its norm inside linear_qkv; MLA has two projections of the normalized input.
+            input_layernorm=RMSNorm if is_mla else IdentityOp,
+            self_attention=_mla_spec() if is_mla else _grouped_spec(config),
             self_attn_bda=get_bias_dropout_add,
             # A dense MLP has its norm inside linear_fc1, as in Transformer Engine.
             pre_mlp_layernorm=RMSNorm if is_moe else IdentityOp,
@@ -80,8 +82,8 @@ def _grouped_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def _latent_spec() -> ModuleSpec:
-    """As Megatron's own with Transformer Engine: latents are whole on every rank, and normed by what takes them."""
+def _mla_spec() -> ModuleSpec:
+    """Return the spec of MLA as with Transformer Engine: replicated latents, normalized in the up projections."""
     return ModuleSpec(
         module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -25,14 +25,14 @@ SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2
 
 
 def test_the_boxes_of_a_range_are_its_elements_in_their_order() -> None:
-    from megatron_dppo.mcore.optimizer_shards import boxes_of_range
+    from megatron_dppo.mcore.optimizer_shards import split_range
 
     for shape in SHAPES:
         values = torch.arange(prod(shape)).view(shape)
         for start in range(values.numel() + 1):
             for stop in range(start, values.numel() + 1):
                 found = []
-                for offset, size in boxes_of_range(shape, start, stop):
+                for offset, size in split_range(shape, start, stop):
                     assert len(offset) == len(size) == len(shape)
                     found += (
                         values[tuple(slice(i, i + n) for i, n in zip(offset, size, strict=True))].flatten().tolist()
@@ -41,10 +41,10 @@ def test_the_boxes_of_a_range_are_its_elements_in_their_order() -> None:
 
 
 def test_a_large_range_is_a_few_boxes_however_many_rows_it_has() -> None:
-    from megatron_dppo.mcore.optimizer_shards import boxes_of_range
+    from megatron_dppo.mcore.optimizer_shards import split_range
 
-    assert len(list(boxes_of_range((151936, 2048), 12345, 311_000_000))) == 3
-    assert len(list(boxes_of_range((128, 768, 2048), 2048 * 769 + 5, 2048 * 768 * 127 + 2049))) == 5
+    assert len(list(split_range((151936, 2048), 12345, 311_000_000))) == 3
+    assert len(list(split_range((128, 768, 2048), 2048 * 769 + 5, 2048 * 768 * 127 + 2049))) == 5
 
 
 def parts(trainer: Any) -> list[Any]:

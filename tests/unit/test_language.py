@@ -13,7 +13,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 from measure_language import findings, is_banned  # noqa: E402
 
 NOT_YET = {
-    "mcore",
     "run",
 }
 """Packages that still have names of before."""

@@ -117,7 +117,7 @@ def phases(meter: Meter) -> Iterator[None]:
         (dist, "all_gather_object", _OBJECT_EXCHANGE),
         (torch.optim.Adam, "step", HOST),  # also AdamW's; only an offloaded optimizer uses torch's Adam
         *rehearsal.schedule_phases(),
-        *((owner, name, HOST) for owner, name in offload.PLACES),
+        *((owner, name, HOST) for owner, name in offload.HOST_ALLOCATIONS),
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in targets]
     for owner, name, phase in targets:

@@ -184,7 +184,6 @@ def check_can_save(models: Sequence[GPTModel], optimizer: Optimizer) -> None:
     Raises:
         CheckpointError: Megatron cannot describe the state as one checkpoint.
     """
-
     try:
         state = run_on_all_ranks(lambda: _sharded_state(models, optimizer, is_loading=False))
         run_on_all_ranks(lambda: save_preprocess(state))

@@ -233,7 +233,9 @@ class SDPACoreAttention(MegatronModule):
         """Attend from ``query [B, q, heads, d]`` to ``key, value [B, s, groups, *]``; return ``[B, q, heads, e]``."""
         dtype = query.dtype
         if query.device.type == "cpu" and dtype == torch.bfloat16 and key.shape[1] <= _CPU_FP32_LENGTH:
-            query, key, value = query.float(), key.float(), value.float()
+            query = query.float()
+            key = key.float()
+            value = value.float()
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         repeat = q.shape[1] // k.shape[1]
         # Grouped queries need less memory than copied keys. With a mask, CUDA's fast kernels do not support them.
