@@ -84,6 +84,9 @@ class RewardConfig(Section):
     timeout_seconds: float = Field(10.0, gt=0)
     """Time limit in seconds for one sample, or for one call of a batch function. A slower call is stopped and counts as
     failed."""
+    max_failed_fraction: float = Field(0.1, ge=0, le=1)
+    """Largest fraction of a step's rewards that may fail, over all ranks. A step with more stops the run after a save.
+    A single failed sample never does. 1 allows all failures but those of every sample."""
     num_workers: int = Field(1, ge=1)
     """Processes per rank that compute slow rewards."""
     async_concurrency: int = Field(64, ge=1)

@@ -30,7 +30,9 @@ def format_step_line(step: int, total: int, values: Mapping[str, float | None]) 
         f"{label} {'-' if values.get(key) is None else pattern.format(values[key]):<{7}}"
         for key, label, pattern in _COLUMNS
     ]
-    return f"step {step:>{width}}/{total}  " + " ".join(cells).rstrip()
+    failed = values.get("rollout/reward_failed_fraction")
+    note = f"  rewards failed {failed:.0%}" if failed else ""
+    return f"step {step:>{width}}/{total}  " + " ".join(cells).rstrip() + note
 
 
 def idle_fraction(values: Mapping[str, float]) -> float | None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from megatron_dppo.rewards.math import is_well_formed
+
+_LIBRARY_FOLDERS = (Path(__file__).parents[1], *map(Path, {sysconfig.get_path(name) for name in ("stdlib", "purelib")}))
+"""Folders whose code is not the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +167,21 @@ def read_batch(values: object, count: int) -> list[object]:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error as short text, even if its own methods raise."""
+    """Return an error as short text with the line that raised it, even if its own methods raise."""
     try:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be read)"
-    return _plain(text)[:_MAX_ERROR_LENGTH]
+    return _plain(text)[:_MAX_ERROR_LENGTH] + _user_line(error)
+
+
+def _user_line(error: BaseException) -> str:
+    """Return the innermost line of an error outside this package and installed ones, such as `` (at my.py:12)``."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = Path(frame.f_code.co_filename)
+        if file.is_file() and not any(file.is_relative_to(folder) for folder in _LIBRARY_FOLDERS):
+            return f" (at {file}:{line})"
+    return ""
 
 
 def short_repr(value: object) -> str:

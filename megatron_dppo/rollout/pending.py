@@ -162,6 +162,7 @@ def score_completions(
     ]
     scored = iter(scorer.score(items, is_batch=is_batch))
     results = [_existing_result(c) if _has_result(c) else next(scored) for c in completions]
+    scorer.warn_of_failures(results)
     rollouts = [
         Rollout(
             prompt=prompt,

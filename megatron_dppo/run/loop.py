@@ -105,13 +105,16 @@ def _train(session: Session, stop: StopSignal) -> None:
         is_stopping = stop.requested()
         is_stuck = state.skipped_in_a_row >= config.train.max_skipped_updates
         is_best = state.is_new_best(metrics.get("eval/accuracy")) and config.checkpoint.keep_best
-        if is_best or is_stopping or is_stuck or checkpoints.is_due(state):
+        has_failed_rewards = _has_failed_rewards(metrics["rollout/reward_failed_fraction"], config)
+        if is_best or is_stopping or is_stuck or has_failed_rewards or checkpoints.is_due(state):
             with PROGRESS.part("save"):
                 records.show_servers(gpus.for_training())
                 checkpoints.save(state, evaluator)
-        checkpoints.finish(wait=is_stopping or is_stuck or checkpoints.waits)
+        checkpoints.finish(wait=is_stopping or is_stuck or has_failed_rewards or checkpoints.waits)
         if is_stuck:
             raise _stuck_error(state.skipped_in_a_row, config)
+        if has_failed_rewards:
+            raise _failed_rewards_error(state.step, metrics["rollout/reward_failed_fraction"], config)
         if is_stopping:
             raise Stopped(f"by {stop.name} after step {state.step}. Rerun the same command to resume")
 
@@ -127,6 +130,21 @@ def _train(session: Session, stop: StopSignal) -> None:
         records.show_servers(gpus.for_training())
         export_results(trainer, session.inputs, config)
         records.summarize(trainer.policy_version, evaluator.responses_before)
+
+
+def _has_failed_rewards(failed_fraction: float, config: Config) -> bool:
+    """Return whether more rewards of a step failed than ``reward.max_failed_fraction`` allows, and more than one."""
+    num_rollouts = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    return failed_fraction > config.reward.max_failed_fraction and failed_fraction * num_rollouts > 1.5
+
+
+def _failed_rewards_error(step: int, failed_fraction: float, config: Config) -> TrainingStopped:
+    """Return the error of a run whose rewards fail."""
+    return TrainingStopped(
+        f"{failed_fraction:.0%} of the rewards of step {step} failed, more than reward.max_failed_fraction = "
+        f"{config.reward.max_failed_fraction:g}. The weights were saved. A warning above shows the first error. Fix "
+        "the reward and rerun the same command to resume, or raise the limit"
+    )
 
 
 def _stuck_error(skipped: int, config: Config) -> TrainingStopped:

@@ -30,6 +30,12 @@ def flaky(*, prompt, completion, label, metadata):
     return float(len(completion))
 
 
+def picky(*, prompt, completion, label, metadata):
+    if len(completion) % 2:
+        return 1.0
+    raise ValueError("an even number of characters")
+
+
 def broken(*, prompt, completion, label, metadata):
     raise RuntimeError("the grader is down")
 
@@ -48,12 +54,26 @@ def rewards(tmp_path: Path) -> Path:
 
 def test_a_reward_that_hangs_or_raises_costs_its_samples_only(short_run: list[str], rewards: Path) -> None:
     arguments = [*short_run, *flags(reward__function="my_rewards:flaky", reward__timeout_seconds=5)]
-    result = train(arguments, extra_path=rewards)
+    result = train([*arguments, *flags(reward__max_failed_fraction=1)], extra_path=rewards)
     assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("warning  rewards: ")]
+    assert 1 <= len(lines) <= 2, "at most one for each rank"
+    assert "rewards failed " in result.stdout
     steps = [r for r in records(rewards / "run") if "rollout/reward" in r]
     assert (rewards / "hung").exists(), "the reward never hung, so this test would prove nothing"
     assert all(0 < r["rollout/reward_failed_fraction"] < 1 for r in steps[:1])
     assert all(r["train/skipped_updates"] == 0 for r in steps)
+
+
+def test_a_reward_that_often_fails_stops_the_run_after_a_save_and_names_the_line(
+    short_run: list[str], rewards: Path
+) -> None:
+    result = train([*short_run, *flags(reward__function="my_rewards:picky")], extra_path=rewards)
+    assert result.returncode == 3, result.stderr
+    assert "of the rewards of step 1 failed, more than reward.max_failed_fraction = 0.1" in result.stderr
+    line = REWARDS.splitlines().index('    raise ValueError("an even number of characters")') + 1
+    assert f"ValueError: an even number of characters (at {rewards / 'my_rewards.py'}:{line})" in result.stderr
+    assert (rewards / "run/checkpoints/step_000001").is_dir()
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_error(short_run: list[str], rewards: Path) -> None:

@@ -33,7 +33,12 @@ def test_a_run_with_a_reward_model_beside_the_right_answer_and_a_kl_penalty(
             },
         }
         table = ", ".join(f"{name} = {{{_inline(value)}}}" for name, value in functions.items())
-        options = flags(reward__function="null", reward__functions=f"{{{table}}}", reward__kl_coef=0.05)
+        options = flags(
+            reward__function="null",
+            reward__functions=f"{{{table}}}",
+            reward__kl_coef=0.05,
+            reward__max_failed_fraction=1,
+        )
         result = train([*short_run, *options])
     assert result.returncode == 0, result.stderr[-3000:]
     steps = step_records(tmp_path / "run")
