@@ -48,7 +48,7 @@ def on_files(files: Files, config: Any) -> Files:
                 wanted.add(_readable(there))
     for there in sorted(wanted):
         text = there.read_text(encoding="utf-8")
-        files.append(File.generated(config, _place(there), content=text))
+        files.append(File.generated(config, _copy_path(there), content=text))
     return files
 
 
@@ -60,8 +60,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         there = outside(file, match[2])
         if there is None:
             return match[0]
-        place = os.path.relpath(DOCS / _place(_readable(there)), file.parent)
-        return f"{match[1]}{place})"
+        link = os.path.relpath(DOCS / _copy_path(_readable(there)), file.parent)
+        return f"{match[1]}{link})"
 
     return _LINK.sub(moved, markdown)
 
@@ -70,7 +70,7 @@ def _readable(there: Path) -> Path:
     return there / "README.md" if there.is_dir() else there
 
 
-def _place(there: Path) -> str:
+def _copy_path(there: Path) -> str:
     """Return the path of the copy, which is a text file so that a browser shows it."""
     return f"source/{there.relative_to(ROOT).as_posix()}.txt"
 

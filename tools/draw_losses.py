@@ -24,35 +24,37 @@ from megatron_dppo.types import LossInputs
 GALLERY = Path(__file__).parents[1] / "docs/losses"
 CELLS = 161
 STRIDE = 20
-"""of the numbers that are written"""
+"""Step between the written grid points, in cells."""
 RECOMPUTED = 0.8
-"""pi' / mu in the pictures: the probability that the trainer recomputes at the rollout's weights, over mu."""
+"""Ratio pi' / mu in the pictures, where pi' is the probability recomputed by the trainer with the rollout weights."""
 HEAD_MU, HEAD_PI = (0.7, 0.2), (0.4, 0.5)
-"""Where it has a Top-K: the parts that the two other ids of the head have of what the sampled token leaves, under mu
-and pi; a tenth is outside the head. So the head has swapped, and the divergence is above that of the token alone."""
+"""Shares of ``1 - p(sampled token)`` of the two other Top-K ids under mu and pi. A tenth is outside the Top-K.
+
+The order of the two ids is swapped, so the Top-K divergence exceeds that of the sampled token alone.
+"""
 
 
 def entries() -> list[dict[str, Any]]:
-    """Those of ``gallery.toml``, in order."""
+    """Return the entries of ``gallery.toml``, in order."""
     return tomllib.loads((GALLERY / "gallery.toml").read_text(encoding="utf-8"))["entry"]
 
 
 def axis() -> Tensor:
-    """``[CELLS]`` probabilities from .001 to .999, even in their log-odds."""
+    """Return probabilities from .001 to .999, evenly spaced in log-odds. Shape ``[CELLS]``."""
     return torch.linspace(-6.9, 6.9, CELLS, dtype=torch.float64).sigmoid()
 
 
 def factors(config: LossConfig, advantage: float) -> Tensor:
-    """``[CELLS, CELLS]`` (pi down, mu across) w M: what multiplies ``A grad log pi``; 0 = dropped."""
+    """Return the factor w M of ``A grad log pi``, 0 where dropped. Shape ``[CELLS, CELLS]``: pi down, mu across."""
     mu, pi = (x.flatten() for x in torch.meshgrid(axis(), axis(), indexing="xy"))
     logprobs = pi.log().requires_grad_()
     ones = torch.ones_like(mu)
     head: dict[str, Any] = {}
     if config.is_topk:
-        of_mu, of_pi = ((1 - p)[:, None] * torch.tensor(part) for p, part in ((mu, HEAD_MU), (pi, HEAD_PI)))
+        mu_pair, pi_pair = ((1 - p)[:, None] * torch.tensor(part) for p, part in ((mu, HEAD_MU), (pi, HEAD_PI)))
         head = {
-            "topk_logprobs": torch.cat([of_pi, pi[:, None]], 1).log().requires_grad_(),
-            "rollout_topk_logprobs": torch.cat([of_mu, mu[:, None]], 1).log(),
+            "topk_logprobs": torch.cat([pi_pair, pi[:, None]], 1).log().requires_grad_(),
+            "rollout_topk_logprobs": torch.cat([mu_pair, mu[:, None]], 1).log(),
             "topk_valid": torch.ones(len(mu), 3, dtype=torch.bool),
             "topk_other_logprob": ((1 - pi) * 0.1).log(),
             "topk_other_square": ((1 - pi) * 0.1).square(),  # as if the rest were one token
@@ -73,17 +75,17 @@ def factors(config: LossConfig, advantage: float) -> Tensor:
 
 
 def numbers(config: LossConfig) -> dict[str, Any]:
-    """What ``grids.json`` has of a loss: shares that are dropped, and the factors at every ``STRIDE``-th place."""
-    found: dict[str, Any] = {}
+    """Return the entry of a loss in ``grids.json``: dropped shares, and the factors at every ``STRIDE``-th cell."""
+    grids: dict[str, Any] = {}
     for name, advantage in (("up", 1.0), ("down", -1.0)):
         grid = factors(config, advantage)
-        found[f"dropped_{name}"] = round(float((grid == 0).double().mean()), 3)
-        found[f"factor_{name}"] = [[float(f"{x:.3g}") + 0.0 for x in row] for row in grid[::STRIDE, ::STRIDE].tolist()]
-    return found
+        grids[f"dropped_{name}"] = round(float((grid == 0).double().mean()), 3)
+        grids[f"factor_{name}"] = [[float(f"{x:.3g}") + 0.0 for x in row] for row in grid[::STRIDE, ::STRIDE].tolist()]
+    return grids
 
 
 def draw(entry: dict[str, Any], picture: Path) -> None:
-    """One page of two panels."""
+    """Draw one picture of two panels."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -91,17 +93,19 @@ def draw(entry: dict[str, Any], picture: Path) -> None:
     from matplotlib.colors import TwoSlopeNorm
 
     config = LossConfig(**entry["config"])
-    places = axis()
+    probabilities = axis()
     with plt.rc_context({"font.size": 7}):
         figure, panels = plt.subplots(1, 2, figsize=(5.2, 2.5), layout="constrained", sharey=True)
         for panel, advantage, sign in zip(panels, (1.0, -1.0), (">", "<"), strict=True):
             grid = factors(config, advantage)
             power = torch.where(grid > 0, grid, torch.nan).log2().clamp(-4, 4)
-            image = panel.pcolormesh(places, places, power, cmap="RdBu_r", norm=TwoSlopeNorm(0, -4, 4), rasterized=True)
+            image = panel.pcolormesh(
+                probabilities, probabilities, power, cmap="RdBu_r", norm=TwoSlopeNorm(0, -4, 4), rasterized=True
+            )
             for where, color in ((grid == 0, "#3a3a3a"), (grid < 0, "#8e44ad")):
                 marked = torch.where(where, 1.0, torch.nan)
-                panel.pcolormesh(places, places, marked, cmap=matplotlib.colors.ListedColormap([color]))
-            panel.plot(places, places, color="black", linewidth=0.5, linestyle=":")
+                panel.pcolormesh(probabilities, probabilities, marked, cmap=matplotlib.colors.ListedColormap([color]))
+            panel.plot(probabilities, probabilities, color="black", linewidth=0.5, linestyle=":")
             panel.set(xscale="logit", yscale="logit", xlabel="μ", title=f"A {sign} 0")
             panel.set_xticks([0.01, 0.1, 0.5, 0.9, 0.99], ["1%", "10%", "50%", "90%", "99%"])
             panel.set_yticks([0.01, 0.1, 0.5, 0.9, 0.99], ["1%", "10%", "50%", "90%", "99%"])
@@ -116,12 +120,12 @@ def draw(entry: dict[str, Any], picture: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Draw everything, and write the numbers."""
-    found = {}
+    """Draw all losses and write ``grids.json``."""
+    grids = {}
     for entry in entries():
-        found[entry["id"]] = numbers(LossConfig(**entry["config"]))
+        grids[entry["id"]] = numbers(LossConfig(**entry["config"]))
         draw(entry, folder / f"{entry['id']}.png")
-    lines = [f"  {json.dumps(name)}: {json.dumps(of)}" for name, of in found.items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(grid)}" for name, grid in grids.items()]
     (folder / "grids.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

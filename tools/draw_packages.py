@@ -28,14 +28,14 @@ PARTS = {
 def main() -> None:
     """Draw each part."""
     modules, packages = graphs(dict(sources(None)))
-    sizes = Counter(_package_of(name, packages) for name in modules if name and name not in packages)
+    sizes = Counter(_containing_package(name, packages) for name in modules if name and name not in packages)
     for part, tops in PARTS.items():
         names = {name for name in packages if name.split(".")[0] in tops}
         graph = {name: packages[name] & names for name in names}
         draw(graph, sizes, Path(f"{sys.argv[1]}_{part}.png"))
 
 
-def _package_of(module: str, packages: Mapping[str, set[str]]) -> str:
+def _containing_package(module: str, packages: Mapping[str, set[str]]) -> str:
     parent = module.rpartition(".")[0]
     return parent if parent in packages else module
 

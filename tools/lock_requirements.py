@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Write requirements/lock.txt and the pins of pyproject.toml anew: ``.venv/bin/python tools/lock_requirements.py``.
 
-The versions are those of the interpreter that runs this, hence those that the tests ran with; what it does
-not have is the newest that goes with them. Markers say what is for which Python and platform. pip and uv read the
+The versions are those installed for the interpreter that runs this script, so the tests ran with them. A package that
+is not installed gets its newest compatible version. Markers name the Python and platform of a pin. pip and uv read the
 same pins: pip as constraints (``-c requirements/lock.txt``), uv as the ``constraint-dependencies`` of pyproject.toml.
-No hashes and no addresses: those of a uv.lock are one index's, and an index of your own, or the CPU build of torch,
-would not fit.
+The lock has no hashes and no URLs. Those of a uv.lock belong to one index, so a private index or the CPU build of torch
+would not match.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOCK, PROJECT = ROOT / "requirements/lock.txt", ROOT / "pyproject.toml"
 EXTRAS = ("dev", "data", "wandb", "reasoning-gym")
-"""those that go into the trainer's environment and are no matter of the machine"""
-OWN = {"megatron-core": "it has one version for Python 3.11 and another one for newer", "megatron-dppo": "this is it"}
-"""Not taken from the environment, and why."""
+"""Extras of setup.py that belong to the training environment on every machine."""
+NOT_FROM_ENVIRONMENT = {
+    "megatron-core": "the version for Python 3.11 differs from the one for newer Pythons",
+    "megatron-dppo": "the package itself",
+}
+"""Packages whose installed version is not used, with the reason."""
 _HEADER = "# Written by tools/lock_requirements.py, which says how it is used. Python 3.11 and newer.\n"
 
 
@@ -31,16 +34,20 @@ _BEGIN = "[tool.uv]\n# The rest of this file is written by tools/lock_requiremen
 
 
 def installed() -> list[str]:
-    """``name==version`` of the environment, without local parts such as ``+cpu``."""
-    found = {each.name.lower().replace("_", "-"): each.version for each in importlib.metadata.distributions()}
-    return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(found.items()) if name not in OWN]
+    """Return the ``name==version`` pins of the environment, without local parts such as ``+cpu``."""
+    versions = {each.name.lower().replace("_", "-"): each.version for each in importlib.metadata.distributions()}
+    return [
+        f"{name}=={version.partition('+')[0]}"
+        for name, version in sorted(versions.items())
+        if name not in NOT_FROM_ENVIRONMENT
+    ]
 
 
 def resolve() -> list[str]:
-    """The pins with their markers.
+    """Return the pins with their markers.
 
     Raises:
-        ValueError: there is an address among them.
+        ValueError: If one of them is a URL.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write("\n".join(installed()) + "\n")
@@ -52,12 +59,12 @@ def resolve() -> list[str]:
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line and not line.startswith("#")]
     if wrong := [line for line in lines if "://" in line or not re.match(r"[A-Za-z0-9._-]+==", line)]:
-        raise ValueError(f"no pin: {wrong[0]!r}")
+        raise ValueError(f"Expected NAME==VERSION, got {wrong[0]!r}")
     return lines
 
 
-def with_pins(project: str, pins: list[str]) -> str:
-    """The text of pyproject.toml with these pins, which stand at its end."""
+def replace_pins(project: str, pins: list[str]) -> str:
+    """Return the text of pyproject.toml with these pins at its end."""
     listed = "".join(f"    {json.dumps(pin)},\n" for pin in pins)
     return f"{project.partition(_BEGIN)[0].rstrip()}\n\n{_BEGIN}constraint-dependencies = [\n{listed}]\n"
 
@@ -66,7 +73,7 @@ def main() -> None:
     """Resolve, then write both files."""
     pins = resolve()
     LOCK.write_text(_HEADER + "".join(f"{pin}\n" for pin in pins), encoding="utf-8")
-    PROJECT.write_text(with_pins(PROJECT.read_text(encoding="utf-8"), pins), encoding="utf-8")
+    PROJECT.write_text(replace_pins(PROJECT.read_text(encoding="utf-8"), pins), encoding="utf-8")
     print(f"{len(pins)} pins in {LOCK.relative_to(ROOT)} and {PROJECT.relative_to(ROOT)}")
 
 

@@ -30,12 +30,12 @@ def problems() -> list[dict[str, Any]]:
 
 
 def is_held_out(problem: dict[str, Any]) -> bool:
-    """A third of the problems."""
+    """Return True for the third of the problems that is held out."""
     return zlib.crc32(problem["identifier"].encode()) % 3 == 0
 
 
 def messages(problem: dict[str, Any]) -> list[dict[str, str]]:
-    """The problem as one user message."""
+    """Return the problem as one user message."""
     return [{"role": "user", "content": problem["_text"].strip() + INSTRUCTION}]
 
 

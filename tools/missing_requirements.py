@@ -14,13 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 KEEP = {"torch", "megatron-core", "transformer-engine"}
-# Containers have it under the name of another distribution, as a part of their torch.
+# Containers ship triton with their torch, under the name of another distribution.
 if importlib.util.find_spec("triton"):
     KEEP.add("triton")
 
 
 def requirements() -> list[str]:
-    """What setup.py asks for, with the extra ``dev``."""
+    """Return the requirements of setup.py, including the extra ``dev``."""
     captured: dict[str, Any] = {}
     with patch("setuptools.setup", captured.update):
         runpy.run_path("setup.py")
@@ -28,7 +28,7 @@ def requirements() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Those without any installed version."""
+    """Return the requirements without any installed version."""
     result = []
     for requirement in requirements():
         name = re.split(r"[<>=!\[ ;]", requirement, maxsplit=1)[0]

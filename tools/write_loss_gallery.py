@@ -1,10 +1,12 @@
-"""Write docs/losses/README.md: formula, picture, use, source of every loss, the wind tunnel's verdict on it, and the
-table of three axes from the first lines of the files in megatron_dppo/losses.
+"""Write docs/losses/README.md.
+
+The page has the formula, picture, use, source and wind tunnel verdict of every loss. Its table of three axes comes from
+the first lines of the files in megatron_dppo/losses.
 
 python tools/write_loss_gallery.py docs/losses/README.md [ROWS]
 
 ROWS (default ``docs/windtunnel/rows.jsonl.xz``) is the ``rows.jsonl`` of ``megatron-dppo experiment windtunnel``,
-packed or not. Without it, and for a loss without runs in it, the verdict says that nothing was measured.
+compressed or not. Without it, and for a loss without runs in it, the verdict is "not measured yet".
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from megatron_dppo.config.loss_registry import loss_classes
 
 ROWS = Path(__file__).parents[1] / "docs/windtunnel/rows.jsonl.xz"
 DEFAULT = "dppo_binary_tv cap 5"
-"""the loss that the others are compared with: it is the configuration's default"""
+"""Loss that the other losses are compared with: the default of the configuration."""
 MISSING = "not measured yet"
 
 AXES = ("Differentiated", "Weight", "Mask")
@@ -58,7 +60,7 @@ difference on the same seed has one sign on all five. DPPO's runs whose name has
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; none if it is not there."""
+    """Return the rows of a file, or no rows if it does not exist."""
     if not path.is_file():
         return []
     data = path.read_bytes()
@@ -66,40 +68,46 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def verdict(names: Sequence[str], found: Mapping[Cell, Band]) -> list[str]:
-    """Lines on the losses of these names."""
-    lines = [line for name in names for line in _of_loss(name, found)]
+def verdict(names: Sequence[str], measured_bands: Mapping[Cell, Band]) -> list[str]:
+    """Return the verdict lines of the named losses."""
+    lines = [line for name in names for line in _loss_lines(name, measured_bands)]
     return lines or [f"Verdict: {MISSING}." if names else "Verdict: not in the wind tunnel."]
 
 
-def _of_loss(name: str, found: Mapping[Cell, Band]) -> list[str]:
+def _loss_lines(name: str, measured_bands: Mapping[Cell, Band]) -> list[str]:
     lines = []
-    for task in dict.fromkeys(task for task, _, loss in found if loss == name):
-        mine = {mismatch: band for (at, mismatch, loss), band in found.items() if (at, loss) == (task, name)}
-        told = [f"{mine['none']} without mismatch"] if "none" in mine else []
+    for task in dict.fromkeys(task for task, _, loss in measured_bands if loss == name):
+        loss_bands = {
+            mismatch: band
+            for (band_task, mismatch, loss), band in measured_bands.items()
+            if (band_task, loss) == (task, name)
+        }
+        phrases = [f"{loss_bands['none']} without mismatch"] if "none" in loss_bands else []
         if name != DEFAULT:
-            told.append(_against(task, mine, found))
+            phrases.append(_compare_with_default(task, loss_bands, measured_bands))
         else:
-            told.append(", ".join(f"{band} {mismatch}" for mismatch, band in mine.items() if mismatch != "none"))
-        lines.append(f"- `{name}`, {task}: {'; '.join(told)}")
+            phrases.append(
+                ", ".join(f"{band} {mismatch}" for mismatch, band in loss_bands.items() if mismatch != "none")
+            )
+        lines.append(f"- `{name}`, {task}: {'; '.join(phrases)}")
     return lines
 
 
-def _against(task: str, mine: Mapping[str, Band], found: Mapping[Cell, Band]) -> str:
-    places: dict[str, list[str]] = {"holds": [], "reversed": []}
-    for mismatch, band in mine.items():
-        if (other := found.get((task, mismatch, DEFAULT))) is not None:
-            places.setdefault(judge(band, other), []).append(mismatch)
+def _compare_with_default(task: str, loss_bands: Mapping[str, Band], measured_bands: Mapping[Cell, Band]) -> str:
+    mismatches_by_verdict: dict[str, list[str]] = {"holds": [], "reversed": []}
+    for mismatch, band in loss_bands.items():
+        if (other := measured_bands.get((task, mismatch, DEFAULT))) is not None:
+            mismatches_by_verdict.setdefault(judge(band, other), []).append(mismatch)
     words = {"holds": "above", "reversed": "below", "open": "overlaps"}
-    told = []
-    for name, of in places.items():
-        where = f" ({', '.join(of)})" if of and name not in ("open", "too few seeds") else ""
-        told.append(f"{words.get(name, name)} in {len(of)}{where}")
-    return f"against `{DEFAULT}`: {', '.join(told)}"
+    phrases = []
+    for name, mismatches in mismatches_by_verdict.items():
+        listed = f" ({', '.join(mismatches)})" if mismatches and name not in ("open", "too few seeds") else ""
+        phrases.append(f"{words.get(name, name)} in {len(mismatches)}{listed}")
+    return f"against `{DEFAULT}`: {', '.join(phrases)}"
 
 
-def section(entry: Mapping[str, Any], found: Mapping[Cell, Band]) -> str:
-    """One loss."""
+def section(entry: Mapping[str, Any], measured_bands: Mapping[Cell, Band]) -> str:
+    """Return the section of one loss."""
     keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in entry["config"].items())
     parts = [
         f"## {entry['title']}",
@@ -108,7 +116,7 @@ def section(entry: Mapping[str, Any], found: Mapping[Cell, Band]) -> str:
         f"![{entry['title']}]({entry['id']}.png)",
         f"When: {entry['when']}",
         f"Source: {entry['source']}.",
-        "\n".join(verdict(entry["rows"], found)),
+        "\n".join(verdict(entry["rows"], measured_bands)),
     ]
     return "\n\n".join(parts)
 
@@ -119,20 +127,21 @@ def axes() -> str:
     for name, kind in loss_classes().items():
         names.setdefault(kind.__module__, []).append(f"`{name}`")
     lines = ["| `loss.name` | what is differentiated | weight | what the mask measures |", "|---|---|---|---|"]
-    for module, of_module in names.items():
-        said = import_module(module).__doc__ or ""
-        cells = [re.findall(rf"^{axis}: (.*)$", said, re.MULTILINE)[0].replace("|", "\\|") for axis in AXES]
+    for module, module_names in names.items():
+        docstring = import_module(module).__doc__ or ""
+        cells = [re.findall(rf"^{axis}: (.*)$", docstring, re.MULTILINE)[0].replace("|", "\\|") for axis in AXES]
         file = module.rpartition(".")[2]
         link = f"[{file}.py](../../megatron_dppo/losses/{file}.py)"
-        lines.append(f"| {', '.join(of_module)}: {link} | {' | '.join(cells)} |")
+        lines.append(f"| {', '.join(module_names)}: {link} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def document(rows: Sequence[Row]) -> str:
-    """The whole page."""
-    found = bands(rows, SCORES["final"])
+    """Return the text of the page."""
+    measured_bands = bands(rows, SCORES["final"])
     return (
-        "\n\n".join([HEAD.rstrip().replace("{axes}", axes()), *(section(entry, found) for entry in entries())]) + "\n"
+        "\n\n".join([HEAD.rstrip().replace("{axes}", axes()), *(section(entry, measured_bands) for entry in entries())])
+        + "\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""An agent of an ordinary kind: a loop with a tool, by the openai package. It knows nothing of the training.
+"""An ordinary agent: a loop with a tool, written with the openai package. It contains no training code.
 
 pip install openai
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python calculator.py < task.json
@@ -32,18 +32,18 @@ TOOL: Any = {
 
 
 def calculate(expression: str) -> str:
-    """The value, or what is wrong. Nothing of it is executed as Python."""
+    """Return the value of the expression, or an error text. Nothing is executed as Python."""
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
-            found = node.value
+            result = node.value
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            found = _OPERATORS[type(node.op)](value(node.left), value(node.right))
+            result = _OPERATORS[type(node.op)](value(node.left), value(node.right))
         else:
             raise ValueError(f"not supported: {type(node).__name__}")
-        if abs(found) > _LARGEST:
+        if abs(result) > _LARGEST:
             raise ValueError(f"above {_LARGEST}")
-        return found
+        return result
 
     try:
         return str(value(ast.parse(expression.strip(), mode="eval").body))
@@ -60,11 +60,11 @@ def main() -> None:
         *task["messages"],
     ]
     for _ in range(MAX_TURNS):
-        said = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
-        messages.append(said)
-        if not said.tool_calls:
+        message = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
             return
-        for call in said.tool_calls:
+        for call in message.tool_calls:
             result = calculate(str(json.loads(call.function.arguments).get("expression", "")))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 

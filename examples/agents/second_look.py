@@ -14,16 +14,16 @@ import aiohttp
 
 
 async def run(task: Any) -> float:
-    """One episode: two completions, which become one sequence; returns the reward."""
+    """Run one episode of two completions, which become one sequence, and return the reward."""
     headers = {"Authorization": f"Bearer {task.api_key}"}
     async with aiohttp.ClientSession(headers=headers) as session:
         text = task.prompt
-        for again in (f" {task.prompt}", ""):
+        for next_prompt in (f" {task.prompt}", ""):
             async with session.post(f"{task.base_url}/completions", json={"prompt": text}) as response:
                 body = await response.json()
             if response.status != 200:
                 raise RuntimeError(body["error"]["message"])
             answer = body["choices"][0]["text"]
-            text += answer + again
-    found = re.findall(r"\\boxed\{(-?\d+)\}", answer)
-    return float(bool(found) and found[-1] == task.label)
+            text += answer + next_prompt
+    boxed = re.findall(r"\\boxed\{(-?\d+)\}", answer)
+    return float(bool(boxed) and boxed[-1] == task.label)

@@ -26,12 +26,12 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 async def generate(prompt: Any, turns: Any) -> Any:
-    """Sample; answer each calculation; stop after a turn without one."""
+    """Sample, append the result of each calculation, and stop after a turn without one."""
     close = _last_token(turns.tokenizer, "</calc>")
     for _ in range(MAX_CALLS):
         start = len(turns.token_ids)
         turn = await turns.sample(stop_token_ids=[close])
-        # The token that closes a call may stand elsewhere too: then the same turn goes on.
+        # The closing token may also occur outside a call: then the same turn continues.
         while turn.finish_reason == "stop" and turn.token_ids[-1] == close and not _call(turns, start):
             turn = await turns.sample(stop_token_ids=[close])
         expression = _call(turns, start)
@@ -43,7 +43,7 @@ async def generate(prompt: Any, turns: Any) -> Any:
 
 
 def answer(expression: str) -> str:
-    """The value of an arithmetic expression, or ``error``. Nothing of it is executed as Python."""
+    """Return the value of an arithmetic expression, or ``error``. Nothing is executed as Python."""
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
@@ -66,7 +66,7 @@ def _value(node: ast.AST) -> int | float:
 
 
 def _call(turns: Any, start: int) -> str | None:
-    """The calculation that the tokens from ``start`` on end with."""
+    """Return the calculation that ends the tokens from ``start`` on, or None."""
     text = turns.tokenizer.decode(turns.token_ids[start:], skip_special_tokens=True)
     match = _CALL.search(text)
     return match[1] if match else None

@@ -1,4 +1,4 @@
-"""DPPO-Binary-TV and DPPO-TopK-TV once more, as losses of one's own: what to start from.
+"""DPPO-Binary-TV and DPPO-TopK-TV as custom losses: templates to start from.
 
 A class has the form of the built-in losses (megatron_dppo/losses); its fields are keys of [loss]:
 
@@ -37,7 +37,7 @@ class BinaryTV(losses.Loss):
         return (0.0, self.cap)
 
     def decide(self, tokens: Tokens) -> Decision:
-        """Drop what is beyond the threshold and leads outward."""
+        """Drop tokens beyond the threshold whose update increases the divergence."""
         divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
         outward = tokens.advantages * tokens.log_ratio > 0
         return losses.weigh_by_ratio(tokens, divergence, keep=~(outward & (divergence > self.threshold)))
@@ -45,7 +45,7 @@ class BinaryTV(losses.Loss):
 
 @needs(zero_advantage=False)
 def binary_tv(inputs: LossInputs, *, threshold: float = 0.15, cap: float = 5.0) -> tuple[Tensor, Tensor]:
-    """The term of each token ``[T]``, and which tokens it keeps; pi and mu of the sampled token are enough for it."""
+    """Return the loss term and keep mask of each token, both ``[T]``, from pi and mu of the sampled token."""
     logprobs, mu = inputs.logprobs, inputs.rollout_logprobs
     moved = (logprobs.detach().exp() - mu.exp()).abs()
     outward = inputs.advantages * (logprobs.detach() - mu) > 0
@@ -56,7 +56,7 @@ def binary_tv(inputs: LossInputs, *, threshold: float = 0.15, cap: float = 5.0) 
 
 @needs(topk=True, zero_advantage=False)
 def topk_total_variation(inputs: LossInputs, *, threshold: float = 0.15, cap: float = 5.0) -> tuple[Tensor, Tensor]:
-    """The same with the divergence over the rollout's Top-K (``loss.topk`` ids), by the package's own parts."""
+    """Return the same with the divergence over the Top-K of the rollout (``loss.topk`` ids), from built-in parts."""
     logprobs, mu = inputs.logprobs, inputs.rollout_logprobs
     divergence = topk_tv(
         inputs.topk_logprobs, inputs.rollout_topk_logprobs, inputs.topk_valid, inputs.topk_other_logprob

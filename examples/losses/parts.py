@@ -1,4 +1,4 @@
-"""A mask and advantages of one's own, beside a loss of the package.
+"""A custom mask and custom advantages, combined with a built-in loss.
 
 [loss]
 name = "cispo"
@@ -18,13 +18,13 @@ from megatron_dppo.losses import needs
 
 
 def confident_less(inputs: LossInputs, *, power: float = 1.0) -> Tensor:
-    """A weight: less for tokens that the rollout was sure of (low-probability tokens count fully)."""
+    """Return a weight that is lower for tokens with a high rollout probability."""
     return (1 - inputs.rollout_logprobs.exp()) ** power
 
 
 @needs(sequences=True)
 def near_sequences(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
-    """False for all tokens of a sequence whose mean |pi - mu| is above the limit; whole sequences are needed."""
+    """Return a mask that drops all tokens of a sequence whose mean |pi - mu| exceeds the limit."""
     moved = torch.where(inputs.loss_mask, (inputs.logprobs.exp() - inputs.rollout_logprobs.exp()).abs(), 0.0)
     count = int(inputs.sequence_ids.max()) + 1
     sums = moved.new_zeros(count).index_add(0, inputs.sequence_ids, moved)
@@ -33,7 +33,7 @@ def near_sequences(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
 
 
 def over_range(rewards: Tensor, valid: Tensor) -> Tensor:
-    """``[groups, samples]``: reward minus the middle of the group's range, over half of the range."""
+    """Return the reward minus the midrange of its group, over half of the range. Shape ``[groups, samples]``."""
     lowest = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
     highest = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
     half = (highest - lowest) / 2

@@ -1,4 +1,4 @@
-"""Our own form: one sample, by name. Returns the score and two parts that are logged apart."""
+"""A reward in the native form: one sample, keyword arguments. Two parts beside the score are logged separately."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_dppo.rewards import extract_answer
 
 
 def score(*, prompt: str, completion: str, label: str, metadata: Mapping[str, Any]) -> dict[str, float]:
-    """A right answer scores 1; ``steps`` counts the equations that were written on the way."""
+    """Return score 1 for a right answer; ``steps`` counts the equations in the completion."""
     answered = extract_answer(completion)
     return {
         "score": float(answered == label),

@@ -1,4 +1,4 @@
-"""slime's form, as for ``--custom-rm-path``: one sample, or all of them in a list."""
+"""A reward in the form of slime (``--custom-rm-path``): one sample, or all samples in a list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_dppo.rewards import extract_answer
 
 
 async def reward(args: Any, sample: Any, **kwargs: Any) -> dict[str, float]:
-    """A right answer scores 1, unless it was cut off."""
+    """Return score 1 for a right answer, unless the response was truncated."""
     answered = extract_answer(sample.response)
     right = answered == sample.label and sample.status.value == "completed"
     return {
@@ -19,5 +19,5 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> dict[str, float]:
 
 
 async def batched_reward(args: Any, samples: list[Any], **kwargs: Any) -> list[dict[str, float]]:
-    """The same for a batch."""
+    """Return the rewards of a batch."""
     return [await reward(args, sample, **kwargs) for sample in samples]

@@ -1,4 +1,4 @@
-"""verl's form, as for ``custom_reward_function.path``. Parts that are not numbers (``pred``) are not logged."""
+"""A reward in the form of verl (``custom_reward_function.path``). Non-numeric parts (``pred``) are not logged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_dppo.rewards import extract_answer
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A right answer scores 1."""
+    """Return score 1 for a right answer."""
     answered = extract_answer(solution_str)
     return {
         "score": float(answered == ground_truth),

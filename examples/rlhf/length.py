@@ -1,4 +1,4 @@
-"""A reward of one's own beside a reward model."""
+"""A custom reward combined with a reward model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def cut_off(*, completion: str, metadata: Mapping[str, Any]) -> float:
-    """1 for a response that reached ``rollout.max_new_tokens``, else 0; its weight makes it a punishment."""
+    """Return 1 for a response that reached ``rollout.max_new_tokens``, else 0. Its weight is negative."""
     del completion
     return float(metadata["finish_reason"] == "length")

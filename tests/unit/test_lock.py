@@ -56,7 +56,7 @@ def _takes(requirement: Requirement, versions: dict[str, str]) -> bool:
 
 def test_pip_and_uv_read_the_same_pins_and_neither_file_has_an_address() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert TOOL["with_pins"](text, pins()) == text
+    assert TOOL["replace_pins"](text, pins()) == text
     project = tomllib.loads(text)
     assert project["tool"]["uv"] == {"constraint-dependencies": pins()}
     assert "://" not in LOCK.read_text(encoding="utf-8") + text

@@ -36,12 +36,14 @@ def forward_step(
     vocab_size: int,
     temperature: float = 1.0,
 ) -> Step:
-    """Megatron's ``forward_step_func``: the model's hidden states, and the loss of them for the last pipeline stage.
+    """Return the hidden states of the model and their loss function, as Megatron's ``forward_step_func`` does.
 
     Args:
-        config: a loss of single tokens on what the batch holds (``config.required_inputs``).
-        vocab_size: entries of the vocabulary without padding.
-        temperature: the rollout's.
+        data_iterator: Iterator over batches.
+        model: The model of this pipeline stage, wrapped or not.
+        config: Token-level loss whose ``required_inputs`` the batch holds.
+        vocab_size: Vocabulary size without padding.
+        temperature: Sampling temperature of the rollout.
     """
     batch = next(data_iterator)
     core = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
@@ -59,7 +61,7 @@ def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_o
 def _loss(
     core: Any, batch: dict[str, Tensor], config: md.LossConfig, vocab_size: int, temperature: float, hidden: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's three: a sum, the number of tokens that it divides by, and what is logged as (sum, count)."""
+    """Return the loss sum, the number of tokens to divide by, and the logged values as (sum, count)."""
     states = hidden.transpose(0, 1)  # [B, S, H] to Megatron's [S, B, H], of which ranks may have parts
     if core.config.sequence_parallel:
         states = gather_from_sequence_parallel_region(states)

@@ -37,7 +37,7 @@ class DPPOLossFn(LossFunction):
 
     def __init__(self, config: md.LossConfig | None = None) -> None:
         self.config = md.LossConfig() if config is None else config
-        # What ClippedPGLossFn tells of itself; 0 = the reference's log-probabilities are not asked for.
+        # NeMo-RL reads this attribute of ClippedPGLossFn: 0 disables the log-probabilities of the reference.
         self.reference_policy_kl_penalty = self.config.kl_coef
         if missing := self.config.required_inputs - {"rollout_logprobs", "reference_logprobs"}:
             raise ValueError(f"the loss {self.config.name!r} needs {sorted(missing)}, which NeMo-RL does not hand over")
@@ -49,7 +49,7 @@ class DPPOLossFn(LossFunction):
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """``next_token_logprobs [B, S - 1]``; the columns of ``data`` are ``[B, S]`` or ``[B]``."""
+        """Compute the loss. ``next_token_logprobs``: ``[B, S - 1]``; columns of ``data``: ``[B, S]`` or ``[B]``."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
         reference = data["reference_policy_logprobs"][:, 1:].flatten() if self.config.kl_coef else None
         output = md.policy_loss(

@@ -29,15 +29,15 @@ _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 def loss(
     args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch of packed samples; ``logits`` are ``[1, T, V]``, of this rank's shard.
+    """Return the loss of a micro-batch of packed samples; ``logits`` of this rank's shard: ``[1, T, V]``.
 
     Raises:
-        ValueError: the batch has no log-probabilities of the rollout, or an option would be applied twice.
+        ValueError: If the batch has no rollout log-probabilities, or an option would be applied twice.
     """
     config = loss_config(args)
     if not batch.get("rollout_log_probs"):
         raise ValueError("batch has no rollout_log_probs, which DPPO is anchored on; let the rollout return them")
-    _, found = get_log_probs_and_entropy(
+    _, statistics = get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -46,7 +46,7 @@ def loss(
         with_entropy=True,
         **get_rollout_top_p_logprob_kwargs(args, batch),
     )
-    logprobs = torch.cat(found["log_probs"])
+    logprobs = torch.cat(statistics["log_probs"])
     weights = _weights(logprobs, sum_of_sample_mean)
     output = md.policy_loss(
         md.LossInputs(
@@ -55,7 +55,7 @@ def loss(
             advantages=torch.cat(batch["advantages"]),
             loss_mask=weights != 0,
             token_weights=weights,
-            entropy=torch.cat(found["entropy"]) if config.entropy_coef else None,
+            entropy=torch.cat(statistics["entropy"]) if config.entropy_coef else None,
             reference_logprobs=torch.cat(batch["ref_log_probs"]) if config.kl_coef else None,
         ),
         config,
@@ -66,7 +66,7 @@ def loss(
 
 
 def loss_config(args: Namespace) -> md.LossConfig:
-    """The loss that the arguments ask for."""
+    """Return the loss configuration for the arguments of slime."""
     if args.use_tis or args.use_opsm:
         raise ValueError("--use-tis and --use-opsm correct for the mismatch that this loss corrects for; remove them")
     table: dict[str, Any] = {"name": "dppo_binary_tv"} | dict(getattr(args, "megatron_dppo", {}))
@@ -79,7 +79,10 @@ def loss_config(args: Namespace) -> md.LossConfig:
 
 
 def _weights(logprobs: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]) -> Tensor:
-    """What slime's reduction multiplies each token by, 0 outside its mask: it is linear in them, so its derivative."""
+    """Return the factor of each token in slime's reduction, 0 outside its mask.
+
+    The reduction is linear in the tokens, so the factors are its derivative.
+    """
     with torch.enable_grad():
         tokens = torch.zeros_like(logprobs, requires_grad=True)
         total = sum_of_sample_mean(tokens)

@@ -75,17 +75,17 @@ class DPPOTrainer(GRPOTrainer):
         return output.loss_sum / count
 
     def _by_logprobs(self, model: Any, inputs: dict[str, Any], columns: dict[str, Any]) -> md.LossOutput:
-        ids, seen = _rows(inputs)
+        ids, attention_mask = _rows(inputs)
         width = inputs["completion_ids"].size(1)
-        logprobs = self._get_per_token_logps_and_entropies(model, ids, seen, width)[0].flatten()
+        logprobs = self._get_per_token_logps_and_entropies(model, ids, attention_mask, width)[0].flatten()
         if columns["rollout_logprobs"] is None:
             columns["rollout_logprobs"] = logprobs.detach()
         return md.policy_loss(md.LossInputs(logprobs=logprobs, **columns), self.dppo)
 
     def _by_head(self, model: Any, inputs: dict[str, Any], columns: dict[str, Any]) -> md.LossOutput:
-        ids, seen = _rows(inputs)
+        ids, attention_mask = _rows(inputs)
         width = inputs["completion_ids"].size(1)
-        hidden = model.get_decoder()(input_ids=ids, attention_mask=seen).last_hidden_state[:, -width - 1 : -1]
+        hidden = model.get_decoder()(input_ids=ids, attention_mask=attention_mask).last_hidden_state[:, -width - 1 : -1]
         rows, labels = hidden.reshape(-1, hidden.size(-1)), inputs["completion_ids"].flatten()
         head: dict[str, Any] = {"group": None, "vocab_size": model.config.vocab_size, "temperature": self.temperature}
         weight = model.get_output_embeddings().weight
@@ -94,7 +94,7 @@ class DPPOTrainer(GRPOTrainer):
 
 
 def _anchored(inputs: md.LossInputs, config: md.LossConfig) -> md.LossOutput:
-    """The loss, on the policy's own log-probabilities where the rollout reported none."""
+    """Return the loss, with detached policy log-probabilities as the anchor if the rollout reported none."""
     if inputs.rollout_logprobs is None:
         columns = {
             name: getattr(inputs, name) for name in ("logprobs", "advantages", "loss_mask", "reference_logprobs")
@@ -104,6 +104,6 @@ def _anchored(inputs: md.LossInputs, config: md.LossConfig) -> md.LossOutput:
 
 
 def _rows(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Prompts (padded on the left) with their completions (on the right), and where there are tokens."""
+    """Return the ids of prompts (padded left) and completions (padded right), and their attention mask."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)

@@ -33,10 +33,10 @@ def policy_loss(
     *,
     name: str,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's ``PolicyLossFn``; tensors are ``[batch, response]``.
+    """Compute the loss as a ``PolicyLossFn`` of verl; tensors are ``[batch, response]``.
 
     Raises:
-        ValueError: with ``rollout_is_weights``, which correct for a mismatch that the loss itself corrects for.
+        ValueError: If ``rollout_is_weights`` is given: the loss itself corrects for that mismatch.
     """
     if rollout_is_weights is not None:
         raise ValueError(
@@ -65,7 +65,7 @@ def policy_loss(
 
 
 def _weights(mask: Tensor, mode: str, batch: Any) -> Tensor:
-    """What verl's own aggregation multiplies each token by: it is linear in the tokens, so its derivative."""
+    """Return the factor of each token in verl's aggregation: the aggregation is linear, so this is its derivative."""
     with torch.enable_grad():
         tokens = torch.zeros_like(mask, requires_grad=True)
         total = agg_loss(loss_mat=tokens, loss_mask=mask, loss_agg_mode=mode, **batch)

@@ -68,7 +68,7 @@ class _Anything(metaclass=_Meta):
 
 
 class _Kernel:
-    """What ``@triton.jit`` gives: it exists and has a name, but cannot be launched."""
+    """Result of ``@triton.jit``: it has a name, but cannot be launched."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.fn = self.__wrapped__ = function
@@ -88,7 +88,9 @@ class _Module(types.ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__: list[str] = []
-        self.__package__, self.__file__, self.__version__ = name, __file__, "3.6.0"
+        self.__package__ = name
+        self.__file__ = __file__
+        self.__version__ = "3.6.0"
         self.__spec__ = importlib.machinery.ModuleSpec(name, _Finder, is_package=True)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +106,7 @@ class _Module(types.ModuleType):
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a decorator, with or without arguments."""
+        """Act as a decorator, with or without arguments."""
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return _Kernel(args[0])
         return lambda function: _Kernel(function) if callable(function) else function
@@ -145,7 +147,7 @@ class _Constexpr:
 
 
 def _make(name: str) -> _Module:
-    """The stand-in of a module, with the few plain functions that are called at import."""
+    """Return the stand-in of a module, with the few plain functions that are called at import."""
     module = _Module(name)
     if name == "triton":
         module.cdiv = lambda a, b: -(a // -b)
@@ -260,8 +262,8 @@ def install() -> None:
     real = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-        found = real(name, package)
-        return None if found is not None and found.loader is _Finder else found  # type: ignore[comparison-overlap]
+        spec = real(name, package)
+        return None if spec is not None and spec.loader is _Finder else spec  # type: ignore[comparison-overlap]
 
     importlib.util.find_spec = find_spec
     sys.meta_path.insert(0, _Fixer)  # type: ignore[arg-type]
