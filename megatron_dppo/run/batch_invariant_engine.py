@@ -1,15 +1,15 @@
-"""The engine of ``rollout.batch_invariant``: the trainer's own Megatron model samples, all ranks together.
+"""Engine of ``rollout.batch_invariant``: the trainer's Megatron model samples, on all ranks together.
 
-There is no copy of the weights. Each token is read off a forward pass over all sequences as they are then, by the code
-and the kernels that training runs (``mcore/invariant.py``); its log-probability is that of the same fused head. So it
-equals, to the bit, what training computes for it at the same weights.
+There is no copy of the weights. Each token needs one forward pass over all sequences so far, with the code and the
+kernels of training (``mcore/invariant.py``). Its log-probability comes from the same fused head. So it equals bitwise
+what training computes for this token at the same weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,33 +29,46 @@ if TYPE_CHECKING:
     from megatron_dppo.mcore.row import MicroBatchRow
     from megatron_dppo.policy.trainer import PolicyTrainer
 
-_ROWS = 32
-"""Rows that the head scores are filled up to a multiple of this."""
+_ROW_MULTIPLE = 32
+"""The head scores a multiple of this number of rows; row 0 is repeated to fill it up."""
+
+
+class _NextTokenLogits(NamedTuple):
+    """Output of a forward pass for the last token of each sequence."""
+
+    head: OutputHead
+    hidden: Tensor
+    """Hidden states. Shape [num_sequences, hidden_size]."""
+    logits: Tensor
+    """Shape [num_sequences, vocab_size]."""
 
 
 class BatchInvariantEngine:
-    """A ``RolloutEngine`` whose calls are collectives of all ranks and return when everything is sampled.
+    """``RolloutEngine`` whose calls are collectives of all ranks and return when all responses are complete.
 
-    The ranks of a replica make the same calls; those of different data-parallel ranks may ask for different prompts, or
-    for none.
+    The ranks of a replica make the same calls. Different data-parallel ranks may pass different prompts, or none.
 
     Args:
-        trainer: the policy, built with ``rollout.batch_invariant``.
-        hf_config: the model's transformers config.
-        tokenizer: decodes responses, names the end-of-sequence token.
-        budget: tokens of a micro-batch.
+        trainer: Policy, built with ``rollout.batch_invariant``.
+        hf_config: Transformers configuration of the model.
+        tokenizer: Decodes responses and has the end-of-sequence token.
+        budget: Token budget of a micro-batch.
+
+    Attributes:
+        policy_version: Version of the weights. Set by the publisher; -1 before the first one.
     """
 
     def __init__(self, trainer: PolicyTrainer, hf_config: Any, tokenizer: Any, budget: int) -> None:
         self.policy_version = -1
-        """set by who publishes"""
-        self._trainer, self._tokenizer, self._budget = trainer, tokenizer, budget
+        self._trainer = trainer
+        self._tokenizer = tokenizer
+        self._budget = budget
         self._eos = end_tokens(hf_config, tokenizer)
 
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
     ) -> list[SampledFuture]:
-        """See ``RolloutEngine``; all groups are completed, and nothing is sampling_mask."""
+        """Complete all groups at once (see ``RolloutEngine``), so that ``enough`` and ``keep`` have no effect."""
         del enough, keep
         prompts = [group.prompt for group in groups for _ in range(group.siblings)]
         completions = iter(self.generate(prompts, params))
@@ -66,38 +79,41 @@ class BatchInvariantEngine:
         return futures
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """Sample one response a prompt.
+        """Sample one response per prompt.
 
         Raises:
-            RuntimeError: nothing was ever published.
+            RuntimeError: No weights have been published yet.
         """
         if self.policy_version < 0:
-            raise RuntimeError("BatchInvariantEngine is to sample before anything was published")
+            raise RuntimeError("BatchInvariantEngine needs published weights before it can sample")
         with PROGRESS.part("rollout"):
             decoded = self._decode([list(prompt.token_ids) for prompt in prompts], params)
-        found = []
+        completions = []
         for row, prompt in enumerate(prompts):
             assert decoded is not None
             response = GrowingResponse(prompt.token_ids, columns=requested_columns(params))
             request = response.next_request("", params, (), params.max_new_tokens)
             generation = build_generation(decoded, row, request, self._eos, self.policy_version)
             response.append_sampled(generation)
-            found.append(response.completion(generation.finish_reason, self._tokenizer))
-        return found
+            completions.append(response.completion(generation.finish_reason, self._tokenizer))
+        return completions
 
     def unfinished(self) -> dict[int, GroupState]:
-        """See ``RolloutEngine``; there is never anything."""
+        """Return an empty dictionary (see ``RolloutEngine``): every call completes its requests."""
         return {}
 
     def restore(self, groups: Mapping[int, GroupState]) -> None:
-        """See ``RolloutEngine``; what another engine had begun is sampled anew."""
+        """Ignore the groups (see ``RolloutEngine``): responses that another engine began are sampled anew."""
 
     def close(self) -> None:
-        """Nothing of its own to free."""
+        """Do nothing: the model belongs to the trainer."""
 
     @torch.no_grad()
     def _decode(self, sequences: list[list[int]], params: SamplingParams) -> Decoded | None:
-        """Continue the sequences of this rank, which grow; None without any."""
+        """Append sampled tokens to the sequences of this rank, in place. Return None if it has no sequence.
+
+        Every rank takes part in each forward pass until no rank has a sequence left.
+        """
         count, device = len(sequences), self._trainer.device
         generator = torch.Generator(device).manual_seed(params.seed)
         sampler = Sampler(params, generator, count)
@@ -105,25 +121,28 @@ class BatchInvariantEngine:
         record = DecodeRecord(count, criteria.longest, params.topk_logprobs, device, None, params.return_sampling_mask)
         rows = torch.arange(count, device=device)
         for step in range(criteria.longest + 1):
-            found = self._forward([sequences[i] for i in rows.tolist()])
-            if found is None:
+            output = self._forward([sequences[i] for i in rows.tolist()])
+            if output is None:
                 return record.result(step).cpu() if count else None
             if not len(rows):
                 continue
-            head, hidden, logits = found
-            chosen, distribution = sampler(logits, rows)
+            chosen, distribution = sampler(output.logits, rows)
             record.add(step, rows, chosen, distribution)
-            self._rescore(head, hidden, record, step, rows, chosen, distribution, params)
+            self._rescore(output.head, output.hidden, record, step, rows, chosen, distribution, params)
             for i, token in zip(rows.tolist(), chosen.tolist(), strict=True):
                 sequences[i].append(token)
             alive, _ = criteria.update(step, rows, chosen, torch.ones_like(rows, dtype=torch.bool))
             rows = rows[alive]
         raise AssertionError("no sequence is left after the longest limit")
 
-    def _forward(self, sequences: Sequence[Sequence[int]]) -> tuple[OutputHead, Tensor, Tensor] | None:
-        """The head, and for the last token of each sequence its hidden state ``[b, H]`` and the logits ``[b, V]`` after
-        it; None when no rank has a sequence left. A collective."""
-        samples = [_ending(tokens) for tokens in sequences] or [_ending([0], wanted=False)]
+    def _forward(self, sequences: Sequence[Sequence[int]]) -> _NextTokenLogits | None:
+        """Run the model over the sequences of all ranks. A collective.
+
+        Returns:
+            None if no rank has a sequence left.
+        """
+        # A rank without sequences still needs a sample, as it takes part in the collectives.
+        samples = [_last_token_sample(tokens) for tokens in sequences] or [_last_token_sample([0], is_used=False)]
         packed = self._trainer.pack(samples, self._budget)
         if not packed.totals.num_sequences:
             return None
@@ -134,8 +153,9 @@ class BatchInvariantEngine:
         parts, _ = self._trainer.token_logprobs(packed.batches, None, read)
         order = torch.tensor([i for part in packed.bins for i in part], device=self._trainer.device)
         hidden, logits = (torch.cat([part[i] for part in parts]) for i in (1, 2))
-        place = order.argsort() if sequences else order[:0]
-        return parts[0][0], hidden[place], logits[place]
+        # Packing has sorted the sequences into bins: undo that.
+        inverse = order.argsort() if sequences else order[:0]
+        return _NextTokenLogits(parts[0][0], hidden[inverse], logits[inverse])
 
     def _rescore(
         self,
@@ -148,30 +168,30 @@ class BatchInvariantEngine:
         distribution: Tensor,
         params: SamplingParams,
     ) -> None:
-        """Put the head's own log-probabilities, as training asks for them, in the place of the sampler's."""
+        """Replace the sampler's log-probabilities by those of the fused head, which training uses."""
         count = len(rows)
-        fill = torch.zeros(-count % _ROWS, dtype=torch.int64, device=rows.device)
-        places = torch.cat([torch.arange(count, device=rows.device), fill])
+        fill = torch.zeros(-count % _ROW_MULTIPLE, dtype=torch.int64, device=rows.device)
+        indices = torch.cat([torch.arange(count, device=rows.device), fill])
         ids = None
         if params.topk_logprobs:
-            ids = record.topk_ids[rows, step, :-1].long()[places]
+            ids = record.topk_ids[rows, step, :-1].long()[indices]
         sampling_mask = None
         if params.return_sampling_mask:
             inside = distribution > -torch.inf
-            sampling_mask = SamplingMask(inside.nonzero()[:, 1].int(), inside.sum(1).int().cpu())[places.cpu()]
+            sampling_mask = SamplingMask(inside.nonzero()[:, 1].int(), inside.sum(1).int().cpu())[indices.cpu()]
         at = head.at_temperature(params.temperature or 1.0)
-        scored = at.row_statistics(hidden[places], chosen[places], ids, sampling_mask)
-        own = scored.logprobs[:count]
-        record.logprobs[rows, step] = own
+        scored = at.row_statistics(hidden[indices], chosen[indices], ids, sampling_mask)
+        logprobs = scored.logprobs[:count]
+        record.logprobs[rows, step] = logprobs
         if scored.id_logprobs is not None and ids is not None:
             used = record.topk_ids[rows, step] >= 0
-            values = torch.cat([scored.id_logprobs[:count], own[:, None]], 1)
+            values = torch.cat([scored.id_logprobs[:count], logprobs[:, None]], 1)
             record.topk_logprobs[rows, step] = torch.where(used, values, 0.0)
 
 
-def _ending(tokens: Sequence[int], *, wanted: bool = True) -> TrainingSample:
-    """A sequence whose last position alone is looked at."""
+def _last_token_sample(tokens: Sequence[int], *, is_used: bool = True) -> TrainingSample:
+    """Return a sample whose loss mask selects the last token. It selects no token unless ``is_used``."""
     mask = torch.zeros(len(tokens), dtype=torch.bool)
-    mask[-1] = wanted
-    own = torch.tensor(tokens)
-    return TrainingSample(tokens=own, labels=torch.zeros_like(own), loss_mask=mask, advantages=torch.zeros(len(tokens)))
+    mask[-1] = is_used
+    ids = torch.tensor(tokens)
+    return TrainingSample(tokens=ids, labels=torch.zeros_like(ids), loss_mask=mask, advantages=torch.zeros(len(tokens)))

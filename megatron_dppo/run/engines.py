@@ -45,7 +45,7 @@ def open_scorer(config: Config) -> RewardScorer:
     """Return the scorer of ``[reward]``; no process starts before the first sample.
 
     Raises:
-        RewardError: a function, its signature or its options cannot be used, or there are no labels for it.
+        RewardError: A function, its signature or its options are invalid, or the labels that it needs are missing.
     """
     return build_scorer(
         config.reward,
@@ -70,10 +70,10 @@ def rollout_sampling_params(config: Config) -> SamplingParams:
 
 
 def connect_servers(config: Config) -> list[InferenceServer]:
-    """A client of each server of the run, none for the local engine; nothing is sent yet.
+    """Return a client for each server of the run, without sending anything. Empty for the local engine.
 
     Raises:
-        ConfigError: an API key is asked for and not there, or a URL is none.
+        ConfigError: An API key is missing, or a URL is invalid.
     """
     if config.rollout.engine == "local":
         return []
@@ -117,15 +117,18 @@ def _client_processes(
 
 @contextmanager
 def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
-    """The user's ``rollout.generate``, or the agent of ``[agent]``, until the end.
+    """Yield the user's ``rollout.generate`` or the agent of ``[agent]``, and close the agent at the end.
+
+    Yields:
+        None if neither is configured.
 
     Raises:
-        GenerateError: it cannot be used.
+        GenerateError: The function cannot be loaded.
     """
     if config.agent.is_set:
         keys = [config.rollout.servers.api_key_env, config.rollout.servers.admin_api_key_env]
         keys.append(config.distillation.teacher_api_key_env)
-        keys += [options.get("api_key_env") for options in (config.reward.options, *_options_of_rewards(config))]
+        keys += [options.get("api_key_env") for options in (config.reward.options, *_reward_options(config))]
         agents = AgentFunction(config.agent, config.data.chat_template_kwargs, [key for key in keys if key])
         with closing(agents):
             yield agents
@@ -133,7 +136,7 @@ def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
         yield None if config.rollout.generate is None else load_generate(config.rollout.generate)
 
 
-def _options_of_rewards(config: Config) -> list[dict[str, Any]]:
+def _reward_options(config: Config) -> list[dict[str, Any]]:
     return [each.options for each in config.reward.functions.values()]
 
 
@@ -145,16 +148,19 @@ def build_engine(
     servers: Sequence[InferenceServer],
     function: GenerateFunction | None,
 ) -> RolloutEngine | None:
-    """What samples for this rank; None on ranks that get their rollouts from the leader of their replica, unless all of
-    a replica's ranks sample together.
+    """Return the engine that samples for this rank.
 
     Args:
-        config: the whole configuration.
-        inputs: tokenizer and sizes.
-        trainer: whose rollouts these are.
-        platform: where the local engine computes.
-        servers: what ``connect_servers`` gave.
-        function: what ``open_generate_function`` gave.
+        config: Configuration of the run.
+        inputs: Tokenizer and sizes of the model.
+        trainer: Policy of this rank.
+        platform: Platform of the local engine.
+        servers: Result of ``connect_servers``.
+        function: Result of ``open_generate_function``.
+
+    Returns:
+        None on ranks that receive their rollouts from the leader of their replica. With ``rollout.batch_invariant`` all
+        ranks of a replica sample together, and every rank has an engine.
     """
     if config.rollout.batch_invariant:
         return BatchInvariantEngine(trainer, inputs.hf_config, inputs.tokenizer, config.train.micro_batch_tokens)
@@ -174,16 +180,16 @@ def build_sampling_engine(
     *,
     first: int = 0,
 ) -> LocalEngine | ServerEngine:
-    """An engine without weights yet, which needs no trainer.
+    """Return an engine that has no weights yet and needs no trainer.
 
     Args:
-        config: the whole configuration.
-        hf_config: the model's.
-        tokenizer: the model's.
-        device: where the local engine computes.
-        servers: what ``connect_servers`` gave.
-        function: what ``open_generate_function`` gave.
-        first: the server that is asked first.
+        config: Configuration of the run.
+        hf_config: Transformers configuration of the model.
+        tokenizer: Tokenizer of the model.
+        device: Device of the local engine.
+        servers: Result of ``connect_servers``.
+        function: Result of ``open_generate_function``.
+        first: Index of the server that gets the first request.
     """
     if config.rollout.engine == "local":
         return LocalEngine(
@@ -210,13 +216,13 @@ def build_sampling_engine(
 def build_weight_sync(
     config: Config, hf_config: Any, device: torch.device, sharing: MemorySharing | None = None
 ) -> WeightSync:
-    """Return the sync that sends weights to the run's servers, with clients of its own.
+    """Return the sync that sends weights to the servers, with separate clients.
 
     Args:
-        config: the whole configuration.
-        hf_config: the model's.
-        device: of the buckets.
-        sharing: of the method ``ipc``.
+        config: Configuration of the run.
+        hf_config: Transformers configuration of the model.
+        device: Device of the buckets.
+        sharing: Memory sharing of the method ``ipc``. None for the other methods.
     """
     settings = config.rollout.weight_sync
     return WeightSync(

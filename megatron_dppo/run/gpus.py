@@ -97,7 +97,7 @@ class SharedGpus:
 
 
 def build_gpus(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:
-    """By ``rollout.servers.colocated``."""
+    """Return the GPU sharing that ``rollout.servers.colocated`` selects."""
     from megatron_dppo.weights.publish import ServerPublisher
 
     if not config.rollout.servers.colocated:
@@ -107,18 +107,22 @@ def build_gpus(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> 
 
 
 def free_gpus(config: Config, world: dist.ProcessGroup | None) -> list[str]:
-    """Have colocated servers release the memory that the policy is built in: they have just started, or were left so
-    by a trainer that was killed. A collective; returns what the user should know.
+    """Let colocated servers release their GPU memory before the policy is built. A collective.
+
+    They hold it after their start, and after a trainer was killed.
 
     Args:
-        config: of the run.
-        world: all ranks.
+        config: Configuration of the run.
+        world: CPU group of all ranks.
+
+    Returns:
+        Messages for the user.
     """
     if not config.rollout.servers.colocated:
         return []
 
     async def release() -> list[str]:
-        servers = connect_servers(config)  # others than the run's, which belong to other event loops
+        servers = connect_servers(config)  # new clients: those of the run belong to other event loops
         try:
             return await release_all(servers, config.rollout.weight_sync.attempts)
         finally:

@@ -67,7 +67,7 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
     """Read model folder and data, and check that everything fits together.
 
     Raises:
-        UserError: with what to change; everything that is wrong at once.
+        UserError: All problems at once.
     """
     problems = ErrorCollector()
     model = read_model(config, world_size, problems)
@@ -78,7 +78,7 @@ def read_inputs(config: Config, world_size: int) -> Inputs:
 
 
 def resolve_num_steps(config: Config, inputs: DataSets) -> Config:
-    """The configuration with ``run.num_steps`` for its ``run.num_epochs``; as it is without."""
+    """Return the configuration with ``run.num_steps`` computed from ``run.num_epochs``, unchanged without epochs."""
     epochs = config.run.num_epochs
     if epochs is None:
         return config
@@ -88,27 +88,33 @@ def resolve_num_steps(config: Config, inputs: DataSets) -> Config:
 
 
 def read_model(config: Config, world_size: int, problems: ErrorCollector) -> PartialModelInputs:
-    """Read the model's configuration and tokenizer, and check its files and the layout; ``problems`` gets the rest."""
-    found = ErrorCollector()
-    hf_config = found.attempt(read_hf_config, config.model.path)
-    shape = None if hf_config is None else found.attempt(model_shape, hf_config)
-    layout = None if shape is None else found.attempt(resolve_layout, config.parallel, config.batch, world_size, shape)
+    """Read the model's configuration and tokenizer, and check its files and the layout.
+
+    Problems are added to ``problems``.
+    """
+    errors = ErrorCollector()
+    hf_config = errors.attempt(read_hf_config, config.model.path)
+    shape = None if hf_config is None else errors.attempt(model_shape, hf_config)
+    layout = None if shape is None else errors.attempt(resolve_layout, config.parallel, config.batch, world_size, shape)
     if hf_config is not None and shape is not None:
-        found.attempt(_check_model, config, hf_config, shape)
-    tokenizer = found.attempt(load_tokenizer, config.model.path)
+        errors.attempt(_check_model, config, hf_config, shape)
+    tokenizer = errors.attempt(load_tokenizer, config.model.path)
     complete = None
-    if not found.errors:
+    if not errors.errors:
         assert layout is not None
         parameters = parameter_count(hf_config)
         complete = ModelInputs(hf_config=hf_config, num_parameters=parameters, tokenizer=tokenizer, layout=layout)
-    for error in found.errors:
+    for error in errors.errors:
         problems.add(error)
     context_length = None if hf_config is None else hf_config.max_position_embeddings
     return PartialModelInputs(tokenizer=tokenizer, context_length=context_length, complete=complete)
 
 
 def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollector) -> DataSets | None:
-    """Read and tokenize the data; None and ``problems`` when something is wrong, or is missing of the model."""
+    """Read and tokenize the data. Return None if the data or the model have problems.
+
+    Problems of the data are added to ``problems``.
+    """
     reader = PromptReader(config, model.tokenizer, model.context_length)
     train = problems.attempt(reader.read, config.data.train, "train", "train")
     named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval or {}
@@ -127,16 +133,16 @@ def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollecto
 
 
 def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, group: ProcessGroup) -> Inputs:
-    """The inputs of this rank, with the data sets of rank 0; a collective of all ranks.
+    """Return the inputs of this rank with the data sets of rank 0. A collective of all ranks.
 
-    Afterwards every rank holds all prompts, packed: leaders take those of their rollouts, and all count positions in
-    the same stream.
+    Afterwards every rank holds all prompts, packed: the leaders use the prompts of their rollouts, and all ranks count
+    positions in the same stream.
 
     Args:
-        config: the same on all ranks.
-        model: what this rank has read.
-        inputs: what rank 0 has read, data included; None on the other ranks.
-        group: all ranks, over the CPU.
+        config: Configuration, the same on all ranks.
+        model: Inputs that this rank has read.
+        inputs: Inputs that rank 0 has read, data included. None on the other ranks.
+        group: CPU group of all ranks.
     """
 
     def read() -> tuple[PromptDataset, dict[str, PromptDataset], Pairs | None, str]:
@@ -216,22 +222,32 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
 
 
 class PromptReader:
-    """Sources to prompts by the configuration; ``summary`` has one line for each.
+    """Reader of prompts from the sources of the configuration.
 
-    Without a tokenizer or a context length the files are read all the same, for what is wrong with them.
+    Without a tokenizer or a context length it reads the files only to find their problems.
+
+    Args:
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the model. None if it could not be loaded.
+        context_length: Positions of the model. None if its configuration could not be read.
+
+    Attributes:
+        summary: One line for each source that was read.
     """
 
     def __init__(self, config: Config, tokenizer: Any, context_length: int | None) -> None:
-        self._config, self._tokenizer, self._context_length = config, tokenizer, context_length
+        self._config = config
+        self._tokenizer = tokenizer
+        self._context_length = context_length
         self.summary: list[str] = []
 
     def read(
         self, source: str | Sequence[str], split: Split, name: str, *, in_order: bool = False
     ) -> PromptDataset | None:
-        """The prompts of a source; those of ``train`` shuffled by ``run.seed``, unless ``in_order``.
+        """Return the prompts of a source. Prompts of ``train`` are shuffled with ``run.seed`` unless ``in_order``.
 
         Raises:
-            DataError: see ``load_rows`` and ``PromptDataset``.
+            DataError: See ``load_rows`` and ``PromptDataset``.
         """
         config, data = self._config, self._config.data
         loaded = load_rows(
@@ -239,16 +255,18 @@ class PromptReader:
         )
         if self._tokenizer is None or self._context_length is None:
             return None
-        rows, most = loaded.rows, config.eval.max_prompts
-        if split == "eval" and most is not None and most < len(rows):
-            rows = random.Random(0).sample(rows, most)
-        has_own_length = split == "eval" and config.eval.max_new_tokens is not None
+        rows = loaded.rows
+        limit = config.eval.max_prompts
+        if split == "eval" and limit is not None and limit < len(rows):
+            # A fixed seed: every run evaluates on the same sample.
+            rows = random.Random(0).sample(rows, limit)
+        has_eval_length = split == "eval" and config.eval.max_new_tokens is not None
         prompts = PromptDataset(
             rows,
             self._tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
             max_new_tokens=config.eval_max_new_tokens if split == "eval" else config.rollout.max_new_tokens,
-            max_new_tokens_key="eval.max_new_tokens" if has_own_length else "rollout.max_new_tokens",
+            max_new_tokens_key="eval.max_new_tokens" if has_eval_length else "rollout.max_new_tokens",
             context_length=self._context_length,
             seed=config.run.seed if split == "train" and not in_order else None,
             chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs),
@@ -264,12 +282,12 @@ class PromptReader:
             parts.append(f"{prompts.num_dropped} too long dropped")
         if prompts.num_truncated:
             parts.append(f"{prompts.num_truncated} too long cut at the left")
-        named = source if isinstance(source, str) else ", ".join(source)
-        self.summary.append(f"data     {name}: {', '.join(parts)}; from {named} ({loaded.num_read} rows)")
+        files = source if isinstance(source, str) else ", ".join(source)
+        self.summary.append(f"data     {name}: {', '.join(parts)}; from {files} ({loaded.num_read} rows)")
         return prompts
 
     def warmup(self) -> SupervisedDataset | None:
-        """The samples of the warm-up, none longer than the context; None = there is no warm-up."""
+        """Return the samples of the warm-up, after a check of their lengths. None without a warm-up."""
         config = self._config
         if not config.warmup.num_steps:
             return None
@@ -280,12 +298,12 @@ class PromptReader:
 
 
 def _check_reference(path: str, expected: ModelShape) -> None:
-    """Refuse a reference policy that is not a complete folder of the same sizes."""
+    """Check that the reference policy is a complete folder and has the shape of the policy."""
     hf_config = read_hf_config(path)
-    found = model_shape(hf_config)
-    if found != expected:
+    shape = model_shape(hf_config)
+    if shape != expected:
         raise ConfigError(
-            f"model.reference_path = {path!r} is a model of other sizes ({found}) than model.path ({expected}); the "
-            "reference policy is computed by the same model code and needs the same sizes"
+            f"model.reference_path = {path!r} has another shape ({shape}) than model.path ({expected}); the reference "
+            "policy needs the same shape as the policy"
         )
     check_weights_fit(path, hf_config, "model.reference_path")

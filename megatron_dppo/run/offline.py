@@ -1,4 +1,4 @@
-"""Sampling without training, in one process: evaluation and generation with a folder's or checkpoint's weights."""
+"""Sampling without training, in one process: evaluation and generation with the weights of a folder or checkpoint."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from megatron_dppo.weights.conversion import open_converter
 _VERSION = 0
 
 
-_OF_A_TRAINER = {"ipc": "the memory of a trainer", "adapter": "the adapters of a trainer"}
-"""Weight sync methods that need a trainer, and what they send."""
+_TRAINER_METHODS = {"ipc": "the memory of a trainer", "adapter": "the adapters of a trainer"}
+"""Weight sync methods that need a trainer, and the data that they send."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Offline:
 
 
 def offline_config(target: Path, overrides: Sequence[str]) -> Config:
-    """The configuration of a TOML file, or of the run in a folder.
+    """Return the configuration of a TOML file, or of the run in a folder.
 
     Raises:
-        ConfigError: it is neither, or cannot be used.
+        ConfigError: ``target`` is neither, or the configuration is invalid.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this command is one process; start it without torchrun")
+        raise ConfigError("this command runs in one process; start it without torchrun")
     config = load_run_config(target, overrides) if target.is_dir() else load_config(target, overrides)
     check_flags(config)
     return config
@@ -76,16 +76,16 @@ def offline_config(target: Path, overrides: Sequence[str]) -> Config:
 
 @contextmanager
 def open_offline(config: Config, *, run: Path | None, model: Path | None, step: int | None) -> Iterator[Offline]:
-    """An engine that has the weights.
+    """Yield an engine that has the weights, and close it at the end.
 
     Args:
-        config: what ``offline_config`` gave.
-        run: the folder of a run, whose checkpoint is taken; None = the folder that ``model.path`` names.
-        model: a Hugging Face folder instead of either.
-        step: of the checkpoint; None = the newest one.
+        config: Result of ``offline_config``.
+        run: Folder of a run, whose checkpoint is used. None uses the weights in ``model.path``.
+        model: Hugging Face folder. Replaces ``run`` and ``model.path`` if given.
+        step: Step of the checkpoint. None uses the newest one.
 
     Raises:
-        UserError: there are no such weights, or the servers do not get them.
+        UserError: The weights do not exist, or no server has received them.
     """
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
@@ -93,25 +93,27 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
     pin_threads(config.run.threads_per_rank, 1)
     hf_config, tokenizer = read_hf_config(config.model.path), load_tokenizer(config.model.path)
     prompts = PromptReader(config, tokenizer, hf_config.max_position_embeddings)
-    open_parts = ExitStack()
-    servers, function = connect_servers(config), open_parts.enter_context(open_generate_function(config))
+    resources = ExitStack()
+    servers, function = connect_servers(config), resources.enter_context(open_generate_function(config))
     engine = build_sampling_engine(config, hf_config, tokenizer, platform.device, servers, function)
     try:
         if run is not None and model is None:
-            name = _give_checkpoint(config, engine, hf_config, platform.device, run, step)
+            name = _load_checkpoint(config, engine, hf_config, platform.device, run, step)
         else:
             folder, name = FolderWeights(config.model.path), config.model.path
-            _give(config, engine, hf_config, platform.device, lambda: folder.stream(tied=hf_config.tie_word_embeddings))
+            _load_weights(
+                config, engine, hf_config, platform.device, lambda: folder.stream(tied=hf_config.tie_word_embeddings)
+            )
         yield Offline(config, engine, prompts, name)
     finally:
         engine.close()
-        open_parts.close()
+        resources.close()
 
 
-def _give_checkpoint(
+def _load_checkpoint(
     config: Config, engine: RolloutEngine, hf_config: Any, device: torch.device, run: Path, step: int | None
 ) -> str:
-    """Give the engine the weights of a run's checkpoint; what they are called."""
+    """Load the weights of a run's checkpoint into the engine, and return the path of the checkpoint."""
     from megatron_dppo.mcore.checkpoint.folder import checkpoint_name, checkpoints_folder
 
     folder = checkpoints_folder(run)
@@ -121,35 +123,41 @@ def _give_checkpoint(
         else:
             checkpoint = folder / checkpoint_name(step)
         if checkpoint is None or not checkpoint.is_dir():
-            there = sorted(path.name for path in folder.glob("step_*"))
+            available = sorted(path.name for path in folder.glob("step_*"))
             raise CheckpointError(
-                f"{str(run)!r} has no {'checkpoint' if step is None else f'checkpoint of step {step}'}; there are "
-                f"{', '.join(there) or 'none'}. Name one with --step, or a Hugging Face folder with --model"
+                f"{str(run)!r} has no {'checkpoint' if step is None else f'checkpoint of step {step}'}; available: "
+                f"{', '.join(available) or 'none'}. Choose one with --step, or a Hugging Face folder with --model"
             )
         converter.load_megatron(checkpoint)
-        _give(config, engine, hf_config, device, converter.export)
+        _load_weights(config, engine, hf_config, device, converter.export)
     return str(checkpoint)
 
 
-def _give(
+def _load_weights(
     config: Config,
     engine: RolloutEngine,
     hf_config: Any,
     device: torch.device,
     weights: Callable[[], Iterator[tuple[str, Tensor]]],
 ) -> None:
-    """Until the engine has the weights: its copy, or servers by as many attempts as a run makes."""
+    """Load weights into the engine: copy them, or send them to the servers with the attempts of a run.
+
+    Raises:
+        ConfigError: The weight sync method needs a trainer.
+        PublishError: No server has received the weights.
+    """
     if isinstance(engine, LocalEngine):
         engine.update_weights(weights(), _VERSION)
         return
     assert isinstance(engine, ServerEngine)
     method = config.rollout.weight_sync.method
-    if method in _OF_A_TRAINER:
+    if method in _TRAINER_METHODS:
         raise ConfigError(
-            f"rollout.weight_sync.method = {method!r} gives servers {_OF_A_TRAINER[method]}, and there is none here; "
-            "override it: --rollout.weight_sync.method distributed (or disk)"
+            f"rollout.weight_sync.method = {method!r} sends {_TRAINER_METHODS[method]}, and this command has no "
+            "trainer; override it: --rollout.weight_sync.method distributed (or disk)"
         )
-    sync, good = build_weight_sync(config, hf_config, device), dict[str, ServerInfo]()
+    sync = build_weight_sync(config, hf_config, device)
+    good: dict[str, ServerInfo] = {}
     problems: dict[str, str] = {}
     try:
         for _ in range(config.rollout.weight_sync.attempts):
@@ -159,82 +167,87 @@ def _give(
                 break
     finally:
         sync.close()
-    told = "".join(f"\n  - {url}: {problem}" for url, problem in {**problems, **result.notes}.items())
+    messages = "".join(f"\n  - {url}: {problem}" for url, problem in {**problems, **result.notes}.items())
     if not good:
-        raise PublishError(f"no inference server has the weights:{told}")
-    if told:
-        print(f"of the servers:{told}", flush=True)
+        raise PublishError(f"no inference server has the weights:{messages}")
+    if messages:
+        print(f"messages of the servers:{messages}", flush=True)
     engine.use_version(_VERSION, list(good))
 
 
-_TOGETHER = 1024
-"""Responses that ``generate`` asks for at a time: so many are lost at most when it is killed."""
+_MAX_BATCH_RESPONSES = 1024
+"""Responses per batch of ``generate``: at most this many are lost if it is killed."""
 
 
-def evaluate(offline: Offline, answers: Path | None = None) -> dict[str, float]:
+def evaluate(offline: Offline, responses_file: Path | None = None) -> dict[str, float]:
     """Evaluate the weights on all of ``data.eval`` and return the metrics that a run logs under ``eval/``.
 
     Args:
-        offline: what answers.
-        answers: a JSONL file that gets a row for each answer.
+        offline: Engine with the weights.
+        responses_file: New JSONL file that gets a row for each response. None writes none.
 
     Raises:
-        UserError: there are no held-out prompts, or they cannot be used.
+        UserError: There are no held-out prompts, or they are invalid.
     """
-    config, n = offline.config, offline.config.eval.samples_per_prompt
+    config = offline.config
+    num_samples = config.eval.samples_per_prompt
     if not config.data.eval:
-        raise ConfigError("there is nothing to evaluate on: set data.eval, as with --data.eval FILE")
-    named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval
-    asked: list[tuple[str, Prompt]] = []
-    for name, source in named.items():
+        raise ConfigError("data.eval is not set, so there are no prompts to evaluate on. Fix: pass --data.eval FILE")
+    sources = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval
+    named_prompts: list[tuple[str, Prompt]] = []
+    for name, source in sources.items():
         prompts = offline.prompts.read(source, "eval", f"eval {name}".strip())
         assert prompts is not None
-        asked += [(name, prompts[i]) for i in range(len(prompts))]
+        named_prompts += [(name, prompts[i]) for i in range(len(prompts))]
     scorer = open_scorer(config)
     try:
-        completions = _sampled(offline, [prompt for _, prompt in asked], n, eval_sampling_params(config))
-        groups = score_completions(scorer, [prompt for _, prompt in asked], completions)
+        all_prompts = [prompt for _, prompt in named_prompts]
+        completions = _sample(offline, all_prompts, num_samples, eval_sampling_params(config))
+        groups = score_completions(scorer, all_prompts, completions)
     finally:
         scorer.close()
-    if answers is not None:
+    if responses_file is not None:
         rows = (
             _row(r.prompt, r.completion, {"set": name, "reward": r.score})
-            for (name, _), group in zip(asked, groups, strict=True)
+            for (name, _), group in zip(named_prompts, groups, strict=True)
             for r in group.rollouts
         )
-        write_lines(answers, map(json.dumps, rows))
-    return reduce_metrics([metrics_by_set(list(named), [name for name, _ in asked], groups, n)], None)
+        write_lines(responses_file, map(json.dumps, rows))
+    names = [name for name, _ in named_prompts]
+    return reduce_metrics([metrics_by_set(list(sources), names, groups, num_samples)], None)
 
 
 def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, Any]]:
-    """Answers to all prompts of a source in its order, ``rollout.samples_per_prompt`` to each.
+    """Sample ``rollout.samples_per_prompt`` responses to each prompt of a source, in order.
 
     Args:
-        offline: what answers, sampling by ``[rollout]``.
-        source: as in ``data.train``.
-        scored: ask the reward function, too.
+        offline: Engine with the weights. ``[rollout]`` has the sampling settings.
+        source: Source of prompts, as in ``data.train``.
+        scored: Also compute rewards.
 
     Yields:
-        A row for each answer: the prompt, the answer, its tokens and their log-probabilities.
+        A row for each response: the prompt, the response, its tokens and their log-probabilities.
 
     Raises:
-        UserError: the prompts cannot be used.
+        UserError: The prompts are invalid.
     """
     prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
     assert prompts is not None
-    config, rollout = offline.config, offline.config.rollout
-    n, scorer = rollout.samples_per_prompt, open_scorer(config) if scored else None
-    part = max(1, _TOGETHER // n)
+    config = offline.config
+    rollout = config.rollout
+    num_samples = rollout.samples_per_prompt
+    scorer = open_scorer(config) if scored else None
+    batch_size = max(1, _MAX_BATCH_RESPONSES // num_samples)
     try:
-        for start in range(0, len(prompts), part):
-            asked = [prompts[i] for i in range(start, min(start + part, len(prompts)))]
+        for start in range(0, len(prompts), batch_size):
+            batch = [prompts[i] for i in range(start, min(start + batch_size, len(prompts)))]
             seed = sampling_seed(config.run.seed, "generate", start, 0)
             params = sampling_params(rollout, rollout.max_new_tokens, seed, return_sampling_mask=rollout.has_filters)
-            completions = _sampled(offline, asked, n, params)
+            completions = _sample(offline, batch, num_samples, params)
             if scorer is None:
-                yield from (_row(asked[i // n], completion, {}) for i, completion in enumerate(completions))
+                yield from (_row(batch[i // num_samples], completion, {}) for i, completion in enumerate(completions))
             else:
-                groups = score_completions(scorer, asked, completions, is_batch=False)
+                groups = score_completions(scorer, batch, completions, is_batch=False)
                 yield from (_row(r.prompt, r.completion, {"reward": r.score}) for g in groups for r in g.rollouts)
     finally:
         if scorer is not None:
@@ -242,31 +255,31 @@ def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> 
 
 
 def write_lines(file: Path, lines: Iterable[str]) -> int:
-    """Write a new file line by line, as they come; their number.
+    """Write a new file line by line, as the lines are produced, and return their number.
 
     Raises:
-        DiskError: it cannot be written.
+        DiskError: The file cannot be written.
     """
     count = 0
-    with disk_errors(file, "the answers"), file.open("x", encoding="utf-8", buffering=1) as target:
+    with disk_errors(file, "the responses"), file.open("x", encoding="utf-8", buffering=1) as target:
         for line in lines:
             target.write(line + "\n")
             count += 1
     return count
 
 
-def _sampled(offline: Offline, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> list[Completion]:
-    return offline.engine.generate([prompt for prompt in prompts for _ in range(n)], params)
+def _sample(offline: Offline, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams) -> list[Completion]:
+    return offline.engine.generate([prompt for prompt in prompts for _ in range(num_samples)], params)
 
 
-def _row(prompt: Prompt, completion: Completion, more: dict[str, Any]) -> dict[str, Any]:
+def _row(prompt: Prompt, completion: Completion, scores: dict[str, Any]) -> dict[str, Any]:
     return {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,
         "label": prompt.label,
         "response": completion.text,
         "finish_reason": str(completion.finish_reason),
-        **more,
+        **scores,
         "token_ids": completion.token_ids.tolist(),
         "logprobs": None if completion.logprobs is None else completion.logprobs.tolist(),
     }

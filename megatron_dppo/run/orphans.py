@@ -1,4 +1,4 @@
-"""Processes end with their parent: children with this process, this process with its launcher."""
+"""Processes that exit with their parent: children with this process, this process with its launcher."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ from megatron_dppo.run import reaper
 
 _PR_SET_PDEATHSIG = 1
 _guarded = 0
-"""The process whose forked children end with it; 0 = none. A copy of it in such a child is no guarded process."""
+"""Id of the process whose forked children exit with it. 0 if there is none.
+
+A forked child inherits the value, but its own id differs, so it is not guarded.
+"""
 _forking = False
 """True if the current fork needs a parent-death signal."""
 
 
 @contextmanager
 def no_orphans() -> Iterator[None]:
-    """Processes that are started inside end soon after this one, even after a SIGKILL (see ``reaper``)."""
+    """Let processes that are started in this context exit soon after this one, even after a SIGKILL.
+
+    The program ``reaper`` kills them.
+    """
     if sys.platform != "linux":
         yield
         return
     before, mark = os.environ.get(reaper.VARIABLE), secrets.token_hex(16)
     program = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(os.getpid()), mark]
-    # In a session of its own: it must live through a signal to this process's group.
+    # In a separate session, so that it survives a signal to this process's group.
     subprocess.Popen(
         program,
         stdin=subprocess.DEVNULL,
@@ -52,8 +58,12 @@ def no_orphans() -> Iterator[None]:
 
 @contextmanager
 def _forks_end_with_us() -> Iterator[None]:
-    """Copies of this process get SIGKILL when it ends: to the reaper they show the environment that *it* was started
-    with. Only those that the main thread makes, such as a data loader's workers, since the signal follows a thread."""
+    """Send SIGKILL to forked children of this process when it exits.
+
+    The reaper does not find them: they show the environment that *this* process was started with, without the mark.
+    Covers only forks of the main thread, such as the workers of a data loader: the kernel sends the signal when the
+    forking thread ends.
+    """
     global _guarded
     _register_hooks()
     before, _guarded = _guarded, os.getpid()
@@ -74,20 +84,20 @@ def _register_hooks() -> None:
     def after_in_child() -> None:
         if _forking:
             libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != _guarded:  # it died before that
+            if os.getppid() != _guarded:  # the parent exited before the call
                 os._exit(1)
 
     os.register_at_fork(before=before, after_in_child=after_in_child)
 
 
 def stop_when_torchrun_dies() -> None:
-    """Get SIGTERM when torchrun ends without ending this rank (a SIGKILL, the out-of-memory killer).
+    """Receive SIGTERM if torchrun exits without stopping this rank (a SIGKILL, the out-of-memory killer).
 
-    Only under torchrun: a shell may end, and ``nohup`` asks for the opposite.
+    Only under torchrun: a shell may exit before its jobs, and ``nohup`` requires the opposite.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # torchrun exited before the call
         os.kill(os.getpid(), signal.SIGTERM)

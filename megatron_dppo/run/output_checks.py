@@ -29,21 +29,22 @@ def output_problems(config: Config) -> Iterator[UserError]:
     if config.rollout.weight_sync.folder is not None:
         folders["rollout.weight_sync.folder"] = config.rollout.weight_sync.folder
     for key, text in folders.items():
-        if problem := _why_not(Path(text)):
+        if problem := _find_folder_problem(Path(text)):
             yield ConfigError(f"{key} = {text!r}: {problem}")
 
 
-def _why_not(folder: Path) -> str | None:
+def _find_folder_problem(folder: Path) -> str | None:
+    """Return the reason why a folder cannot be created or written. None if it can."""
     if not str(folder) or "\0" in str(folder):
         return "not a path"
     try:
-        place = existing_parent(folder)
+        parent = existing_parent(folder)
     except OSError as error:
-        return f"cannot be looked at: {error.strerror}"
-    if not place.is_dir():
-        return f"{place} is a file; choose a folder" if place == folder.absolute() else f"{place} is a file"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"{place} cannot be written (no right to, or a read-only file system); choose another folder"
+        return f"cannot be read: {error.strerror}"
+    if not parent.is_dir():
+        return f"{parent} is a file; choose a folder" if parent == folder.absolute() else f"{parent} is a file"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} cannot be written (no permission, or a read-only file system); choose another folder"
     return None
 
 
@@ -54,11 +55,11 @@ def weights_bytes(config: Config, inputs: Inputs) -> int:
 
 def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
     """Estimate the bytes of one checkpoint: trained parameters, their fp32 copy and two moments."""
-    return _trained(config, inputs) * (DTYPES[config.model.dtype].itemsize + _OPTIMIZER_BYTES)
+    return _num_trained_parameters(config, inputs) * (DTYPES[config.model.dtype].itemsize + _OPTIMIZER_BYTES)
 
 
-def _trained(config: Config, inputs: Inputs) -> int:
-    """The numbers that training changes."""
+def _num_trained_parameters(config: Config, inputs: Inputs) -> int:
+    """Return the number of parameters that training changes."""
     if not config.lora.rank:
         return inputs.num_parameters
     return sum(adapter_sizes(weight_shapes(inputs.hf_config), config.lora).values())
@@ -77,9 +78,10 @@ def folder_bytes(folder: Path) -> int:
 
 
 def run_bytes(config: Config, inputs: Inputs) -> int:
-    """Estimate the most bytes that a whole run has on disk at one time."""
-    parameters, checkpoint = inputs.num_parameters, config.checkpoint
-    # The oldest is deleted when the next one is complete.
+    """Estimate the peak disk usage of a run in bytes."""
+    parameters = inputs.num_parameters
+    checkpoint = config.checkpoint
+    # The oldest checkpoint is deleted only when the next one is complete: one more than ``keep`` exist meanwhile.
     num_checkpoints = 1
     if checkpoint.save_every:
         saves = math.ceil(config.run.num_steps / checkpoint.save_every)
@@ -87,11 +89,11 @@ def run_bytes(config: Config, inputs: Inputs) -> int:
     total = (num_checkpoints + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += weights_bytes(config, inputs) * checkpoint.export_hf
-    total += _trained(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
+    total += _num_trained_parameters(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
         total += 2 * parameters * DTYPES[config.rollout.dtype].itemsize
     if config.rollout.weight_sync.method == "adapter":
-        total += 2 * _trained(config, inputs) * DTYPES[config.rollout.dtype].itemsize
+        total += 2 * _num_trained_parameters(config, inputs) * DTYPES[config.rollout.dtype].itemsize
     if config.log.rollouts_every:
         total += config.run.num_steps // config.log.rollouts_every * rollout_bytes(config, inputs)
     return total
@@ -109,7 +111,7 @@ def rollout_bytes(config: Config, inputs: Inputs) -> int:
 
 
 def space_problems(config: Config, inputs: Inputs) -> Iterator[UserError]:
-    """Less free space than the whole run needs; what an earlier start of it has written counts as there."""
+    """Yield an error if the run needs more than the free space. Files of its earlier starts count as written."""
     folder = Path(config.run.output_dir)
     written = 0
     if folder.is_dir() and not config.run.overwrite:

@@ -1,8 +1,8 @@
-"""Everything that is checked before the first step: one list, for the start of a run and for ``--dry-run``.
+"""Checks before the first step, for the start of a run and for ``--dry-run``.
 
-Nothing is created or changed here. A check finds all that it can; what needs something that an earlier one did not get
-is left out. Rank 0 alone looks at what is there once (data, the output folder, servers); all ranks learn what any of
-them found.
+The checks create and change nothing. Each one reports all problems that it can find. It is skipped if it needs
+something that an earlier check could not read. Data, output folder and servers are checked on rank 0 alone. All ranks
+get the problems of every rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Start:
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """One thing to look at."""
+    """One check of the start of a run."""
 
     name: str
     reads: frozenset[str]
@@ -64,15 +64,16 @@ class PreflightCheck:
     find: Callable[[Start], Iterable[UserError]]
     """Returns or raises the problems."""
     on_rank_0: bool = False
+    """True if only rank 0 runs the check."""
 
 
 def _inputs(start: Start) -> Iterable[UserError]:
     problems = ErrorCollector()
-    found = read_model(start.config, start.world_size, problems)
-    start.model = found.complete
-    data = read_data(start.config, found, problems) if start.reads_data else None
-    if found.complete is not None and data is not None:
-        start.inputs = Inputs(**vars(found.complete), **vars(data))
+    model = read_model(start.config, start.world_size, problems)
+    start.model = model.complete
+    data = read_data(start.config, model, problems) if start.reads_data else None
+    if model.complete is not None and data is not None:
+        start.inputs = Inputs(**vars(model.complete), **vars(data))
         start.config = resolve_num_steps(start.config, start.inputs)
     return problems.errors
 
@@ -133,15 +134,15 @@ def _megatron(start: Start) -> Iterable[UserError]:
     check_flags(config)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
-        found = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
+        megatron_config = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
         if not start.dry_run:
-            check_build_tools(found)
+            check_build_tools(megatron_config)
         if platform.is_cuda:
-            start.notes.append(model.kernel_summary(found, config.model))
-        if left_out := model_shape(hf_config).num_mtp_layers:
+            start.notes.append(model.kernel_summary(megatron_config, config.model))
+        if num_mtp_layers := model_shape(hf_config).num_mtp_layers:
             start.notes.append(
-                f"model    config.json names {left_out} layer(s) for further tokens (num_nextn_predict_layers); "
-                "they are left out, neither trained nor exported"
+                f"model    config.json has {num_mtp_layers} multi-token prediction layer(s) "
+                "(num_nextn_predict_layers); they are neither trained nor exported"
             )
     return ()
 
@@ -149,14 +150,15 @@ def _megatron(start: Start) -> Iterable[UserError]:
 def _perturbation(start: Start) -> Iterable[UserError]:
     weights = start.config.rollout.perturbation.weights
     if weights != "none":
-        WeightQuantizer(weights)  # imports what it needs
+        WeightQuantizer(weights)  # raises if a package is missing
     return ()
 
 
 def _adam(start: Start) -> Iterable[UserError]:
     from megatron_dppo.mcore.compat.transformer_engine import check_adam_support, has_transformer_engine
 
-    config, on_gpu = start.config, Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda
+    config = start.config
+    on_gpu = Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda
     # On a CPU a dry run may be for a machine with GPUs.
     if not has_transformer_engine() if on_gpu else not start.dry_run:
         warmup = {"warmup.optimizer": config.warmup.optimizer} if config.warmup.num_steps else {}
@@ -193,11 +195,12 @@ def _sinks(start: Start) -> Iterable[UserError]:
 
 
 def _servers(start: Start) -> Iterable[UserError]:
-    connect_servers(start.config)  # for the keys and the form of the URLs
-    found = check_servers(start.config, start.inputs, generating=start.dry_run)
-    if start.dry_run or not found.usable:
-        return found.problems
-    start.notes += [f"servers  {problem}" for problem in found.problems]
+    connect_servers(start.config)  # checks the API keys and the form of the URLs
+    result = check_servers(start.config, start.inputs, generating=start.dry_run)
+    # A run needs one usable server: the problems of the others are notes.
+    if start.dry_run or not result.usable:
+        return result.problems
+    start.notes += [f"servers  {problem}" for problem in result.problems]
     return ()
 
 
@@ -209,7 +212,7 @@ CHECKS: Sequence[PreflightCheck] = (
     PreflightCheck("loss function", frozenset({"loss"}), _loss),
     PreflightCheck("reward function", frozenset({"reward", "rollout"}), _reward),
     PreflightCheck("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
-    # After Megatron, which modelopt imports where it is installed.
+    # After the check that imports Megatron with its shims: modelopt imports Megatron if it is installed.
     PreflightCheck("perturbation", frozenset({"rollout"}), _perturbation),
     PreflightCheck("Adam", frozenset({"optimizer", "warmup"}), _adam),
     PreflightCheck("log", frozenset({"log"}), _sinks, on_rank_0=True),
@@ -219,53 +222,55 @@ CHECKS: Sequence[PreflightCheck] = (
     PreflightCheck("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
     PreflightCheck("the teacher's servers", frozenset({"distillation"}), _teacher_servers, on_rank_0=True),
 )
-"""In this order: what comes first is needed by what follows."""
+"""Order of the checks: later ones use results of earlier ones."""
 
 
 def find_problems(start: Start) -> list[UserError]:
-    """Run every check; returns what is wrong, each thing once."""
+    """Run every check and return the problems, each one once."""
     problems = ErrorCollector()
-    left_out = []
+    skipped = []
     for check in CHECKS:
         if check.on_rank_0 and start.rank != 0:
             continue
         if check.reads & start.unreliable_sections:
-            left_out.append(check.name)
+            skipped.append(check.name)
             continue
         for error in problems.attempt(lambda c=check: list(c.find(start))) or ():  # type: ignore[misc]
             problems.add(error)
-    if left_out:
-        start.notes.append(f"not checked, because of what is wrong with the configuration: {', '.join(left_out)}")
+    if skipped:
+        start.notes.append(f"not checked, because of the errors in the configuration: {', '.join(skipped)}")
     return problems.errors
 
 
 def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGroup | None = None) -> Inputs:
-    """The inputs of a run in which nothing is wrong on any rank: the data sets are those that rank 0 has read.
+    """Return the inputs of the run, with the data sets of rank 0, if no rank has a problem.
 
     Args:
-        start: after ``find_problems``.
-        errors: what that found on this rank.
-        group: all ranks, over the CPU; a collective of them. None = this process decides alone.
+        start: State after ``find_problems``.
+        errors: Result of ``find_problems`` on this rank.
+        group: CPU group of all ranks; the call is a collective then. None checks this process alone.
 
     Raises:
-        UserError: what any of the ranks found, on all of them.
+        UserError: On every rank, the problems of all ranks.
     """
-    everywhere = from_each([str(error) for error in errors], group)
-    if len(everywhere) > 1:
+    texts_by_rank = from_each([str(error) for error in errors], group)
+    if len(texts_by_rank) > 1:
         by_text = {str(error): error for error in errors}
         problems = ErrorCollector()
-        for rank, found in enumerate(everywhere):
-            for text in found:
-                alone = text not in everywhere[0]
-                problems.add(ConfigError(f"[rank {rank}] {text}") if alone else by_text.get(text) or ConfigError(text))
+        for rank, texts in enumerate(texts_by_rank):
+            for text in texts:
+                # A problem that rank 0 has too counts as a problem of all ranks and names none.
+                is_local = text not in texts_by_rank[0]
+                named = ConfigError(f"[rank {rank}] {text}")
+                problems.add(named if is_local else by_text.get(text) or ConfigError(text))
         errors = problems.errors
         for error in errors:
-            error.on_every_rank = True  # from here on all of them know it
+            error.on_every_rank = True
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise MultipleErrors(errors)
-    if group is not None and len(everywhere) > 1:
+    if group is not None and len(texts_by_rank) > 1:
         assert start.model is not None
         return share_inputs(start.config, start.model, start.inputs, group)
     assert start.inputs is not None

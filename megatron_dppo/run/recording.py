@@ -51,7 +51,7 @@ class StepRecord:
         self._samples = [replace(sample, number=first + i) for i, sample in enumerate(samples)]
         return list(self._samples)
 
-    def pop_seen(self, trainer: PolicyTrainer) -> dict[int, SampleRecord]:
+    def pop_sample_records(self, trainer: PolicyTrainer) -> dict[int, SampleRecord]:
         """Return what the updates computed since the last call, by ``TrainingSample.number``.
 
         Tensor- and context-parallel ranks compute the same loss: the first of them on the last pipeline stage returns
@@ -63,17 +63,19 @@ class StepRecord:
         self.watch = TokenRecorder()
         return samples
 
-    def build_rank_part(self, collected: CollectedRollouts, dp_rank: int, seen: dict[int, SampleRecord]) -> RankSamples:
+    def build_rank_part(
+        self, collected: CollectedRollouts, dp_rank: int, sample_records: dict[int, SampleRecord]
+    ) -> RankSamples:
         """Return the samples of one data-parallel rank.
 
         Args:
             collected: Rollouts of the rank.
             dp_rank: Data-parallel rank.
-            seen: Result of ``pop_seen`` on all ranks, merged: balancing moves samples to other ranks.
+            sample_records: Merged results of ``pop_sample_records`` on all ranks: balancing moves samples between them.
         """
         completions = [rollout.completion for group in collected.groups for rollout in group.rollouts]
         trained = [
-            _trained_tokens(sample, completion, seen.get(sample.number))
+            _trained_tokens(sample, completion, sample_records.get(sample.number))
             for sample, completion in zip(self._samples, completions, strict=True)
         ]
         return RankSamples(dp_rank=dp_rank, groups=collected.groups, ages=collected.ages, trained=trained)
@@ -85,8 +87,8 @@ class _RankRecord(NamedTuple):
     dp_rank: int
     rollouts: tuple[CollectedRollouts, StepRecord] | None
     """None on ranks other than the leader of their replica, which has the same rollouts."""
-    seen: dict[int, SampleRecord]
-    """Result of ``StepRecord.pop_seen``."""
+    sample_records: dict[int, SampleRecord]
+    """Result of ``StepRecord.pop_sample_records``."""
 
 
 class StepRecorder:
@@ -126,9 +128,9 @@ class StepRecorder:
             DiskError: On all ranks, when the file cannot be written.
         """
         groups = self._groups
-        seen = record.pop_seen(self._trainer)
+        sample_records = record.pop_sample_records(self._trainer)
         rollouts = (collected, record) if is_leader(groups.replica) else None
-        records = at_leader(_RankRecord(self._trainer.dp_rank, rollouts, seen), groups.world)
+        records = at_leader(_RankRecord(self._trainer.dp_rank, rollouts, sample_records), groups.world)
 
         def write() -> None:
             if records:
@@ -138,7 +140,7 @@ class StepRecorder:
         agreed(write, groups.world)
 
     def _write_file(self, step: int, policy_version: int, records: Sequence[_RankRecord]) -> Path:
-        seen = {number: sample for record in records for number, sample in record.seen.items()}
+        sample_records = {number: sample for record in records for number, sample in record.sample_records.items()}
         leaders = sorted((record for record in records if record.rollouts is not None), key=lambda r: r.dp_rank)
         marker = read_marker(self._folder)
         layout = self._trainer.layout
@@ -155,7 +157,7 @@ class StepRecorder:
         for leader in leaders:
             assert leader.rollouts is not None
             collected, step_record = leader.rollouts
-            parts.append(step_record.build_rank_part(collected, leader.dp_rank, seen))
+            parts.append(step_record.build_rank_part(collected, leader.dp_rank, sample_records))
         return write_step(self._folder, meta, parts)
 
     def _write_table(self, step: int, file: Path, writer: MetricsWriter | None) -> None:
@@ -169,11 +171,11 @@ class StepRecorder:
             writer.write_table(step, "rollouts/masked_tokens", TABLE_COLUMNS, rows)
 
 
-def _trained_tokens(sample: TrainingSample, completion: Completion, seen: SampleRecord | None) -> TrainedTokens:
-    """Return a sample's columns, one row per response token; ``seen`` is None if no update used the sample."""
+def _trained_tokens(sample: TrainingSample, completion: Completion, record: SampleRecord | None) -> TrainedTokens:
+    """Return a sample's columns, one row per response token; ``record`` is None if no update used the sample."""
     count = len(completion.token_ids)
     mask = _response_rows(sample.loss_mask, count)
-    if seen is None:
+    if record is None:
         return TrainedTokens(
             update=None,
             loss_mask=mask,
@@ -182,11 +184,11 @@ def _trained_tokens(sample: TrainingSample, completion: Completion, seen: Sample
             keep=None,
         )
     return TrainedTokens(
-        update=seen.update,
+        update=record.update,
         loss_mask=mask,
         advantages=_response_rows(sample.advantages, count),
-        logprobs=torch.where(mask, _response_rows(seen.logprobs, count), torch.nan),
-        keep=mask & _response_rows(seen.keep, count),
+        logprobs=torch.where(mask, _response_rows(record.logprobs, count), torch.nan),
+        keep=mask & _response_rows(record.keep, count),
     )
 
 

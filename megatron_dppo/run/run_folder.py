@@ -1,7 +1,8 @@
-"""The folder of a run: whose it is, what of it is ours, and how a new run takes the place of an old one.
+"""Folder of a run: checks, lock, marker file, and the move of an old run to ``old/TIME``.
 
-A marker file shows that a run began here. Only names in ``OURS`` are ever written, moved or replaced, and an old run is
-moved to ``old/TIME`` in the same folder: nothing of the user's is deleted. One process does this, under the lock.
+The marker file shows that a run began here. Only the names in ``RUN_FILES`` are ever written, moved or replaced, and an
+old run is moved to ``old/TIME`` in the same folder: no file of the user is deleted. One process does this, under the
+lock.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_dppo.run.lock import FolderLock
 
 MARKER = ".megatron_dppo_run.json"
 OLD = "old"
-OURS = (
+RUN_FILES = (
     "config.toml",
     "starts.jsonl",
     "metrics.jsonl",
@@ -51,23 +52,26 @@ OURS = (
     "swanlab",
     "trackers.json",
 )
-"""Names that a run writes, beside the marker, the lock and ``old``. Without a marker they are not a run's."""
+"""Names that a run writes, besides the marker, the lock and ``old``.
+
+Without a marker such files do not belong to a run.
+"""
 
 
 @contextmanager
 def open_folder(config: Config) -> Iterator[list[str]]:
-    """Lock the output folder and make it ready to write to, on all ranks; unlock it at the end.
+    """Lock the output folder and prepare it for the run, and unlock it at the end. A collective of all ranks.
 
     Yields:
-        What the user should know, a line each.
+        Messages for the user, one line each.
 
     Raises:
-        ConfigError: on every rank: another run is in the folder, or it belongs to something else.
+        ConfigError: On every rank: the folder is in use, cannot be written, or holds files that are not a run's.
     """
     folder = Path(config.run.output_dir)
     lock: list[FolderLock] = []
 
-    def take() -> list[str]:
+    def lock_and_prepare() -> list[str]:
         try:
             check_output_dir(config)
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,49 +82,49 @@ def open_folder(config: Config) -> Iterator[list[str]]:
         return [f"lock     {lock[0].note}", *notes] if lock[0].note else notes
 
     try:
-        yield agreed(take, dist.group.WORLD)
+        yield agreed(lock_and_prepare, dist.group.WORLD)
     finally:
         if lock and is_leader(dist.group.WORLD):
             lock[0].release()
 
 
 def check_output_dir(config: Config) -> None:
-    """Refuse a place that no run may write to; reads only.
+    """Check that a run may write to its output folder. Creates and changes nothing.
 
     Raises:
-        ConfigError: the folder is the root or the home folder, is a file, or holds the model or the data under a name
+        ConfigError: The folder is the root or the home folder, is a file, or holds the model or the data under a name
             that the run writes.
     """
     folder = Path(config.run.output_dir)
-    place = folder.resolve()
-    if place in (Path(place.anchor), Path(os.path.expanduser("~")).resolve()):
-        raise ConfigError(f"run.output_dir = {str(folder)!r} is {place}; a run needs a folder of its own")
+    resolved = folder.resolve()
+    if resolved in (Path(resolved.anchor), Path(os.path.expanduser("~")).resolve()):
+        raise ConfigError(f"run.output_dir = {str(folder)!r} is {resolved}; choose a separate folder for the run")
     if folder.is_symlink() and not folder.exists():
         raise ConfigError(f"run.output_dir = {str(folder)!r} is a link to {os.readlink(folder)}, which does not exist")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.output_dir = {str(folder)!r} is a file; choose a folder")
     for key, value in _inputs(config):
         source = Path(value).resolve()
-        if source == place:
+        if source == resolved:
             raise ConfigError(
                 f"run.output_dir = {str(folder)!r} is also {key} = {value!r}; a run must not write into its own input"
             )
-        for name in (*OURS, OLD):
-            if source.is_relative_to(place / name):
+        for name in (*RUN_FILES, OLD):
+            if source.is_relative_to(resolved / name):
                 raise ConfigError(
-                    f"{key} = {value!r} lies in {folder / name}, which this run would write over or move; choose "
+                    f"{key} = {value!r} lies in {folder / name}, which this run would overwrite or move; choose "
                     "another run.output_dir"
                 )
-    if taken := _taken_by_others(folder, adopt=config.checkpoint.accept_unverified):
+    if conflicts := _conflicting_files(folder, adopt=config.checkpoint.accept_unverified):
         raise ConfigError(
-            f"run.output_dir = {str(folder)!r} holds {', '.join(taken)}, which a run writes, but no run began there "
-            f"(it has no {MARKER}). Choose another folder, or move these away. The run of an older version continues "
-            "with checkpoint.accept_unverified = true"
+            f"run.output_dir = {str(folder)!r} holds {', '.join(conflicts)}, which a run writes, but no run began "
+            f"there (it has no {MARKER}). Choose another folder, or move these files away. To resume a run of an older "
+            "version, set checkpoint.accept_unverified = true"
         )
 
 
 def _inputs(config: Config) -> Iterator[tuple[str, str]]:
-    """Every path that the run reads."""
+    """Yield the keys and values of all existing paths that the run reads."""
     named: dict[str, Any] = {
         "model.path": config.model.path,
         "model.reference_path": config.model.reference_path,
@@ -135,28 +139,30 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
         yield from ((key, each) for each in values if isinstance(each, str) and os.path.exists(each))
 
 
-def _taken_by_others(folder: Path, *, adopt: bool) -> list[str]:
+def _conflicting_files(folder: Path, *, adopt: bool) -> list[str]:
+    """Return names in ``RUN_FILES`` that exist without a marker. Empty if ``adopt`` and the folder has checkpoints."""
     if (folder / MARKER).exists():
         return []
     if adopt and any(checkpoints_folder(folder).glob("step_*/state.json")):
         return []
-    return [name for name in OURS if os.path.lexists(folder / name)]
+    return [name for name in RUN_FILES if os.path.lexists(folder / name)]
 
 
 def _prepare(folder: Path, config: Config) -> list[str]:
-    """Make the folder this run's."""
+    """Write the marker, move an old run aside if the configuration says so, and return messages for the user."""
     notes: list[str] = []
     marker = read_marker(folder)
     if marker is not None:
-        for name in (MARKER, "config.toml", "starts.jsonl"):  # a start was killed before their rename
+        # Left by a start that was killed between writing and renaming.
+        for name in (MARKER, "config.toml", "starts.jsonl"):
             (folder / f"{name}.partial").unlink(missing_ok=True)
     if marker is None:
         write_marker(folder, new_marker())
     elif marker.moving_to:
-        notes.append(_move_aside(folder, marker))  # a start that was killed in the middle of it
-    elif config.run.overwrite and any(os.path.lexists(folder / name) for name in OURS):
-        if why := _why_continued(folder, marker):
-            notes.append(f"resume   run.overwrite = true is not done again: {why}")
+        notes.append(_move_aside(folder, marker))  # finishes the move of a start that was killed
+    elif config.run.overwrite and any(os.path.lexists(folder / name) for name in RUN_FILES):
+        if reason := _reason_to_resume(folder, marker):
+            notes.append(f"resume   run.overwrite = true is ignored: {reason}")
         else:
             notes.append(_move_aside(folder, marker))
     if config.checkpoint.resume == "never" and checkpoints(checkpoints_folder(folder)):
@@ -181,15 +187,15 @@ class Marker:
 
 
 def new_marker() -> Marker:
-    """A marker for a run that this process begins."""
+    """Return the marker of a run that begins in this process."""
     return Marker(uuid.uuid4().hex, submission(), time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """The marker of a folder; None when no run began there.
+    """Return the marker of a folder. None if no run began there.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: The marker is damaged.
     """
     file = folder / MARKER
     try:
@@ -198,18 +204,18 @@ def read_marker(folder: Path) -> Marker | None:
         return None
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{file} is damaged ({error}); when {folder} is the folder of a run, delete this file and set "
+            f"{file} is damaged ({error}). If {folder} is the folder of a run, delete this file and set "
             "checkpoint.accept_unverified = true once"
         ) from error
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Replace the marker at once."""
+    """Replace the marker atomically."""
     write_synced(folder / MARKER, json.dumps(vars(marker), indent=2) + "\n")
 
 
 def submission() -> str:
-    """The job that this process belongs to, the same again when it is requeued or restarted; empty = unknown."""
+    """Return the job of this process, which stays the same when it is requeued or restarted. Empty if unknown."""
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"):
         if os.environ.get(name):
             return f"{name}={os.environ[name]}"
@@ -222,22 +228,25 @@ def _was_restarted() -> bool:
     return any(os.environ.get(name, "0") not in ("", "0") for name in names)
 
 
-def _why_continued(folder: Path, marker: Marker) -> str:
-    """Why ``overwrite`` must leave the run that is here; empty when it may take its place."""
-    here = submission()
-    if here and here == marker.submission and (_was_restarted() or not _is_finished(folder)):
-        return f"this job ({here}) began the run that is here"
-    if not here and _was_restarted():
+def _reason_to_resume(folder: Path, marker: Marker) -> str:
+    """Return the reason why ``overwrite`` must not move the existing run. Empty if it may.
+
+    A requeued job has the same command as its first attempt, ``run.overwrite`` included. It must resume its run.
+    """
+    job = submission()
+    if job and job == marker.submission and (_was_restarted() or not _is_finished(folder)):
+        return f"this job ({job}) began the run in this folder"
+    if not job and _was_restarted():
         return "this is a restart of the same job"
     return ""
 
 
 def _is_finished(folder: Path) -> bool:
-    found = checkpoints(checkpoints_folder(folder))
+    saved = checkpoints(checkpoints_folder(folder))
     try:
-        if not found:
+        if not saved:
             return False
-        state = read_state(found[-1])
+        state = read_state(saved[-1])
         config, best = state["config"], state.get("best")
         goal = config.get("eval", {}).get("stop_at_accuracy")
         solved = goal is not None and best is not None and best[0] >= goal
@@ -247,17 +256,19 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _move_aside(folder: Path, marker: Marker) -> str:
-    """Move the run that is here to ``old/TIME``, or go on with a move that was cut off."""
+    """Move the existing run to ``old/TIME``, or finish a move that was interrupted."""
     if not marker.moving_to:
-        name, number = time.strftime("%Y%m%d-%H%M%S"), 1
+        name = time.strftime("%Y%m%d-%H%M%S")
+        number = 1
         while (folder / OLD / name).exists():
             number += 1
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{number}"
         marker = Marker(marker.run_id, marker.submission, marker.created, name)
+        # Written first, so that the next start finishes the move if this one is killed.
         write_marker(folder, marker)
     target = folder / OLD / marker.moving_to
     target.mkdir(parents=True, exist_ok=True)
-    for name in OURS:
+    for name in RUN_FILES:
         if os.path.lexists(folder / name):
             (folder / name).rename(target / name)
     write_marker(target, Marker(marker.run_id, marker.submission, marker.created))
@@ -265,6 +276,6 @@ def _move_aside(folder: Path, marker: Marker) -> str:
     runs = [path for path in (folder / OLD).iterdir() if path.is_dir()]
     size = sum(file.stat().st_size for run in runs for file in run.rglob("*") if file.is_file())
     return (
-        f"moved    the run that was in {folder} is in {target}, whole; this run begins at step 0\n"
-        f"         {folder / OLD} holds {len(runs)} run(s), {size / 2**20:.0f} MiB: delete what you no longer need"
+        f"moved    the previous run in {folder} to {target}; this run begins at step 0\n"
+        f"         {folder / OLD} holds {len(runs)} run(s), {size / 2**20:.0f} MiB. Delete runs that you do not need"
     )

@@ -88,12 +88,12 @@ def step_metrics(
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest or the mean of each metric over the updates that have it."""
-    found: dict[str, list[float]] = {}
+    """Return each metric's mean over the updates that have it. Metrics named ``*_max`` get their maximum."""
+    values_by_name: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():
-            found.setdefault(name, []).append(value)
-    return {name: max(values) if name.endswith("_max") else _mean(values) for name, values in found.items()}
+            values_by_name.setdefault(name, []).append(value)
+    return {name: max(values) if name.endswith("_max") else _mean(values) for name, values in values_by_name.items()}
 
 
 def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int) -> dict[str, Metric]:
@@ -253,9 +253,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     flat = [len({r.reward for r in group.rollouts if not r.reward_failed}) < 2 for group in groups]
     masks = [r.completion.loss_mask for r in rollouts]
     sampled = sum(n if m is None else int(m.sum()) for m, n in zip(masks, lengths, strict=True))
-    kept = sum(int(s.loss_mask.sum()) for s in samples)
+    num_trained = sum(int(s.loss_mask.sum()) for s in samples)
     sets = [r.completion.sampling_mask for r in rollouts if r.completion.sampling_mask is not None]
-    of_sets = {"kept_ids": Metric(sum(len(s.ids) for s in sets), sampled)} if sets else {}
+    mask_metrics = {"kept_ids": Metric(sum(len(s.ids) for s in sets), sampled)} if sets else {}
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),
         **_part_metrics(scored),
@@ -264,22 +264,22 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         "response_length_max": Metric(max(lengths, default=0), kind="max"),
         **{f"finish/{reason}": Metric(reasons.count(reason), len(rollouts)) for reason in FinishReason},
         "groups_without_signal": Metric(sum(flat), len(groups)),
-        "dropped_token_fraction": Metric(sampled - kept, sampled),
+        "dropped_token_fraction": Metric(sampled - num_trained, sampled),
         "given_token_fraction": Metric(sum(lengths) - sampled, sum(lengths)),
-        **of_sets,
+        **mask_metrics,
         **_count_metrics(rollouts),
     }
 
 
 def _count_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """The mean of each count over the samples that have it."""
+    """Return the mean of each count over the samples that have it."""
     counts = [rollout.completion.counts for rollout in rollouts]
     names = sorted({name for each in counts for name in each})
     return {name: Metric(sum(c[name] for c in counts if name in c), sum(name in c for c in counts)) for name in names}
 
 
 def _part_metrics(scored: Sequence[Rollout]) -> dict[str, Metric]:
-    """The mean of each named part over the samples that have it."""
+    """Return the mean of each named part over the samples that have it."""
     values: dict[str, list[float]] = {}
     for rollout in scored:
         for name, value in rollout.reward_parts.items():

@@ -33,35 +33,46 @@ class ServerCheckResult:
 
 
 def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) -> ServerCheckResult:
-    """Ask each server what it is, and whether it is ``generating``; no servers, no problems."""
+    """Check every inference server against the requirements of the run.
+
+    Args:
+        config: Configuration of the run.
+        inputs: Model and data. None if they have problems.
+        generating: Also send a generation request.
+
+    Returns:
+        No problems for the local engine.
+    """
     if config.rollout.engine == "local":
         return ServerCheckResult([], usable=True)
-    needs, urls = required_server_features(config, inputs), config.rollout.servers.resolved_urls
+    requirements = required_server_features(config, inputs)
+    urls = config.rollout.servers.resolved_urls
     key = read_api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
-    def ask(url: str) -> Sequence[UserError]:
+    def check(url: str) -> Sequence[UserError]:
         try:
-            found = find_server_problems(url, needs, key, timeout=_SECONDS, must_generate=generating)
-            return [ServerError(url, problem) for problem in found]
+            problems = find_server_problems(url, requirements, key, timeout=_SECONDS, must_generate=generating)
+            return [ServerError(url, problem) for problem in problems]
         except UserError as error:
             return [error]
 
     with ThreadPoolExecutor(max_workers=min(32, len(urls))) as pool:
-        found = list(pool.map(ask, urls))
+        by_server = list(pool.map(check, urls))
     return ServerCheckResult(
-        [error for errors in found for error in errors], usable=any(not errors for errors in found)
+        problems=[error for errors in by_server for error in errors],
+        usable=any(not errors for errors in by_server),
     )
 
 
 def required_server_features(config: Config, inputs: Inputs | None) -> ServerRequirements:
     """Return what the run requires of its servers. Without ``inputs`` it assumes the longest allowed prompt."""
     assert config.rollout.engine != "local"
-    answers = {"train": config.rollout.max_new_tokens, "eval": config.eval_max_new_tokens if config.data.eval else 0}
+    max_tokens = {"train": config.rollout.max_new_tokens, "eval": config.eval_max_new_tokens if config.data.eval else 0}
     if inputs is None:
-        context = config.data.max_prompt_tokens + max(answers.values())
+        context = config.data.max_prompt_tokens + max(max_tokens.values())
     else:
-        held_out = [prompts.longest + answers["eval"] for prompts in inputs.eval_prompts.values()]
-        context = max(inputs.train_prompts.longest + answers["train"], *held_out, 0)
+        held_out = [prompts.longest + max_tokens["eval"] for prompts in inputs.eval_prompts.values()]
+        context = max(inputs.train_prompts.longest + max_tokens["train"], *held_out, 0)
     return ServerRequirements(
         engine=config.rollout.engine,
         context=context,
@@ -75,9 +86,9 @@ def required_server_features(config: Config, inputs: Inputs | None) -> ServerReq
     )
 
 
-_TAKEN = (
-    f"taken are 'fp8' in blocks of {BLOCK} x {BLOCK} and 'compressed-tensors' INT4 in groups of {GROUP} "
-    "(pack-quantized), whose scales follow from the weights alone; megatron-dppo convert quantize writes both"
+_SUPPORTED = (
+    f"supported are 'fp8' in blocks of {BLOCK} x {BLOCK} and 'compressed-tensors' INT4 in groups of {GROUP} "
+    "(pack-quantized), whose scales depend on the weights alone; megatron-dppo convert quantize writes both"
 )
 
 
@@ -98,84 +109,89 @@ _INT4 = {
     "dynamic": (None, False),
     "actorder": (None,),
 }
-"""Keys and the values that are taken; None = left out."""
+"""Supported values of each key. None: the key may be missing."""
 
 
-_SIZES = ("vocab_size", "hidden_size", "tie_word_embeddings", "architectures")
+_COMPARED_KEYS = ("vocab_size", "hidden_size", "tie_word_embeddings", "architectures")
 
 
 def served_quantization(config: Config) -> Quantization | None:
     """Return the quantization of ``rollout.servers.model``. None if the servers have the model's own weights.
 
     Raises:
-        ConfigError: no folder, not quantised, or in a form that no new weights can be brought into.
+        ConfigError: The folder is missing, is not quantized, or has an unsupported format.
     """
     path = config.rollout.servers.model
     if path is None:
         return None
-    folder, what = Path(path), f"rollout.servers.model = {path!r}"
+    folder = Path(path)
+    name = f"rollout.servers.model = {path!r}"
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{what} is not a Hugging Face folder: {folder / 'config.json'} is missing")
+        raise ConfigError(f"{name} is not a Hugging Face folder: {folder / 'config.json'} is missing")
     settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"{what} is not quantised: its config.json has no quantization_config. Remove it (servers then start with "
-            "model.path), or make a quantised folder with megatron-dppo convert quantize"
+            f"{name} is not quantized: its config.json has no quantization_config. Remove the key (servers then "
+            "start with model.path), or make a quantized folder with megatron-dppo convert quantize"
         )
-    form = _form(settings, what)
-    names = find_quantized_names(_names(folder, what), form)
-    if not names:
-        raise ConfigError(f"{what}: config.json says {form}, and none of its weights is so")
-    return Quantization(form, names)
+    weight_format = _read_format(settings, name)
+    quantized_names = find_quantized_names(_tensor_names(folder, name), weight_format)
+    if not quantized_names:
+        raise ConfigError(f"{name}: its config.json has the format {weight_format}, but no weight has this format")
+    return Quantization(weight_format, quantized_names)
 
 
 def check_served_model(config: Config) -> None:
     """Check that ``rollout.servers.model`` is a copy of the model in a supported quantization.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: It is another model, or its quantization is not supported.
     """
     path = config.rollout.servers.model
     if served_quantization(config) is None or path is None:
         return
-    mine, served = read_hf_config(config.model.path), read_hf_config(path)
-    del served.quantization_config  # with it it would be no model that can be trained
-    differing = [name for name in _SIZES if getattr(mine, name, None) != getattr(served, name, None)]
-    if differing or model_shape(mine) != model_shape(served):
-        told = ", ".join(f"{name} {getattr(mine, name, None)!r}, {getattr(served, name, None)!r}" for name in differing)
+    trained = read_hf_config(config.model.path)
+    served = read_hf_config(path)
+    del served.quantization_config  # model_shape rejects quantized models, which cannot be trained
+    differences = [
+        f"{key} {getattr(trained, key, None)!r}, {getattr(served, key, None)!r}"
+        for key in _COMPARED_KEYS
+        if getattr(trained, key, None) != getattr(served, key, None)
+    ]
+    if differences or model_shape(trained) != model_shape(served):
         raise ConfigError(
             f"rollout.servers.model = {path!r} is another model than model.path = {config.model.path!r} "
-            f"({told or 'their layers or experts differ'}); make a quantised copy of it with "
-            "megatron-dppo convert quantize"
+            f"({', '.join(differences) or 'their layers or experts differ'}); make a quantized copy of model.path "
+            "with megatron-dppo convert quantize"
         )
 
 
-def _form(settings: Mapping[str, Any], what: str) -> Format:
+def _read_format(settings: Mapping[str, Any], name: str) -> Format:
     method = settings.get("quant_method")
     if method == "fp8":
-        _require(settings, _FP8, what)
+        _require(settings, _FP8, name)
         return "fp8"
     if method == "compressed-tensors":
-        _require(settings, {"format": ("pack-quantized",), "kv_cache_scheme": (None,)}, what)
+        _require(settings, {"format": ("pack-quantized",), "kv_cache_scheme": (None,)}, name)
         for group in settings.get("config_groups", {}).values():
-            _require(group, {"input_activations": (None,), "output_activations": (None,)}, what)
-            _require(group.get("weights") or {}, _INT4, what)
+            _require(group, {"input_activations": (None,), "output_activations": (None,)}, name)
+            _require(group.get("weights") or {}, _INT4, name)
         return "int4"
-    raise ConfigError(f"{what} has quant_method = {method!r}; {_TAKEN}")
+    raise ConfigError(f"{name} has quant_method = {method!r}; {_SUPPORTED}")
 
 
-def _require(settings: Mapping[str, Any], taken: Mapping[str, tuple[Any, ...]], what: str) -> None:
-    for key, values in taken.items():
+def _require(settings: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]], name: str) -> None:
+    for key, values in supported.items():
         if settings.get(key) not in values:
-            raise ConfigError(f"{what} has {key} = {settings.get(key)!r} in its quantization_config; {_TAKEN}")
+            raise ConfigError(f"{name} has {key} = {settings.get(key)!r} in its quantization_config; {_SUPPORTED}")
 
 
-def _names(folder: Path, what: str) -> set[str]:
-    names: set[str] = set()
+def _tensor_names(folder: Path, name: str) -> set[str]:
+    tensor_names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                names.update(opened.keys())
+                tensor_names.update(opened.keys())
         except SafetensorError as error:
-            raise ConfigError(f"{what}: {file} is not a readable safetensors file: {error}") from error
-    return names
+            raise ConfigError(f"{name}: {file} is not a readable safetensors file: {error}") from error
+    return tensor_names

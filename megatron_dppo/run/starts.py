@@ -29,18 +29,18 @@ _PACKAGES = ("megatron-dppo", "megatron-core", "torch", "transformers", "transfo
 def record_start(
     folder: Path, config: Config, *, world_size: int, layout: str, resumed_step: int | None, changes: Sequence[str]
 ) -> str:
-    """Add a line to ``starts.jsonl`` and make ``config.toml`` the configuration of this start (rank 0).
+    """Add a line to ``starts.jsonl`` and write the configuration of this start to ``config.toml`` (rank 0).
 
     Args:
-        folder: the run's.
-        config: what is in force from here on.
-        world_size: ranks.
-        layout: the parallel layout, as text.
-        resumed_step: the step of the checkpoint that the run continues from; None = from the beginning.
-        changes: keys that differ from the run so far, as text.
+        folder: Folder of the run.
+        config: Configuration in force from this start on.
+        world_size: Number of ranks.
+        layout: Parallel layout, as text.
+        resumed_step: Step of the checkpoint that the run resumes from. None starts from the beginning.
+        changes: Keys that differ from the previous start, as text.
 
     Returns:
-        What the user should know: where a ``config.toml`` went that no start of ours wrote. Mostly empty.
+        Message about an edited ``config.toml`` that was renamed. Empty if there was none.
     """
     text = dump_toml(config)
     records = read_starts(folder)
@@ -59,33 +59,33 @@ def record_start(
         "config_sha256": _sha256(text),
         "config": config.model_dump(mode="json"),
     }
-    # The record first: a config.toml that is in no record is the user's.
-    whole = "".join(json.dumps(each) + "\n" for each in (*records, record))
-    write_synced(folder / STARTS, whole)
-    note = _keep_foreign_config(folder, records)
+    # The record is written before config.toml: a config.toml without a record counts as edited by the user.
+    lines = "".join(json.dumps(each) + "\n" for each in (*records, record))
+    write_synced(folder / STARTS, lines)
+    note = _rename_edited_config(folder, records)
     write_synced(folder / CONFIG, text)
     return note
 
 
 def load_run_config(folder: Path, overrides: Sequence[str]) -> Config:
-    """The configuration of the run in a folder; its paths are those of the folder in which the run was started.
+    """Return the configuration of the run in a folder. Relative paths start at the folder where the run was started.
 
     Raises:
-        ConfigError: there is none, or it cannot be used.
+        ConfigError: The folder has no run, or its configuration is invalid.
     """
     if not (folder / CONFIG).is_file() or not (folder / MARKER).is_file():
-        raise ConfigError(f"{str(folder)!r} is not the folder of a run: expected its {CONFIG} and {MARKER} there")
+        raise ConfigError(f"{str(folder)!r} is not the folder of a run: {CONFIG} or {MARKER} is missing")
     cwd = Path(read_starts(folder)[-1].get("cwd", "."))
     return load_config(folder / CONFIG, [*overrides, "--run.output_dir", str(folder)], relative_to=cwd)
 
 
 def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Config:
-    """The configuration that a step of a run was trained with: that of the last start before it.
+    """Return the configuration that a step of a run was trained with: that of the last start before the step.
 
     Raises:
-        ConfigError: there is none, or it cannot be used.
+        ConfigError: The folder has no run, no start before the step, or an invalid configuration.
     """
-    load_run_config(folder, ())  # whether this is the folder of a run
+    load_run_config(folder, ())  # raises if this is not the folder of a run
     before = [start for start in read_starts(folder) if (start.get("resumed_step") or 0) < step]
     if not before:
         raise ConfigError(f"{folder / STARTS} has no start of the run before step {step}")
@@ -93,15 +93,15 @@ def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Co
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / CONFIG
         file.write_text(dump_toml(Config.model_validate(start["config"])), encoding="utf-8")
-        own = [*overrides, "--run.output_dir", str(folder)]
+        all_overrides = [*overrides, "--run.output_dir", str(folder)]
         try:
-            return load_config(file, own, relative_to=Path(start.get("cwd", ".")))
+            return load_config(file, all_overrides, relative_to=Path(start.get("cwd", ".")))
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(file), str(folder / CONFIG))) from error
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The starts of a run so far; lines that are damaged are left out."""
+    """Return the records of all starts of a run, without damaged lines."""
     try:
         lines = (folder / STARTS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -115,26 +115,26 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def _keep_foreign_config(folder: Path, records: Sequence[dict[str, Any]]) -> str:
-    """Rename a ``config.toml`` that none of our starts wrote."""
+def _rename_edited_config(folder: Path, records: Sequence[dict[str, Any]]) -> str:
+    """Rename a ``config.toml`` that no start of the run wrote, and return a message about it."""
     file = folder / CONFIG
-    if not os.path.lexists(file) or _is_ours(file, records):
+    if not os.path.lexists(file) or _is_recorded(file, records):
         return ""
-    kept = file.with_name(f"{CONFIG}.{time.strftime('%Y%m%d-%H%M%S')}")
+    backup = file.with_name(f"{CONFIG}.{time.strftime('%Y%m%d-%H%M%S')}")
     number = 1
-    while os.path.lexists(kept):
+    while os.path.lexists(backup):
         number += 1
-        kept = file.with_name(f"{CONFIG}.{time.strftime('%Y%m%d-%H%M%S')}-{number}")
-    file.rename(kept)
-    return f"note     {file} was edited; it is kept as {kept.name}, and {CONFIG} holds what is in force"
+        backup = file.with_name(f"{CONFIG}.{time.strftime('%Y%m%d-%H%M%S')}-{number}")
+    file.rename(backup)
+    return f"note     {file} was edited; it is renamed to {backup.name}, and {CONFIG} holds the configuration in force"
 
 
-def _is_ours(file: Path, records: Sequence[dict[str, Any]]) -> bool:
+def _is_recorded(file: Path, records: Sequence[dict[str, Any]]) -> bool:
     try:
-        found = _sha256(file.read_text(encoding="utf-8"))
+        digest = _sha256(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return False
-    return any(record.get("config_sha256") == found for record in records)
+    return any(record.get("config_sha256") == digest for record in records)
 
 
 def _sha256(text: str) -> str:
@@ -142,10 +142,10 @@ def _sha256(text: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

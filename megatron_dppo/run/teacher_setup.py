@@ -1,4 +1,4 @@
-"""The teacher of a run: whether it fits the policy (vocabulary, tokenizer, layout, weights), and one behind servers."""
+"""Construction of the teacher, and checks that it fits the policy (vocabulary, tokenizer, layout, weights)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
 
-_SHOWN = 3
+_MAX_EXAMPLES = 3
 
 
 def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]:
     """Return the problems of ``distillation.teacher_path``; none without a teacher.
 
     Args:
-        config: of the run.
-        policy: what its model's folder gave.
+        config: Configuration of the run.
+        policy: Inputs of the policy's model.
     """
     path, problems = config.distillation.teacher_path, ErrorCollector()
     if path is None:
@@ -41,10 +41,10 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
 
 
 def teacher_servers(config: Config) -> TeacherServers | None:
-    """Those of ``distillation.teacher_urls``; None without.
+    """Return the teacher servers of ``distillation.teacher_urls``. None without URLs.
 
     Raises:
-        ConfigError: the key is not in the environment.
+        ConfigError: The API key is not in the environment.
     """
     chosen = config.distillation
     if not chosen.teacher_urls:
@@ -82,31 +82,36 @@ def _check(path: str, config: Config, policy: ModelInputs, problems: ErrorCollec
 def _check_vocabulary(name: str, hf_config: Any, policy: ModelInputs) -> None:
     if hf_config.vocab_size != policy.hf_config.vocab_size:
         raise ConfigError(
-            f"{name} has a vocabulary of {hf_config.vocab_size}, the policy one of {policy.hf_config.vocab_size}; a "
-            "teacher scores the policy's own tokens, so both need the same (of one family of models, and padded alike)"
+            f"{name} has a vocabulary of {hf_config.vocab_size}, the policy one of {policy.hf_config.vocab_size}. A "
+            "teacher scores tokens of the policy, so both need the same vocabulary (one model family, same padding)"
         )
 
 
 def _check_tokenizer(name: str, path: str, policy: Any) -> None:
-    own, its = policy.get_vocab(), load_tokenizer(path).get_vocab()
-    other = sorted(token for token in own.keys() | its.keys() if own.get(token) != its.get(token))
-    if other:
-        examples = ", ".join(f"{t!r} is {its.get(t)} there and {own.get(t)} here" for t in other[:_SHOWN])
+    policy_ids = policy.get_vocab()
+    teacher_ids = load_tokenizer(path).get_vocab()
+    tokens = policy_ids.keys() | teacher_ids.keys()
+    differing = sorted(token for token in tokens if policy_ids.get(token) != teacher_ids.get(token))
+    if differing:
+        examples = ", ".join(
+            f"{token!r} is {teacher_ids.get(token)} in the teacher and {policy_ids.get(token)} in the policy"
+            for token in differing[:_MAX_EXAMPLES]
+        )
         raise ConfigError(
-            f"{name} has another tokenizer than model.path: {len(other)} tokens differ ({examples}); use a teacher "
-            "with the policy's tokenizer"
+            f"{name} has another tokenizer than model.path: {len(differing)} tokens differ ({examples}); use a "
+            "teacher with the policy's tokenizer"
         )
 
 
 def _check_layout(name: str, hf_config: Any, config: Config, policy: ModelInputs) -> None:
     shape, parallel = model_shape(hf_config), config.parallel
-    if not shape.num_experts:  # one without experts is replicated over the ranks that split the policy's
+    if not shape.num_experts:  # a dense teacher is replicated over the ranks that split the policy's experts
         dense: dict[str, Any] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
         parallel = parallel.model_copy(update=dense)
     try:
         resolve_parallel(parallel, policy.layout.world_size, shape)
     except ConfigError as error:
-        raise ConfigError(f"{name} is split as the policy is, and cannot be: {error}") from error
+        raise ConfigError(f"{name} must support the parallel layout of the policy: {error}") from error
 
 
 def build_teacher(

@@ -1,4 +1,4 @@
-"""A short supervised phase that turns random weights into a base model worth post-training."""
+"""Short supervised phase that turns random weights into a base model for post-training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNFINISHED = "warmup"
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
-    """A warm-up: all that the warmed-up weights depend on, but for the number of ranks."""
+    """Settings that the warmed-up weights depend on, except the number of ranks."""
 
     model: ModelConfig
     settings: WarmupConfig
@@ -41,7 +41,7 @@ class Warmup:
 
     @property
     def identity(self) -> str:
-        """The same, as text; weights of another identity are not reused."""
+        """The settings as text. Weights with another identity are not reused."""
         parts = {
             "model": self.model.model_dump(),
             "warmup": self.settings.model_dump(),
@@ -52,10 +52,10 @@ class Warmup:
 
 
 def is_warm(folder: Path, warmup: Warmup) -> bool:
-    """Return whether ``folder`` holds the result of exactly this warm-up.
+    """Return True if ``folder`` holds the result of exactly this warm-up.
 
     Raises:
-        CheckpointError: the marker that a finished warm-up writes cannot be read.
+        CheckpointError: The marker of a finished warm-up cannot be read.
     """
     try:
         identity = json.loads((folder / MARKER).read_text(encoding="utf-8"))["identity"]
@@ -137,25 +137,25 @@ def _resume(trainer: PolicyTrainer, folder: Path, expected: Mapping[str, str], r
     Args:
         trainer: gets its state.
         folder: where it was saved.
-        expected: ``_state`` of this warm-up; 0 steps are done when another one was saved.
-        resume: ``never`` continues nothing.
+        expected: ``_state`` of this warm-up. A saved warm-up with another state is not resumed.
+        resume: ``never`` resumes nothing.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: The checkpoint is damaged.
     """
     from megatron_dppo.mcore.checkpoint.save_load import NO_MANIFEST, checkpoints, find_damage, read_state
 
     if resume.resume == "never":
         return 0
-    found = from_leader(lambda: checkpoints(folder), trainer.groups.world)
-    if not found:
+    saved = from_leader(lambda: checkpoints(folder), trainer.groups.world)
+    if not saved:
         return 0
-    newest = found[-1]
+    newest = saved[-1]
     damage = find_damage(newest)
     if damage and not (damage == NO_MANIFEST and resume.accept_unverified):
         raise CheckpointError(
-            f"{newest}, where a signal has stopped the warm-up, is damaged: {damage}. Put a copy of it back, or delete "
-            f"{newest.parent}: then the warm-up begins again at step 0"
+            f"{newest}, the checkpoint of an interrupted warm-up, is damaged: {damage}. Restore a copy of it, or "
+            f"delete {newest.parent} to start the warm-up at step 0"
         )
     state = read_state(newest)
     if any(state.get(key) != value for key, value in expected.items()):

@@ -70,7 +70,7 @@ def all_checks(rank: int, world_size: int, path: str) -> None:
             with pytest.raises(CheckpointError) as raised:
                 warm_up(trainer, folder, STEPS)
             message = str(raised.value)
-            assert f"{checkpoint}, where a signal has stopped the warm-up, is damaged: " in message, (name, what)
+            assert f"{checkpoint}, the checkpoint of an interrupted warm-up, is damaged: " in message, (name, what)
             assert name in message and f"delete {checkpoint.parent}" in message and "\n" not in message, message
             put(file, whole)
         assert all(torch.equal(before[n], tensor) for n, tensor in weights(trainer).items()), "nothing was loaded"

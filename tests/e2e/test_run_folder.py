@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.run.run_folder import MARKER, OLD, OURS
+from megatron_dppo.run.run_folder import MARKER, OLD, RUN_FILES
 from tests.e2e.runs import command, environment, flags, records, train, without_timings
 
 pytestmark = pytest.mark.e2e
@@ -43,7 +43,7 @@ def test_several_starts_in_one_folder(short_run: list[str], tmp_path: Path) -> N
     assert f"in use by another run: process {first.pid} on " in outputs[second]
     assert [r["step"] for r in records(folder)] == [0, 1, 2]
     ours = {path.name for path in folder.iterdir()}
-    assert ours - {MARKER} <= set(OURS), "what a run writes has to be in the table of what is moved aside"
+    assert ours - {MARKER} <= set(RUN_FILES), "what a run writes has to be in the table of what is moved aside"
     assert [(s["number"], s["resumed_step"], s["pid"]) for s in starts(folder)] == [(1, None, first.pid)]
 
     # A refused start changes nothing.
@@ -77,7 +77,7 @@ def test_several_starts_in_one_folder(short_run: list[str], tmp_path: Path) -> N
     over = train([*arguments, *flags(run__overwrite="true", run__num_steps=1, checkpoint__export_hf="false")])
     assert over.returncode == 0, over.stderr
     (old,) = (folder / OLD).iterdir()
-    assert f"is in {old}, whole; this run begins at step 0" in over.stdout
-    moved = {name: digest for name, digest in before.items() if name.split("/")[0] in OURS}
+    assert f"to {old}; this run begins at step 0" in over.stdout
+    moved = {name: digest for name, digest in before.items() if name.split("/")[0] in RUN_FILES}
     assert contents(old).items() >= moved.items() and edited.exists()
     assert [r["step"] for r in records(folder)] == [0, 1]

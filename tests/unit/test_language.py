@@ -12,11 +12,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from measure_language import findings, is_banned  # noqa: E402
 
-NOT_YET = {
-    "run",
-}
-"""Packages that still have names of before."""
-PACKAGES = sorted({".", *(path.name for path in (ROOT / "megatron_dppo").iterdir() if path.is_dir())} - NOT_YET)
+PACKAGES = sorted({".", *(path.name for path in (ROOT / "megatron_dppo").iterdir() if path.is_dir())})
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -96,7 +96,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
             "learning_rate": last.learning_rate,
             "policy_version": float(last.policy_version),
         }
-        recomputed_by_rank = at_leader(record.pop_seen(run.trainer), run.groups.world)
+        recomputed_by_rank = at_leader(record.pop_sample_records(run.trainer), run.groups.world)
         if not recomputed_by_rank:
             return None
         recomputed = {number: sample for rank_samples in recomputed_by_rank for number, sample in rank_samples.items()}

@@ -184,7 +184,7 @@ def test_a_teacher_with_other_words_is_refused(folder: Path, tmp_path: Path) -> 
     file.write_text(json.dumps(content))
     found = problems(target)
     assert "another tokenizer than model.path: 2 tokens differ" in found
-    assert f"{min(first, second)!r} is {vocabulary[min(first, second)]} there" in found
+    assert f"{min(first, second)!r} is {vocabulary[min(first, second)]} in the teacher" in found
 
 
 def test_a_teacher_is_split_as_the_policy_is(folder: Path, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_teacher_is_split_as_the_policy_is(folder: Path, tmp_path: Path) -> No
     build_hf_model(read_hf_config(dense), torch.float32, seed=3).save_pretrained(dense)
     assert problems(dense, 2, expert_model_parallel_size=2) == "", "no experts: whole on both ranks"
     found = problems(dense, 2, pipeline_model_parallel_size=2)
-    assert "is split as the policy is, and cannot be" in found and "3 layers are not a multiple of" in found
+    assert "must support the parallel layout of the policy" in found and "3 layers are not a multiple of" in found
 
 
 def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:

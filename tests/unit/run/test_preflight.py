@@ -247,7 +247,7 @@ def test_recorded_rollouts_count_in_the_space_of_a_run_and_need_pyarrow(
 def test_an_output_folder_that_cannot_be_written_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dppo.run.output_checks.os.access", lambda *_: False)  # root may write everywhere
     code, _, error = dry(*SINGLE)
-    assert code == 2 and "run.output_dir = 'run': " in error and "cannot be written (no right to" in error
+    assert code == 2 and "run.output_dir = 'run': " in error and "cannot be written (no permission" in error
 
 
 def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

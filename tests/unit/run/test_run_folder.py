@@ -1,4 +1,4 @@
-"""Nothing of a user is lost by starting a run, whatever is in its folder and wherever the start is killed."""
+"""A start deletes no file of the user, for any contents of the folder and wherever the start is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.lock import LOCK
-from megatron_dppo.run.run_folder import MARKER, OLD, OURS, check_output_dir, open_folder
+from megatron_dppo.run.run_folder import MARKER, OLD, RUN_FILES, check_output_dir, open_folder
 from tests.unit.configs import config
 
 SCHEDULER = (
@@ -60,8 +60,8 @@ def fill_run(folder: Path, step: int = 3) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", OURS)
-def test_a_folder_of_others_with_a_name_that_we_write_is_refused_untouched(
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_folder_with_files_that_a_run_would_overwrite_is_rejected_unchanged(
     tmp_path: Path, name: str, overwrite: bool
 ) -> None:
     (tmp_path / "src").mkdir()
@@ -77,7 +77,7 @@ def test_a_folder_of_others_with_a_name_that_we_write_is_refused_untouched(
     assert tree(tmp_path) == before
 
 
-def test_an_older_version_s_run_is_adopted_only_when_asked(tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_is_adopted_only_with_accept_unverified(tmp_path: Path) -> None:
     fill_run(tmp_path)
     (tmp_path / MARKER).unlink()
     with pytest.raises(ConfigError, match=r"checkpoint\.accept_unverified"):
@@ -87,7 +87,7 @@ def test_an_older_version_s_run_is_adopted_only_when_asked(tmp_path: Path) -> No
     assert tree(tmp_path).items() >= before.items()
 
 
-def test_places_that_are_not_for_runs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_output_folders_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "file").write_text("x")
@@ -98,10 +98,10 @@ def test_places_that_are_not_for_runs_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path / "home")
     run = tmp_path / "run"
     cases: list[tuple[Path | str, dict[str, Any], str]] = [
-        ("/", {}, "needs a folder of its own"),
-        ("/tmp/..", {}, "needs a folder of its own"),
-        (tmp_path / "home", {}, "needs a folder of its own"),
-        (".", {}, "needs a folder of its own"),
+        ("/", {}, "choose a separate folder"),
+        ("/tmp/..", {}, "choose a separate folder"),
+        (tmp_path / "home", {}, "choose a separate folder"),
+        (".", {}, "choose a separate folder"),
         (tmp_path / "file", {}, "is a file"),
         (tmp_path / "link", {}, "does not exist"),
         (run, {"model": {"path": str(run)}}, "must not write into its own input"),
@@ -110,36 +110,36 @@ def test_places_that_are_not_for_runs_are_refused(tmp_path: Path, monkeypatch: p
         (run, {"data": {"train": "x", "eval": {"a": str(run / "base/train.jsonl")}}}, r"data\.eval = .* lies in"),
         (tmp_path / "file/run", {}, "Not a directory"),
     ]
-    for place, sections, message in cases:
+    for folder, sections, message in cases:
         with pytest.raises(ConfigError, match=message):
-            start(Path(place), overwrite=True, **sections)
+            start(Path(folder), overwrite=True, **sections)
     assert tree(tmp_path) == {"file": "x", "run/base/train.jsonl": "{}"}
 
 
-def test_overwriting_moves_what_is_ours_and_leaves_what_is_not(tmp_path: Path) -> None:
+def test_overwriting_moves_files_of_the_run_and_leaves_files_of_the_user(tmp_path: Path) -> None:
     fill_run(tmp_path)
     before = tree(tmp_path)
     (note,) = start(tmp_path, overwrite=True)
     (old,) = (tmp_path / OLD).iterdir()
     assert str(old) in note and "begins at step 0" in note
     assert {p.name for p in tmp_path.iterdir()} == {MARKER, OLD, "notes.txt", "data"}
-    kept = {name: text for name, text in before.items() if not name.startswith(("notes", "data"))}
-    assert tree(old) == kept
+    run_files = {name: text for name, text in before.items() if not name.startswith(("notes", "data"))}
+    assert tree(old) == run_files
     assert (tmp_path / "notes.txt").read_text() == "of the user"
     fill_again = tmp_path / "config.toml"
     fill_again.write_text("second")
     (note,) = start(tmp_path, overwrite=True)
     assert "holds 2 run(s)" in note and len(list((tmp_path / OLD).iterdir())) == 2
-    assert start(tmp_path, overwrite=True) == [], "an empty run is nothing to move"
+    assert start(tmp_path, overwrite=True) == [], "an empty run is not moved"
 
 
-def test_whatever_is_in_the_folder_no_content_is_lost(tmp_path: Path) -> None:
-    """Random trees of our names and others, at any depth, with links."""
+def test_no_content_of_the_folder_is_lost(tmp_path: Path) -> None:
+    """Random trees of names that a run writes and other names, at any depth, with links."""
     dice = random.Random(1)
     for case in range(30):
         folder = tmp_path / str(case)
         start(folder)
-        names = dice.sample([*OURS, "a", "b.toml", ".hidden", "old/20200101-000000/x", "src/config.toml"], 9)
+        names = dice.sample([*RUN_FILES, "a", "b.toml", ".hidden", "old/20200101-000000/x", "src/config.toml"], 9)
         for name in names:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,11 +161,11 @@ def test_whatever_is_in_the_folder_no_content_is_lost(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for kill -9."""
+    """Stand-in for kill -9."""
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_move_that_is_killed_anywhere_is_finished_by_the_next_start(
+def test_the_next_start_finishes_a_move_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
     expected = 0
@@ -178,23 +178,23 @@ def test_a_move_that_is_killed_anywhere_is_finished_by_the_next_start(
         start(folder, overwrite=overwrite)
         assert Counter(t for n, t in tree(folder).items() if not n.endswith(MARKER)) == before
         runs = list((folder / OLD).iterdir()) if (folder / OLD).exists() else []
-        # Without overwrite, a move that was not written down is not made up for: the run is where it was.
-        (whole,) = runs or [folder]
+        # Without overwrite, a move that was not recorded does not happen: the run stays where it was.
+        (run_folder,) = runs or [folder]
         assert runs or not overwrite
-        assert {"checkpoints", "hf", "metrics.jsonl", "config.toml"} <= {p.name for p in whole.iterdir()}
+        assert {"checkpoints", "hf", "metrics.jsonl", "config.toml"} <= {p.name for p in run_folder.iterdir()}
         expected += 1
     assert expected >= 8, "there are at least that many file operations"
 
 
 def kill_at(point: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> bool:
-    """Overwrite with a kill before the given rename or write; True when it got through."""
-    left = [point]
+    """Overwrite with a kill before the given rename or write. Return True if it ran to the end."""
+    remaining = [point]
 
     def counted(original: Any) -> Any:
         def operation(self: Path, *args: Any, **kwargs: Any) -> Any:
-            if left[0] == 0:
+            if remaining[0] == 0:
                 raise Killed
-            left[0] -= 1
+            remaining[0] -= 1
             return original(self, *args, **kwargs)
 
         return operation
@@ -210,7 +210,7 @@ def kill_at(point: int, monkeypatch: pytest.MonkeyPatch, folder: Path) -> bool:
 
 
 def test_a_job_overwrites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows: who began the run that is there, its step of 10, who starts now; and whether it continues."""
+    """Rows: job of the existing run, its step of 10, job that starts now, and True if it resumes."""
     slurm, other = {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}
     requeued = {**slurm, "SLURM_RESTART_COUNT": "1"}
     elastic, unnamed = {"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "none"}
@@ -219,7 +219,7 @@ def test_a_job_overwrites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (slurm, 3, slurm, True),
         (slurm, 3, requeued, True),
         (slurm, 10, requeued, True),
-        (slurm, 10, slurm, False),  # by hand in an allocation: the last run had come to its end
+        (slurm, 10, slurm, False),  # by hand in an allocation: the last run had finished
         (slurm, 3, other, False),
         (slurm, 3, {**other, "SLURM_RESTART_COUNT": "1"}, False),  # killed before it overwrote
         (slurm, 3, {}, False),
@@ -242,19 +242,19 @@ def test_a_job_overwrites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             for name, value in now.items():
                 patch.setenv(name, value)
             (note,) = start(folder, overwrite=True)
-        assert ("not done again" in note) == continues, rows[number]
+        assert ("is ignored" in note) == continues, rows[number]
         assert (folder / "checkpoints").exists() == continues
         assert (folder / OLD).exists() != continues
 
 
-def test_resume_never_does_not_start_into_a_run(tmp_path: Path) -> None:
+def test_resume_never_rejects_a_folder_with_a_run(tmp_path: Path) -> None:
     fill_run(tmp_path)
     with pytest.raises(ConfigError, match="already holds a run"):
         start(tmp_path, checkpoint={"resume": "never"})
     start(tmp_path, overwrite=True, checkpoint={"resume": "never"})
 
 
-def test_a_damaged_marker_is_an_error_and_the_lock_is_free_afterwards(tmp_path: Path) -> None:
+def test_a_damaged_marker_is_an_error_that_releases_the_lock(tmp_path: Path) -> None:
     fill_run(tmp_path)
     for text in ("", "{}", "[1]", '{"run_id": 1, "x": 2}'):
         (tmp_path / MARKER).write_text(text)
@@ -263,7 +263,7 @@ def test_a_damaged_marker_is_an_error_and_the_lock_is_free_afterwards(tmp_path: 
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
@@ -272,6 +272,6 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pyt
         start(tmp_path)
 
 
-def test_checking_a_place_writes_nothing(tmp_path: Path) -> None:
+def test_checking_the_output_folder_creates_nothing(tmp_path: Path) -> None:
     check_output_dir(config_in(tmp_path / "new" / "run", overwrite=True))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Servers with quantised weights: what is refused before the start, and what is proved of each version."""
+"""Servers with quantized weights: checks before the start, and verification of each version."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``model`` and its quantised copies ``fp8`` and ``int4``."""
-    place = tmp_path_factory.mktemp("served")
-    qwen3_moe().save_pretrained(place / "model")
+    """``model`` and its quantized copies ``fp8`` and ``int4``."""
+    folder = tmp_path_factory.mktemp("served")
+    qwen3_moe().save_pretrained(folder / "model")
     for form in ("fp8", "int4"):
         how = Quantization(form)  # type: ignore[arg-type]
-        save_hf_folder(place / form, place / "model", weights(0).items(), torch.bfloat16, quantization=how)
-    return place
+        save_hf_folder(folder / form, folder / "model", weights(0).items(), torch.bfloat16, quantization=how)
+    return folder
 
 
 def config(folder: Path, served: str | Path, **sections: Any) -> Any:
@@ -50,7 +50,9 @@ def config(folder: Path, served: str | Path, **sections: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4"])
-def test_each_version_is_published_as_the_folder_is(folder: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_version_is_published_in_the_format_of_the_folder(
+    folder: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = config(folder, form)
     check_served_model(settings)
     server = FakeServer("a:1")
@@ -64,7 +66,7 @@ def test_each_version_is_published_as_the_folder_is(folder: Path, form: str, mon
     sync.close()
 
 
-def test_a_quantised_server_that_keeps_its_old_weights_or_has_no_scales_is_found(folder: Path) -> None:
+def test_a_quantized_server_with_old_weights_or_without_scales_is_detected(folder: Path) -> None:
     how = Quantization("fp8")
     served = FakeServer("a:1")
     served.plain = False  # in a form of its own
@@ -94,7 +96,7 @@ def disk(server: FakeServer, folder: Path, how: Quantization) -> WeightSync:
     return make([server], folder / "fp8", torch.bfloat16, method="disk", quantization=how)
 
 
-def test_what_cannot_be_quantised_reaches_no_server(folder: Path) -> None:
+def test_weights_that_cannot_be_quantized_reach_no_server(folder: Path) -> None:
     server = FakeServer("a:1")
     sync = disk(server, folder, Quantization("fp8"))
     broken = weights(1)
@@ -105,7 +107,7 @@ def test_what_cannot_be_quantised_reaches_no_server(folder: Path) -> None:
     sync.close()
 
 
-def test_servers_start_with_the_folder_and_are_bounded_as_in_bf16(folder: Path) -> None:
+def test_servers_start_with_the_folder_and_have_the_limits_of_bf16(folder: Path) -> None:
     settings = config(
         folder, "fp8", model={"path": str(folder / "model"), "random_init": True}, warmup={"num_steps": 1}
     )
@@ -124,7 +126,7 @@ def test_servers_start_with_the_folder_and_are_bounded_as_in_bf16(folder: Path) 
         ({"engine": "local"}, "no effect with rollout.engine = 'local'"),
     ],
 )
-def test_settings_that_cannot_work_with_a_quantised_folder_are_refused(
+def test_settings_that_do_not_support_a_quantized_folder_are_rejected(
     folder: Path, changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
@@ -134,36 +136,36 @@ def test_settings_that_cannot_work_with_a_quantised_folder_are_refused(
 @pytest.mark.parametrize(
     ("form", "change", "problem"),
     [
-        (None, None, "is not quantised.*megatron-dppo convert quantize"),
+        (None, None, "is not quantized.*megatron-dppo convert quantize"),
         ("fp8", {"weight_block_size": None}, "weight_block_size = None"),
         ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]"),
         ("fp8", {"activation_scheme": "static"}, "activation_scheme = 'static'"),
         ("fp8", {"scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0'"),
-        ("fp8", {"quant_method": "awq"}, "quant_method = 'awq'; taken are 'fp8'"),
+        ("fp8", {"quant_method": "awq"}, "quant_method = 'awq'; supported are 'fp8'"),
         ("int4", {"format": "nvfp4-pack-quantized"}, "format = 'nvfp4-pack-quantized'"),
         ("int4", {"group_size": 128}, "group_size = 128"),
         ("int4", {"symmetric": False}, "symmetric = False"),
     ],
 )
-def test_folders_whose_form_new_weights_cannot_be_brought_into_are_refused(
+def test_folders_with_an_unsupported_quantization_are_rejected(
     folder: Path, tmp_path: Path, form: str | None, change: dict[str, Any] | None, problem: str
 ) -> None:
     settings = json.loads((folder / (form or "model") / "config.json").read_text())
     if form is not None and change is not None:
-        place = settings["quantization_config"]
+        quantization = settings["quantization_config"]
         is_of_group = form == "int4" and "format" not in change
-        (place["config_groups"]["group_0"]["weights"] if is_of_group else place).update(change)
+        (quantization["config_groups"]["group_0"]["weights"] if is_of_group else quantization).update(change)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=problem):
         served_quantization(config(folder, tmp_path))
 
 
-def test_another_model_or_no_weights_or_no_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_another_model_missing_weights_and_a_missing_folder_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config.json is missing"):
         served_quantization(config(folder, "nowhere"))
     settings = json.loads((folder / "fp8" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="says fp8, and none of its weights"):
+    with pytest.raises(ConfigError, match="has the format fp8, but no weight"):
         served_quantization(config(folder, tmp_path))
     (folder / "other").mkdir()
     for file in (folder / "fp8").iterdir():
@@ -171,26 +173,26 @@ def test_another_model_or_no_weights_or_no_folder_is_refused(folder: Path, tmp_p
     (folder / "other" / "config.json").write_text(json.dumps(settings | {"hidden_size": 512}))
     with pytest.raises(ConfigError, match=r"another model than model.path = .*hidden_size 256, 512"):
         check_served_model(config(folder, "other"))
-    (before_the_start,) = (check for check in CHECKS if check.name == "the servers' model")
+    (preflight_check,) = (check for check in CHECKS if check.name == "the servers' model")
     with pytest.raises(ConfigError, match="another model"):
-        before_the_start.find(Start(config(folder, "other"), world_size=1))
+        preflight_check.find(Start(config(folder, "other"), world_size=1))
 
 
-def test_a_vllm_server_without_quantised_weights_is_told_before_the_start(servers: Any, folder: Path) -> None:  # noqa: F811
+def test_a_vllm_server_without_quantized_weights_is_reported_before_the_start(servers: Any, folder: Path) -> None:  # noqa: F811
     wanted = {"rollout__servers__model": str(folder / "fp8"), "rollout__weight_sync__method": "disk"}
     wanted |= {"rollout__dtype": "bf16", "data__max_prompt_tokens": "200"}
     assert problems_of("vllm", servers(vllm(model={"quantization": "fp8"})), **wanted) == []
     (problem,) = problems_of("vllm", servers(vllm()), **wanted)
-    assert "has no quantised weights" in problem and "--model" in problem
+    assert "has no quantized weights" in problem and "--model" in problem
     assert problems_of("sglang", servers(sglang()), **wanted) == []
 
 
 def test_the_path_is_relative_to_the_file(tmp_path: Path) -> None:
-    (tmp_path / "quantised").mkdir()
+    (tmp_path / "quantized").mkdir()
     (tmp_path / "run.toml").write_text(
         '[run]\noutput_dir = "out"\nnum_steps = 1\n[model]\npath = "m"\n[data]\ntrain = "task:chain_sum"\n'
         "[rollout]\nprompts_per_step = 1\nsamples_per_prompt = 2\nmax_new_tokens = 4\n"
-        'engine = "sglang"\nservers.model = "quantised"\nweight_sync.method = "disk"\n[optimizer]\nlr = 1e-3\n'
+        'engine = "sglang"\nservers.model = "quantized"\nweight_sync.method = "disk"\n[optimizer]\nlr = 1e-3\n'
     )
-    found = load_config(tmp_path / "run.toml", [])
-    assert found.rollout.servers.model == str(tmp_path / "quantised")
+    settings = load_config(tmp_path / "run.toml", [])
+    assert settings.rollout.servers.model == str(tmp_path / "quantized")
