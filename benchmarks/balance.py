@@ -1,4 +1,4 @@
-"""How much of the GPUs' time is used when ranks wait for each other in every micro-batch, by the way samples are dealt.
+"""Utilization of GPUs whose ranks wait for each other in every micro-batch, by method of assigning samples.
 
     python benchmarks/balance.py
 
@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_dppo.data.balance import RowAssignment, assign_samples, compute_makespan, cost
 
 ATTENTION = 15_471.0
-"""``attention_length`` of Qwen3-30B-A3B"""
+"""``attention_length`` of Qwen3-30B-A3B."""
 RANKS, TOGETHER = 64, 4
 Way = Callable[[list[int], int], RowAssignment]
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int, *, equal: bool = False) -> list[list[int]]:
-    """The largest differencing method; ``equal``: with as many in each part."""
+    """Partition by the largest differencing method; ``equal``: with as many items in each part."""
     order = sorted(range(len(costs)), key=lambda i: costs[i])
     step = parts if equal else 1
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -57,20 +57,20 @@ def karmarkar_karp(costs: Sequence[float], parts: int, *, equal: bool = False) -
 
 
 def verl(lengths: list[int], budget: int) -> RowAssignment:
-    """Each rank's samples by cost, the number of micro-batches by the tokens of the fullest rank."""
+    """Assign samples to ranks by cost; the fullest rank determines the number of micro-batches."""
     costs = [24576 * n + n * n for n in lengths]
     owned = karmarkar_karp(costs, RANKS, equal=True)
-    count = max(-(-sum(lengths[i] for i in mine) // budget) for mine in owned)
+    count = max(-(-sum(lengths[i] for i in rank_samples) // budget) for rank_samples in owned)
     rows = []
-    for mine in owned:
-        parts = [[mine[i] for i in part] for part in karmarkar_karp([costs[i] for i in mine], count)]
+    for rank_samples in owned:
+        parts = [[rank_samples[i] for i in part] for part in karmarkar_karp([costs[i] for i in rank_samples], count)]
         parts.sort(key=lambda part: -sum(costs[i] for i in part))
         rows.append(parts[::2][::-1] + parts[1::2])
     return rows
 
 
 def slime(lengths: list[int], budget: int) -> RowAssignment:
-    """Micro-batches first, then ranks for them."""
+    """Form micro-batches first, then assign them to ranks."""
     rows: list[list[int]] = []
     for i, length in enumerate(lengths):
         fits = next((row for row in rows if sum(lengths[j] for j in row) + length <= budget), None)
@@ -80,18 +80,18 @@ def slime(lengths: list[int], budget: int) -> RowAssignment:
         rows.remove(largest)
         rows += [[largest[i] for i in part] for part in karmarkar_karp([lengths[i] for i in largest], 2)]
     costs = [sum(cost(lengths[i], ATTENTION) for i in row) for row in rows]
-    return [[rows[i] for i in mine] for mine in karmarkar_karp(costs, RANKS, equal=True)]
+    return [[rows[i] for i in owned] for owned in karmarkar_karp(costs, RANKS, equal=True)]
 
 
 def first_fit(lengths: list[int], budget: int) -> RowAssignment:
-    """This package before: tokens longest first, first-fit on each rank, the fullest rows halved to be as many."""
+    """Assign as this package did before: longest first, first-fit on each rank, then halve the fullest rows."""
     owned: list[list[int]] = [[] for _ in range(RANKS)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        min(owned, key=lambda mine: (sum(lengths[j] for j in mine), len(mine))).append(i)
+        min(owned, key=lambda rank_samples: (sum(lengths[j] for j in rank_samples), len(rank_samples))).append(i)
     rows: RowAssignment = []
-    for mine in owned:
+    for rank_samples in owned:
         bins: list[list[int]] = []
-        for i in mine:
+        for i in rank_samples:
             fits = next((row for row in bins if sum(lengths[j] for j in row) + lengths[i] <= budget), None)
             bins.append([i]) if fits is None else fits.append(i)
         rows.append(bins)
@@ -105,12 +105,12 @@ def first_fit(lengths: list[int], budget: int) -> RowAssignment:
 
 
 def by_flops(lengths: list[int], budget: int) -> RowAssignment:
-    """What the trainer does."""
+    """Assign as the trainer does."""
     return assign_samples(lengths, RANKS, budget, attention_length=ATTENTION, lockstep=TOGETHER)
 
 
 def by_tokens(lengths: list[int], budget: int) -> RowAssignment:
-    """The same as if attention cost nothing."""
+    """Assign as if attention cost nothing."""
     return assign_samples(lengths, RANKS, budget, attention_length=1e12, lockstep=TOGETHER)
 
 
@@ -124,7 +124,7 @@ WAYS: dict[str, Way] = {
 
 
 def log_normal(rng: random.Random, count: int, longest: int) -> list[int]:
-    """Answers of 6,000 tokens on average after they are cut off, behind prompts of 200."""
+    """Return lengths of prompts of 200 tokens with responses of 6,000 tokens on average after truncation."""
     draws = [math.exp(0.8 * rng.gauss(0, 1)) for _ in range(count)]
     low, high = 1000.0, 60_000.0
     for _ in range(40):
@@ -135,7 +135,7 @@ def log_normal(rng: random.Random, count: int, longest: int) -> list[int]:
 
 
 def equal(rng: random.Random, count: int) -> list[int]:
-    """All of one length."""
+    """Return equal lengths."""
     return [rng.choice([3000, 6000, 9000])] * count
 
 
@@ -154,20 +154,20 @@ CASES: dict[str, tuple[int, Callable[[random.Random], list[int]]]] = {
 
 
 def measure(way: Way, budget: int, made: Callable[[random.Random], list[int]]) -> list[float]:
-    """Used share in tokens and in FLOPs, micro-batches, seconds, tokens of the fullest row over the budget."""
-    found = []
+    """Return utilization in tokens and FLOPs, micro-batches, seconds, and tokens of the fullest row over the budget."""
+    per_seed = []
     for seed in range(3):
         lengths = made(random.Random(seed))
         start = time.process_time()
         rows = way(lengths, budget)
         seconds = time.process_time() - start
-        assert sorted(i for mine in rows for row in mine for i in row) == list(range(len(lengths)))
-        fullest = max(sum(lengths[i] for i in row) for mine in rows for row in mine)
+        assert sorted(i for rank_samples in rows for row in rank_samples for i in row) == list(range(len(lengths)))
+        fullest = max(sum(lengths[i] for i in row) for rank_samples in rows for row in rank_samples)
         used = []
         for costs in ([float(n) for n in lengths], [cost(n, ATTENTION) for n in lengths]):
             used.append(sum(costs) / (RANKS * compute_makespan(rows, costs, TOGETHER)))
-        found.append([*used, len(rows[0]), seconds, max(1.0, fullest / budget)])
-    return [statistics.mean(column) for column in zip(*found, strict=True)]
+        per_seed.append([*used, len(rows[0]), seconds, max(1.0, fullest / budget)])
+    return [statistics.mean(column) for column in zip(*per_seed, strict=True)]
 
 
 def main() -> int:

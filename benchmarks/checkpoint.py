@@ -39,17 +39,17 @@ SIZES = [{"num_hidden_layers": 4}, {"num_hidden_layers": 8}]
 
 
 class Way(NamedTuple):
-    """How a checkpoint is written."""
+    """Method of writing a checkpoint."""
 
     metadata: dict[str, Any]
-    """Megatron's, for ``sharded_state_dict``"""
+    """Metadata that Megatron's ``sharded_state_dict`` receives."""
     boxes: bool = False
     parallel: bool = True
-    """whether replicas share the writing (``FullyParallelSaveStrategyWrapper``)"""
+    """True if replicas share the writing (``FullyParallelSaveStrategyWrapper``)."""
     background: bool = False
-    """whether training goes on when what is written was copied to host memory"""
+    """True if training continues once the data is copied to host memory."""
     shared_load: bool = False
-    """whether of ranks that hold the same one reads, and the others get it (``FullyParallelLoadStrategyWrapper``)"""
+    """True if one replica reads and sends to the other replicas (``FullyParallelLoadStrategyWrapper``)."""
 
 
 GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -68,18 +68,18 @@ class Measured(NamedTuple):
     """One save and one load on one rank."""
 
     save_seconds: float
-    """in which training waits"""
+    """Seconds in which training waits."""
     save_bytes: float
     load_seconds: float
     load_bytes: float
     written: int
-    """bytes of the rank's own files"""
+    """Bytes of the files that this rank writes."""
     read: int
-    """bytes that the load asked the file system for"""
+    """Bytes that the load requests from the file system."""
 
 
 def build(folder: Path, ranks: int) -> tuple[list[Any], Any]:
-    """Model and optimizer on this rank."""
+    """Build model and optimizer on this rank."""
     from megatron_dppo.config.layout import resolve_parallel
     from megatron_dppo.config.model import ModelConfig, ParallelConfig
     from megatron_dppo.config.optimizer import OptimizerConfig
@@ -103,8 +103,8 @@ def build(folder: Path, ranks: int) -> tuple[list[Any], Any]:
     return models, Optimizer(chunks, config, OptimizerConfig(lr=1e-6), parallel, 10)
 
 
-def state_of(models: list[Any], optimizer: Any, way: Way, is_loading: bool) -> dict[str, Any]:
-    """What Megatron writes, or a place for what it loads."""
+def sharded_state(models: list[Any], optimizer: Any, way: Way, is_loading: bool) -> dict[str, Any]:
+    """Return the sharded state dict that Megatron writes or loads into."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from megatron_dppo.mcore.optimizer_shards import use_box_sharding
@@ -141,17 +141,17 @@ def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measur
         start = time.perf_counter()
         strategy = StreamedSave(None, staged=way.background) if way.boxes else get_default_save_sharded_strategy()
         strategy = FullyParallelSaveStrategyWrapper(strategy) if way.parallel else strategy
-        state = state_of(models, optimizer, way, False)
-        rest = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=way.boxes)
+        state = sharded_state(models, optimizer, way, False)
+        async_request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=way.boxes)
         blocked = time.perf_counter() - start
-        if rest is not None:
-            rest.async_fn()
+        if async_request is not None:
+            async_request.async_fn()
             on_all_ranks(lambda: save_config(CheckpointingConfig("torch_dist", 1), str(folder)), first_only=True)
             blocked = blocked if way.background else time.perf_counter() - start
 
     def load() -> None:
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()) if way.shared_load else None
-        loaded = dist_checkpointing.load(state_of(models, optimizer, way, True), str(folder), strategy)
+        loaded = dist_checkpointing.load(sharded_state(models, optimizer, way, True), str(folder), strategy)
         models[0].load_state_dict(loaded["model"])
         optimizer.megatron.load_state_dict(loaded["optimizer"])
 
@@ -168,48 +168,48 @@ def measure(models: list[Any], optimizer: Any, way: Way, folder: Path) -> Measur
 
 
 def bytes_read() -> int:
-    """What this process has read so far, from the page cache too."""
+    """Return the bytes that this process has read so far, including the page cache."""
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
 
 
 def on_all_ranks(work: Callable[[], None], *, first_only: bool) -> None:
-    """Do something on rank 0 (or all) and wait for it."""
+    """Run the work on rank 0 (or on all ranks) and wait for it."""
     if dist.get_rank() == 0 or not first_only:
         work()
     dist.barrier()
 
 
 def worker(folder: Path, rounds: int, ways: list[str]) -> None:
-    """One rank: all ways, in the same order on all ranks."""
+    """Measure every method on one rank, in the same order on all ranks."""
     models, optimizer = build(folder, int(os.environ["WORLD_SIZE"]))
-    found: dict[str, list[Measured]] = {name: [] for name in ways}
+    measured_ways: dict[str, list[Measured]] = {name: [] for name in ways}
     order = random.Random(0)
     for number in range(rounds + 1):
         for name in order.sample(ways, len(ways)):
             result = measure(models, optimizer, WAYS[name], folder / "checkpoint")
             if number:  # the first round warms up
-                found[name].append(result)
+                measured_ways[name].append(result)
     parameters = sum(p.numel() for model in models for p in model.parameters())
     out = folder / f"rank{dist.get_rank()}.json"
-    out.write_text(json.dumps({"parameters": parameters, "ways": found}))
+    out.write_text(json.dumps({"parameters": parameters, "ways": measured_ways}))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run(size: dict[str, int], ranks: int, rounds: int, only: str) -> list[dict[str, Any]]:
-    """What each rank measured at one size."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    """Measure one size and return the records of each rank."""
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         (folder / "config.json").write_text(json.dumps({**SHAPE, **size}))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command += [__file__, "--rounds", str(rounds), "--only", only, "--worker", place]
+        command += [__file__, "--rounds", str(rounds), "--only", only, "--worker", folder_name]
         subprocess.run(command, check=True, env=environment)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def report(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print the table of one size; its rows."""
+    """Print the table of one size and return its rows."""
     parameters = by_rank[0]["parameters"]
     print(f"\n{parameters / 1e6:.1f} M parameters on each of {len(by_rank)} data-parallel ranks")
     print(f"{'way':<34} {'host bytes a parameter, by rank':<36} {'own share':<14} {'read':<6} {'seconds':<14} of boxes")
@@ -243,7 +243,7 @@ def _by_rank(values: list[float]) -> str:
 
 
 def main() -> int:
-    """Measure both sizes and print what came out."""
+    """Measure both sizes and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

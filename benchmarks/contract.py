@@ -15,20 +15,23 @@ from megatron_dppo.engines.servers.contract import Contract, check_generation
 from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
 
-VOCAB, TOKENS, PROMPT, K = 151_936, 1000, 200, 20
+VOCAB = 151_936
+TOKENS = 1000
+PROMPT = 200
+K = 20
 SHAPE = RoutingShape(num_layers=48, num_experts=128, topk=8)
 CONTRACT = Contract(vocab_size=VOCAB, end_tokens=(151_643, 151_645))
 ROUNDS = 50
 
 
 def answer(*, topk: bool, routed: bool) -> tuple[GenerateRequest, Generation]:
-    """A request and an answer that keeps the contract."""
+    """Return a request and a response that satisfies the contract."""
     rng = np.random.default_rng(0)
-    # The falling log-probabilities of K ids that are all different; the sampled token is one of them.
+    # Decreasing log-probabilities of K distinct ids; the sampled token is one of them.
     values = -np.sort(rng.exponential(3.0, (TOKENS, K)), axis=1) - np.log(K)
     ids = np.stack([rng.permutation(10_000)[:K] for _ in range(TOKENS)])
-    place = rng.integers(0, K, TOKENS)
-    sampled, logprobs = ids[np.arange(TOKENS), place], values[np.arange(TOKENS), place].astype(np.float32)
+    slot = rng.integers(0, K, TOKENS)
+    sampled, logprobs = ids[np.arange(TOKENS), slot], values[np.arange(TOKENS), slot].astype(np.float32)
     prompt = tuple(int(token) for token in rng.integers(0, VOCAB, PROMPT))
     rows = PROMPT + TOKENS - 1
     routes = rng.random((rows, SHAPE.num_layers, SHAPE.num_experts)).argpartition(8, -1)[..., :8].astype(np.uint8)

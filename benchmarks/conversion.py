@@ -38,7 +38,7 @@ WAYS = ("all ranks write", "rank 0 writes")
 
 
 def write_source(folder: Path) -> None:
-    """The folder that is read: random weights."""
+    """Write the source folder with random weights."""
     from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
     from megatron_dppo.weights.hf_folder import save_hf_folder
 
@@ -50,7 +50,7 @@ def write_source(folder: Path) -> None:
 
 
 def worker(folder: Path, rounds: int) -> None:
-    """One rank: reads and writes, and leaves its figures in the folder."""
+    """Read and write on one rank, and write its measurements to the folder."""
     from megatron_dppo.config.model import ParallelConfig
     from megatron_dppo.hf.folder import FolderWeights, drain
     from megatron_dppo.weights.conversion import open_converter
@@ -59,7 +59,7 @@ def worker(folder: Path, rounds: int) -> None:
     source = folder / "source"
     parallel = ParallelConfig(expert_model_parallel_size=int(os.environ["WORLD_SIZE"]))
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("read", *WAYS)}
+    measured_ways: dict[str, list[tuple[float, float]]] = {name: [] for name in ("read", *WAYS)}
     with open_converter(str(source), parallel, "bf16") as converter:
         target = folder / "target"
 
@@ -76,20 +76,27 @@ def worker(folder: Path, rounds: int) -> None:
         order = random.Random(0)
         for _ in range(rounds):
             dist.barrier()
-            found["read"].append(peak_growth(lambda: converter.bridge.load(FolderWeights(source)), own=True))
+            measured_ways["read"].append(
+                peak_growth(lambda: converter.bridge.load(FolderWeights(source)), anonymous_only=True)
+            )
             for way in order.sample(WAYS, len(WAYS)):
                 dist.barrier()
-                found[way].append(peak_growth(lambda way=way: write(way), own=True))  # type: ignore[misc]
+                measured_ways[way].append(peak_growth(lambda way=way: write(way), anonymous_only=True))  # type: ignore[misc]
                 _check(target, source)
                 if dist.get_rank() == 0:
                     shutil.rmtree(target)
-        mine = sum(parameter.nbytes for model in converter.models for parameter in model.parameters())
-        result = {"bytes": size, "mine": mine, "names": len(FolderWeights(source).names()), "ways": found}
+        parameter_bytes = sum(parameter.nbytes for model in converter.models for parameter in model.parameters())
+        result = {
+            "bytes": size,
+            "mine": parameter_bytes,
+            "names": len(FolderWeights(source).names()),
+            "ways": measured_ways,
+        }
         (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
 def _check(target: Path, source: Path) -> None:
-    """A rank's share of the tensors, bit for bit."""
+    """Compare this rank's share of the tensors bit by bit."""
     from megatron_dppo.hf.folder import FolderWeights
 
     written, read = FolderWeights(target), FolderWeights(source)
@@ -102,21 +109,21 @@ def _check(target: Path, source: Path) -> None:
 
 
 def run(size: dict[str, int], ranks: int, rounds: int) -> list[dict[str, Any]]:
-    """What each rank measured at one size."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    """Measure one size and return the records of each rank."""
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         (folder / "shape").mkdir()
         (folder / "shape/config.json").write_text(json.dumps({**REAL, **size}))
         write_source(folder)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command += [__file__, "--rounds", str(rounds), "--worker", place]
+        command += [__file__, "--rounds", str(rounds), "--worker", folder_name]
         subprocess.run(command, check=True, env=environment)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def report(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print the table of one size; its rows."""
+    """Print the table of one size and return its rows."""
     size = by_rank[0]["bytes"]
     print(f"\n{by_rank[0]['names']} tensors, {size / 2**20:.0f} MiB in {FILES} files, {len(by_rank)} ranks")
     print(f"{'way':<18} {'memory, MiB by rank':<24} {'of a file, by rank':<22} {'seconds':<9} of the first way")
@@ -133,7 +140,7 @@ def report(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure both sizes and print what came out."""
+    """Measure both sizes and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

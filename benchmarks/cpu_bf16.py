@@ -19,7 +19,13 @@ from torch import Tensor
 
 from megatron_dppo.head.mixed_gemm import _allow_bf16_products, _blocks, logits_into
 
-TOKENS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 2048, 576, 1536, 9, 3, 64, 49152
+TOKENS = 2048
+HIDDEN = 576
+FFN = 1536
+HEADS = 9
+GROUPS = 3
+HEAD_DIM = 64
+VOCAB = 49152
 LENGTHS = (64, 128, 256, 512, 2048)
 CHUNK = 120
 """Rows of the head at a time at this vocabulary."""
@@ -64,7 +70,7 @@ def attention(length: int, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def logits_with_fresh_blocks(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Convert each block of the weight into memory of its own."""
+    """Convert each block of the weight into newly allocated memory."""
     rows = hidden.float()
     with _allow_bf16_products(hidden.dtype):
         for block in _blocks(weight):

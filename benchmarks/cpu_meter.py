@@ -20,27 +20,27 @@ class Reading:
     """The state of a run at one record of its metrics file."""
 
     step: int
-    """rollout steps done; 0 = just before the first rollout"""
+    """Completed rollout steps; 0 is just before the first rollout."""
     reward: float | None
-    """mean training reward of that step's rollout"""
+    """Mean training reward of the rollout of that step."""
     cpu_seconds: float
-    """user and system time of all processes since the start of the program"""
+    """User and system seconds of all processes since the start of the program."""
     wall_seconds: float
-    """since the start of the program"""
+    """Wall seconds since the start of the program."""
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """For JSON."""
+        """Return the reading for JSON."""
         return asdict(self)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """User and system seconds of a process, its living descendants, and those of them that have ended."""
+    """Return user and system seconds of a process and its descendants, including ended ones."""
     total = 0.0
     for member in [process, *process.children(recursive=True)]:
         try:
             times = member.cpu_times()
         except psutil.NoSuchProcess:
-            continue  # its parent has counted it in children_user, read next time
+            continue  # its parent counts it in children_user at the next reading
         total += times.user + times.system + times.children_user + times.children_system
     return total
 
@@ -81,7 +81,9 @@ def run_metered(
     started = time.perf_counter()
     with log.open("w") as output:
         program = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        tree, read, done = psutil.Process(program.pid), 0, False
+        tree = psutil.Process(program.pid)
+        read = 0
+        done = False
         try:
             while not done and program.poll() is None:
                 time.sleep(_POLL_SECONDS)

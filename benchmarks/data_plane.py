@@ -1,4 +1,4 @@
-"""What a rollout token costs the leader of a data-parallel rank on its way from an answer to a packed micro-batch.
+"""CPU cost of a rollout token on the leader of a data-parallel rank, from the response to a packed micro-batch.
 
     python benchmarks/data_plane.py [--responses 32] [--tokens 1000 4000] [--json FILE]
 
@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from made_answers import CONTRACT, MAKERS, SHAPE, K, columns, request_of
+from made_answers import CONTRACT, MAKERS, SHAPE, K, columns, make_request
 
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.data.training_samples import pack, to_samples
@@ -50,16 +50,16 @@ TRAINER = ("receive", "response", "to the other ranks", "sample", "micro-batch")
 
 
 class Tokenizer:
-    """The text of a response costs what the tokenizer costs, which is not ours."""
+    """Tokenizer without a cost: decoding is not part of the measurement."""
 
     def decode(self, *_: object, **__: object) -> str:
-        """No text."""
+        """Return no text."""
         return ""
 
 
 @contextmanager
 def serving(engine: str, length: int) -> Any:
-    """The URL of a server that always gives one answer."""
+    """Start a server that always returns one response, and yield its URL."""
     program = [sys.executable, str(Path(__file__).with_name("made_answers.py")), engine, str(length)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -70,20 +70,21 @@ def serving(engine: str, length: int) -> Any:
 
 
 async def received(engine: str, url: str, request: Any, count: int) -> tuple[list[Generation], float]:
-    """So many answers through a process that reads them, four at a time, and the CPU seconds that this process took."""
+    """Receive ``count`` responses through a reader process, four at a time; also return this process's CPU seconds."""
     settings = ClientProcessSettings(engine=engine, urls=[url], api_key=None, deadlines=Deadlines(), contract=CONTRACT)  # type: ignore[arg-type]
     clients, server = ClientProcesses(1, settings), SimpleNamespace(url=url)
     await clients.generate(server, request)  # type: ignore[arg-type]
-    begin, found = time.process_time(), []
+    generations: list[Generation] = []
+    begin = time.process_time()
     for _ in range(count // 4):
-        found += await asyncio.gather(*(clients.generate(server, request) for _ in range(4)))  # type: ignore[arg-type]
+        generations += await asyncio.gather(*(clients.generate(server, request) for _ in range(4)))  # type: ignore[arg-type]
     seconds = time.process_time() - begin
     await clients.close()
-    return found, seconds
+    return generations, seconds
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -93,18 +94,18 @@ class Stages:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self.found: dict[str, float] = {}
+        self.microseconds: dict[str, float] = {}
 
     def run(self, name: str, call: Callable[[], T], responses: int = 1) -> T:
-        """What the call returns; it deals with so many responses."""
+        """Run and time a call that handles ``responses`` responses, and return its result."""
         begin = time.process_time()
         result = call()
-        self.found[name] = (time.process_time() - begin) / responses / self._length * 1e6
+        self.microseconds[name] = (time.process_time() - begin) / responses / self._length * 1e6
         return result
 
 
 def to_groups(generations: Sequence[Generation], prompt: Prompt) -> list[RolloutGroup]:
-    """Each a group of one."""
+    """Return one group for each generation."""
     groups = []
     for generation in generations:
         response = GrowingResponse(prompt.token_ids, topk=K, routing=SHAPE)
@@ -117,9 +118,11 @@ def to_groups(generations: Sequence[Generation], prompt: Prompt) -> list[Rollout
 
 
 def read_answers(engine: str, length: int, stages: Stages) -> None:
-    """What the process does that reads answers."""
-    found = columns(length)
-    body, request, decode = MAKERS[engine](found), request_of(found), DECODERS[engine]
+    """Run the stages of the process that reads responses."""
+    sampled = columns(length)
+    body = MAKERS[engine](sampled)
+    request = make_request(sampled)
+    decode = DECODERS[engine]
     for _ in range(2):  # the first time is a warm-up
         answer = stages.run("JSON", lambda: decode_body(body))
         generation = stages.run("decode", partial(decode, answer, request, "http://s"))
@@ -127,9 +130,9 @@ def read_answers(engine: str, length: int, stages: Stages) -> None:
 
 
 def measure(engine: str, count: int, length: int) -> tuple[dict[str, float], float]:
-    """CPU microseconds a token of each stage; bytes a token that are held. In a process of its own."""
+    """Return CPU microseconds per token by stage, and bytes held per token. Runs in a separate process."""
     torch.set_num_threads(1)
-    stages, request = Stages(length), request_of(columns(length))
+    stages, request = Stages(length), make_request(columns(length))
     prompt = Prompt(prompt_id="p", text="", token_ids=request.token_ids, label="")
 
     def packed() -> None:
@@ -140,7 +143,7 @@ def measure(engine: str, count: int, length: int) -> tuple[dict[str, float], flo
         asyncio.run(received(engine, url, request, 4))
         before = resident()
         generations, seconds = asyncio.run(received(engine, url, request, count))
-    stages.found["receive"] = seconds / count / length * 1e6
+    stages.microseconds["receive"] = seconds / count / length * 1e6
     groups = stages.run("response", partial(to_groups, generations, prompt), count)
     generations.clear()
     samples = stages.run("sample", lambda: with_all_routes(to_samples(groups, [[1.0]] * count), SHAPE), count)
@@ -148,7 +151,7 @@ def measure(engine: str, count: int, length: int) -> tuple[dict[str, float], flo
     held = (resident() - before) / count / length
     stages.run("to the other ranks", lambda: from_message(to_message(groups[0])))
     read_answers(engine, length, stages)
-    return stages.found, held
+    return stages.microseconds, held
 
 
 def main() -> int:

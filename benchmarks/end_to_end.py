@@ -46,14 +46,14 @@ _BF16 = {"bf16": True}
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: what each side is told beyond the common task."""
+    """One comparison: settings of each side beyond the common task."""
 
     ours: tuple[str, ...] = ()
-    """overrides of the task's configuration"""
+    """Overrides of the task's configuration (megatron_dppo)."""
     grpo: dict[str, Any] = field(default_factory=dict)
-    """fields of TRL's GRPOConfig"""
+    """Fields of TRL's GRPOConfig."""
     trl_model: dict[str, Any] = field(default_factory=dict)
-    """keyword arguments of transformers' from_pretrained in TRL"""
+    """Keyword arguments of transformers' ``from_pretrained`` in TRL."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class Task:
     """Task, reward and goal that both sides share."""
 
     config: Path
-    """ours"""
+    """Configuration file of megatron_dppo."""
     reward: str
-    """module:function, in TRL's signature"""
+    """Reward function as ``module:function``, in TRL's signature."""
     metric: str
-    """of our metrics.jsonl"""
+    """Key in metrics.jsonl of megatron_dppo."""
     trl_metric: str
-    """of the lines that trl_side.py writes"""
+    """Key in the lines that trl_side.py writes."""
     target: float
     window: int
-    """values of the metric whose mean has to reach the target"""
+    """Number of latest metric values whose mean has to reach the target."""
     rows: Mapping[str, Row]
 
     def arrived(self, readings: Sequence[Reading]) -> bool:
@@ -110,8 +110,8 @@ TASKS = {
 same one; at 1e-3 both sides fail on seed 1). Rows of smollm2 are learning rates of both sides."""
 
 
-def result_of(task: Task, readings: Sequence[Reading]) -> dict[str, Any]:
-    """Rollouts and CPU seconds of one run; ``reached`` says whether it got to the target at all."""
+def summarize(task: Task, readings: Sequence[Reading]) -> dict[str, Any]:
+    """Return rollouts and CPU seconds of one run; ``reached`` is True if it reached the target."""
     start, end = readings[0], readings[-1]
     return {
         "reached": task.arrived(readings),
@@ -124,19 +124,19 @@ def result_of(task: Task, readings: Sequence[Reading]) -> dict[str, Any]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Quiet, with a fixed number of threads; both sides import the reward function from this checkout."""
+    """Return the environment of both sides: quiet, a fixed number of threads, this checkout importable."""
     quiet = {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **quiet, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "OMP_NUM_THREADS": str(threads)}
 
 
 def our_command(config: Path, processes: int, overrides: Sequence[str]) -> list[str]:
-    """A run of megatron_dppo."""
+    """Return the command of a run of megatron_dppo."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return [*torchrun, "-m", "megatron_dppo.train", str(config), *overrides]
 
 
 def make_base(task: str, folder: Path, seed: int) -> Path:
-    """The base model: of chain_sum warmed up for each seed, once; of smollm2 the pretrained one."""
+    """Return the base model: warmed up once for each seed (chain_sum), or the pretrained one (smollm2)."""
     if task == "smollm2":
         return model_folder(print)
     base = folder / f"warmup-{seed}" / "base"
@@ -149,7 +149,7 @@ def make_base(task: str, folder: Path, seed: int) -> Path:
 
 
 def make_trl_python() -> Path:
-    """TRL's own environment with pinned versions, made once."""
+    """Return the Python of an environment with pinned TRL, created once."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron_dppo" / "-".join(TRL_PACKAGES)
     python = home / "bin" / "python"
     if not (home / "complete").is_file():
@@ -161,7 +161,7 @@ def make_trl_python() -> Path:
 
 
 def run_ours(row: Row, base: Path, seed: int, folder: Path, options: argparse.Namespace) -> list[Reading]:
-    """One metered run of megatron_dppo."""
+    """Run megatron_dppo once, metered."""
     task = TASKS[options.task]
     chosen = {"model.path": base, "run.seed": seed, "run.num_steps": options.max_rollouts, "run.output_dir": folder}
     overrides = [x for key, value in chosen.items() for x in (f"--{key}", str(value))]
@@ -177,7 +177,7 @@ def run_ours(row: Row, base: Path, seed: int, folder: Path, options: argparse.Na
 
 
 def run_trl(row: Row, base: Path, seed: int, folder: Path, options: argparse.Namespace) -> list[Reading]:
-    """One metered run of TRL with our stream of prompts."""
+    """Run TRL once, metered, with the prompt stream of megatron_dppo."""
     task = TASKS[options.task]
     config = load_config(str(task.config), ["--model.path", str(base), "--run.seed", str(seed), *row.ours])
     inputs, count = read_inputs(config, 1), config.rollout.prompts_per_step * options.max_rollouts
@@ -214,7 +214,7 @@ def _example(prompt: Prompt) -> dict[str, str]:
 
 
 def compare(name: str, bases: Sequence[Path], options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides on every seed; prints the table of one row."""
+    """Compare both sides on every seed, print the table of one row, and return the results."""
     task = TASKS[options.task]
     print(f"\n{name}: CPU seconds to {task.metric} {task.target} (rollouts; with start-up in brackets)")
     print(f"{'seed':>6}{'megatron_dppo':>26}{'TRL':>26}{'ratio':>8}{'with start-up':>15}", flush=True)
@@ -228,7 +228,7 @@ def compare(name: str, bases: Sequence[Path], options: argparse.Namespace) -> di
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 readings = sides[side](task.rows[name], base, seed, folder, options)
-                tries[side].append(result_of(task, readings))
+                tries[side].append(summarize(task, readings))
         for side, runs in tries.items():
             best = min(runs, key=lambda run: run["cpu_seconds"])
             results[side].append({"seed": seed, **best, "all_cpu_seconds": [run["cpu_seconds"] for run in runs]})
@@ -248,7 +248,7 @@ def _cell(results: list[dict[str, Any]]) -> str:
 
 
 def _ratios(results: dict[str, list[dict[str, Any]]], part: slice) -> str:
-    """Ours over TRL's: the median of the paired ratios, without and with start-up."""
+    """Return the median of the paired ratios ours / TRL, without and with start-up."""
     pairs = list(zip(results["ours"][part], results["trl"][part], strict=False))
     keys = ("cpu_seconds", "cpu_seconds_with_startup")
     medians = [statistics.median(a[key] / b[key] for a, b in pairs) for key in keys] if pairs else []

@@ -9,7 +9,7 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 def exact(prompts: list[str], completions: list[str], label: list[str], **_: Any) -> list[float]:
-    """A reward function in TRL's signature, which megatron_dppo takes as it stands."""
+    """Return the rewards of a batch. TRL's signature, which megatron_dppo accepts as well."""
     return [_score(completion, right) for completion, right in zip(completions, label, strict=True)]
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from head_bench import needs, one_process, report, tensor_parallel
 from head_bench.counters import counted, peak_bytes
-from head_bench.reference import Errors, errors_of, reference
-from head_bench.results import Check, Results, Row, gates, goals, methods_of
+from head_bench.reference import Errors, measure_errors, reference
+from head_bench.results import Check, Results, Row, gates, goals, select_methods
 from head_bench.timing import PAGES
 from head_peers.registry import METHODS, OURS_A, OURS_B, Method
 from head_peers.task import Size, Task, make_task, quick_task
@@ -62,7 +62,7 @@ FULL = Profile(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 when a gate fails."""
+    """Measure, print and write; return 1 if a gate fails."""
     options = _parse(arguments)
     torch.set_num_threads(1)
     if options.device == "cuda" or options.rehearse_cuda:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         times = {pages: needs.measure(profile.time, pages, options.rounds, options.attempts) for pages in PAGES}
         print(f"{profile.time}\n\n{needs.table(needs.products(profile.time), times)}")
         return 0
-    methods = methods_of(options.methods, METHODS)
+    methods = select_methods(options.methods, METHODS)
     results = _measure(methods, profile, options)
     checks = {"gates": gates(results)} | ({"goals": goals(results)} if options.full else {})
     _show(results, checks, options.out)
@@ -116,34 +116,34 @@ def _measure(methods: list[Method], profile: Profile, options: argparse.Namespac
     _say("peaks")
     _full_peaks([row for row in rows if options.full or row.method.ours], profile.peak)
     _say("two ranks")
-    found = tensor_parallel.measure(methods, profile.parallel)
+    parallel = tensor_parallel.measure(methods, profile.parallel)
     for row in rows:
-        row.parallel = found.get(row.method.name)
+        row.parallel = parallel.get(row.method.name)
     return results
 
 
 def _errors(methods: list[Method], size: Size) -> dict[str, dict[str, Errors]]:
-    found: dict[str, dict[str, Errors]] = {method.name: {} for method in methods}
+    errors: dict[str, dict[str, Errors]] = {method.name: {} for method in methods}
     for dtype in (torch.bfloat16, torch.float32):
         task = make_task(replace(size, dtype=dtype, zero_share=ZERO_SHARE))
         exact = {with_ids: reference(task, with_ids) for with_ids in (False, True)}
         for method in methods:
             name = str(dtype).removeprefix("torch.")
-            found[method.name][name] = errors_of(method.run, task, exact[method.offers_ids(1)])
-    return found
+            errors[method.name][name] = measure_errors(method.run, task, exact[method.offers_ids(1)])
+    return errors
 
 
 def _counts(method: Method, task: Task, size: Size, errors: dict[str, Errors]) -> Row:
     fresh = task.fresh()
-    with counted() as seen:
+    with counted() as counts:
         method.run(fresh)
     fresh = task.fresh()
     logits = size.tokens * size.vocab
     return Row(
         method,
-        gemms=seen.flops / (2 * logits * size.hidden),
-        traffic=seen.traffic / logits,
-        large_traffic=seen.large_traffic / logits,
+        gemms=counts.flops / (2 * logits * size.hidden),
+        traffic=counts.traffic / logits,
+        large_traffic=counts.large_traffic / logits,
         peak=peak_bytes(lambda: method.run(fresh)),
         errors=errors,
     )
@@ -159,10 +159,10 @@ def _full_peaks(rows: list[Row], size: Size) -> None:
 def _times(results: Results, profile: Profile, options: argparse.Namespace) -> None:
     methods = [row.method for row in results.rows]
     for pages in PAGES:
-        found = one_process.measure(methods, profile.time, ZERO_SHARE, pages, options.rounds, options.attempts)
-        results.zero_times[pages], results.limits[pages] = found[one_process.ZERO_ROWS], found[one_process.LIMIT]
+        times = one_process.measure(methods, profile.time, ZERO_SHARE, pages, options.rounds, options.attempts)
+        results.zero_times[pages], results.limits[pages] = times[one_process.ZERO_ROWS], times[one_process.LIMIT]
         for row in results.rows:
-            row.times[pages] = found[row.method.name]
+            row.times[pages] = times[row.method.name]
         if profile.parallel_time is None:
             continue
         for name, ratio in tensor_parallel.measure_times(methods, profile.parallel_time, pages, options.rounds).items():
@@ -181,9 +181,9 @@ def _show(results: Results, checks: dict[str, list[Check]], out: Path) -> None:
     for pages, ratio in results.zero_times.items():
         print(f"{pages} pages: ours B with {results.zero_share:.0%} zero advantages over none: {ratio}")
         print(f"{pages} pages: three plain products alone over ours B: {results.limits[pages]}")
-    for kind, found in checks.items():
+    for kind, kind_checks in checks.items():
         print(f"\n{kind}")
-        for check in found:
+        for check in kind_checks:
             print(f"  {check}")
     report.write_json(out / "head.json", results, checks, report.environment("cpu"))
     report.plot(out / "head.png", results)

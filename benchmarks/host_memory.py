@@ -1,4 +1,4 @@
-"""How much host memory a piece of work takes at its peak."""
+"""Peak host memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from pathlib import Path
 import psutil
 
 
-def peak_growth(work: Callable[[], None], *, children: bool = False, own: bool = False) -> tuple[float, float]:
-    """Seconds, and bytes by which the resident memory of this process was larger than before at its peak.
+def peak_growth(
+    work: Callable[[], None], *, children: bool = False, anonymous_only: bool = False
+) -> tuple[float, float]:
+    """Return the seconds of the work, and by how many bytes the resident memory of this process grew at its peak.
 
     Args:
-        work: what is measured.
-        children: whether to add what processes that it starts hold for themselves (looked at every 10 ms).
-        own: whether to leave pages of files out, which the kernel may drop (looked at every 10 ms).
+        work: Function to measure.
+        children: True to add the private memory of child processes (sampled every 10 ms).
+        anonymous_only: True to exclude file pages, which the kernel may drop (sampled every 10 ms).
     """
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what an earlier way has freed would serve this one unseen
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory freed by an earlier run would hide growth
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    field = "RssAnon" if own else "VmRSS"
-    before, most, ended = _status(field), 0.0, threading.Event()
+    field = "RssAnon" if anonymous_only else "VmRSS"
+    before = _status(field)
+    most = 0.0
+    has_ended = threading.Event()
 
     def look() -> None:
         nonlocal most
-        while not ended.wait(0.01):
+        while not has_ended.wait(0.01):
             most = max(most, _status(field) + (_private_of_children() if children else 0.0))
 
-    watcher, watched = threading.Thread(target=look), children or own
+    watcher, watched = threading.Thread(target=look), children or anonymous_only
     if watched:
         watcher.start()
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start
-    ended.set()
+    has_ended.set()
     if watched:
         watcher.join()
-    return seconds, max(most, _status(field) if own else _status("VmHWM")) - before
+    return seconds, max(most, _status(field) if anonymous_only else _status("VmHWM")) - before
 
 
 def _status(field: str) -> float:
@@ -47,7 +51,7 @@ def _status(field: str) -> float:
 
 
 def _private_of_children() -> float:
-    """What children do not share with this process (a fork shares all that neither has changed)."""
+    """Return the private bytes of child processes (a fork shares every unchanged page)."""
     total = 0.0
     for child in psutil.Process().children():
         try:

@@ -1,4 +1,4 @@
-"""What the probe's statistics are for right and for wrong servers: real SGLang servers, tiny models, one machine.
+"""Statistics of the probe for right and wrong servers: real servers, tiny models, one machine.
 
 python benchmarks/probe.py OUT.json [--seeds 3]
 
@@ -52,17 +52,17 @@ SERVERS = {
     ),
 }
 SHARPNESS = (1.0, 5.0, 15.0)
-"""what the output layer is multiplied by: median p of a sampled token about .005, .5, .99"""
+"""Factors of the output layer: the median p of a sampled token is about .005, .5 and .99."""
 TEMPERATURES = (0.7, 1.0)
 TOPK = 8
 TEXT = "One request before the run starts. " * 6
 STEP_SIZES = (1e-6, 1e-4, 1e-3)
-"""of one optimizer step, each weight up or down by that"""
+"""Sizes of one optimizer step: each weight moves up or down by this amount."""
 
 
 @contextmanager
 def server(kind: str, model: Path, folder: Path, options: tuple[str, ...]) -> Iterator[Engine]:
-    """A real one. vLLM reports no routed experts on a CPU."""
+    """Start a real server. vLLM reports no routed experts on a CPU."""
     if kind == "sglang":
         engine = start_sglang(model, folder / "log", *options, "--enable-return-routed-experts")
     else:
@@ -73,8 +73,8 @@ def server(kind: str, model: Path, folder: Path, options: tuple[str, ...]) -> It
         stop_engine(engine)
 
 
-def answer_of(engine: Engine, folder: Path, expected: ProbeExpectation) -> ProbeResponse:
-    """After the server took the weights of the folder."""
+def probe_server(engine: Engine, folder: Path, expected: ProbeExpectation) -> ProbeResponse:
+    """Load the weights of the folder into the server and return its probe response."""
 
     async def use() -> ProbeResponse:
         client = {"sglang": SGLangServer, "vllm": VLLMServer}[engine.kind](engine.url)
@@ -88,18 +88,20 @@ def answer_of(engine: Engine, folder: Path, expected: ProbeExpectation) -> Probe
 
 
 def each(answer: ProbeResponse, change: Callable[[Generation], Generation]) -> ProbeResponse:
-    """The answer with another content of each response."""
+    """Return the response with a change applied to each generation."""
     return replace(answer, generations=tuple(change(g) for g in answer.generations))
 
 
 def changed_logprobs(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Generation], Generation]:
-    """Of one response."""
+    """Return a change of the log-probabilities of one generation."""
     return lambda g: replace(g, logprobs=torch.from_numpy(change(g.logprobs.double().numpy())).float())
 
 
 def lies(readings: list[TrainerReading]) -> dict[str, Callable[[ProbeResponse], ProbeResponse]]:
-    """By name: what a gateway makes of a right answer. The raw log-probabilities are those of the trainer, with the
-    differences of the real answer."""
+    """Return corruptions of a right response by name, as a gateway could cause them.
+
+    The raw log-probabilities are those of the trainer, with the differences of the real response.
+    """
     raw = {i: r.raw_logprobs - r.logprobs for i, r in enumerate(readings)}
 
     def as_raw(answer: ProbeResponse) -> ProbeResponse:
@@ -137,7 +139,7 @@ def lies(readings: list[TrainerReading]) -> dict[str, Callable[[ProbeResponse], 
 
 
 def numbers(answer: ProbeResponse, expected: ProbeExpectation, readings: list[TrainerReading]) -> dict[str, Any]:
-    """The statistics, and the verdict."""
+    """Return the statistics and the verdict."""
     reported = np.concatenate([g.logprobs.double().numpy() for g in answer.generations])
     live = [r.logprobs for r in readings]
     replayed = np.concatenate([r.logprobs if r.replayed_logprobs is None else r.replayed_logprobs for r in readings])
@@ -160,7 +162,7 @@ def numbers(answer: ProbeResponse, expected: ProbeExpectation, readings: list[Tr
 
 
 def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
-    """One record for each model, temperature and lie."""
+    """Yield one record for each model, temperature and corruption."""
     from megatron_dppo.weights.probe import compute_readings
 
     engine_name, dtype, options = SERVERS[name]
@@ -179,7 +181,7 @@ def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
                 routing=ROUTING if engine_name == "sglang" else None,
             )
             for (seed, sharpness), model in models.items():
-                answer = answer_of(engine, model, expected)
+                answer = probe_server(engine, model, expected)
 
                 def read(
                     other: ProbeResponse, trainer: Any = trainer, expected: Any = expected
@@ -188,11 +190,11 @@ def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
 
                 common = {"server": name, "temperature": temperature, "sharpness": sharpness, "seed": seed}
                 trainer.bridge.load(weights_of(model))
-                for lie, tell in lies(read(answer)).items():
+                for lie, corrupt in lies(read(answer)).items():
                     if "routes" in lie and expected.routing is None:
                         continue
-                    told = tell(answer)
-                    yield {**common, "case": lie, **numbers(told, expected, read(told))}
+                    corrupted = corrupt(answer)
+                    yield {**common, "case": lie, **numbers(corrupted, expected, read(corrupted))}
                 for size in STEP_SIZES:
                     trainer.bridge.load(weights_of(make_model(folder / "moved", seed, sharpness, size)))
                     yield {**common, "case": f"a step of {size:g} ago", **numbers(answer, expected, read(answer))}
@@ -215,8 +217,9 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
         records = []
         for kind in arguments.servers:
-            (place := folder / kind.replace(" ", "-")).mkdir()
-            records += measure(kind, place, arguments.seeds)
+            server_folder = folder / kind.replace(" ", "-")
+            server_folder.mkdir()
+            records += measure(kind, server_folder, arguments.seeds)
             arguments.out.write_text(json.dumps(records))
         dist.destroy_process_group()
 

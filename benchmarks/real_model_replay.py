@@ -98,10 +98,10 @@ VARIANTS = (
     Variant("sglang", "rollout"),
     Variant("vllm", "off"),
 )
-"""vLLM reports no experts on a CPU."""
+"""Measured variants. On a CPU, vLLM reports no experts."""
 
 
-def settings_of(engine: str, model: Path, work: Path) -> dict[str, Any]:
+def write_settings(engine: str, model: Path, work: Path) -> dict[str, Any]:
     """Return the settings of servers and trainer; writes prompts that ask for steps, so that answers are sentences."""
     prompts = work / "train.jsonl"
     text = (CONFIG.parent / "train.jsonl").read_text()
@@ -178,14 +178,14 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def variant_of(row: Row) -> Variant:
+def row_variant(row: Row) -> Variant:
     """Return the variant of a row."""
     return Variant(row["engine"], row["replay"], row["has_weights"])
 
 
 def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Run what has no row yet; append its rows to the file and to ``rows``."""
-    done = {(variant_of(row), row["seed"]) for row in rows}
+    done = {(row_variant(row), row["seed"]) for row in rows}
     options.work.mkdir(parents=True, exist_ok=True)
     model = RUNNABLE["smollm2-moe"].make_model()
     for engine in options.engines:
@@ -193,7 +193,7 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         missing = [(variant, seed) for seed in options.seeds for variant in variants if (variant, seed) not in done]
         if not missing:
             continue
-        settings = settings_of(engine, model.resolve(), options.work)
+        settings = write_settings(engine, model.resolve(), options.work)
         with servers(engine, settings, options.work) as start_seconds:
             for variant, seed in missing:
                 row = train(variant, seed, settings, options.work)
@@ -218,10 +218,12 @@ def run_worker(file: Path, arguments: Sequence[str]) -> int:
 
     update = loop.update_policy
 
-    def update_policy(trainer: Any, config: Any, teacher: Any, step: int, groups: Any, samples: Any, *rest: Any) -> Any:
+    def update_policy(
+        trainer: Any, config: Any, teacher: Any, step: int, groups: Any, samples: Any, *remaining: Any
+    ) -> Any:
         budget = config.train.micro_batch_tokens
         write("paired", score_twice(trainer, samples, budget, has_routes=config.train.needs_engine_routing))
-        return update(trainer, config, teacher, step, groups, samples, *rest)
+        return update(trainer, config, teacher, step, groups, samples, *remaining)
 
     loop.update_policy = update_policy
     Checkpoints.is_due = lambda self, state: False  # type: ignore[method-assign]
@@ -357,8 +359,8 @@ def summary(row: Row) -> dict[str, float]:
 
 def print_table(rows: Sequence[Row]) -> None:
     """Print one line for each run as a Markdown table."""
-    ordered = sorted(rows, key=lambda row: (VARIANTS.index(variant_of(row)), row["seed"]))
-    lines = [(variant_of(row).name, row["seed"], summary(row)) for row in ordered]
+    ordered = sorted(rows, key=lambda row: (VARIANTS.index(row_variant(row)), row["seed"]))
+    lines = [(row_variant(row).name, row["seed"], summary(row)) for row in ordered]
     columns = list(dict.fromkeys(name for _, _, cells in lines for name in cells))
     print("| run | seed | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 2) + "|")
     for name, seed, cells in lines:

@@ -1,4 +1,4 @@
-"""What our client costs beside a real inference server: tokens a second of a rollout, ours over the server's own.
+"""Cost of our client beside a real inference server: rollout tokens per second, ours over the bare server.
 
     python benchmarks/rollout.py [--rounds 5] [--json FILE]
 
@@ -33,12 +33,14 @@ from megatron_dppo.rollout.server import GenerateRequest
 from megatron_dppo.types import Prompt, SamplingParams
 
 REPOSITORY = Path(__file__).parents[1]
-IN_FLIGHT, PROMPTS, SIBLINGS = 64, 32, 8
+IN_FLIGHT = 64
+PROMPTS = 32
+SIBLINGS = 8
 TOKENS = 64
 
 
 def bodies(prompts: list[Prompt], params: SamplingParams, routing: Any) -> list[dict[str, Any]]:
-    """What ``ServerEngine`` would send."""
+    """Return the request bodies that ``ServerEngine`` would send."""
     requests = [
         GenerateRequest(request_id=f"bare-{i}", token_ids=p.token_ids, params=params, routing=routing)
         for i, p in enumerate(prompts)
@@ -47,7 +49,7 @@ def bodies(prompts: list[Prompt], params: SamplingParams, routing: Any) -> list[
 
 
 async def bare(url: str, payloads: list[dict[str, Any]]) -> list[bytes]:
-    """Send them, ``IN_FLIGHT`` at a time; the answers as they came."""
+    """Send the bodies, ``IN_FLIGHT`` at a time, and return the raw responses."""
     slots = asyncio.Semaphore(IN_FLIGHT)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=IN_FLIGHT)) as session:
 
@@ -60,19 +62,19 @@ async def bare(url: str, payloads: list[dict[str, Any]]) -> list[bytes]:
 
 
 def tokens_in(answers: list[bytes]) -> int:
-    """New tokens of the answers."""
+    """Return the number of new tokens in the responses."""
     return sum(len(json.loads(answer)["output_ids"]) for answer in answers)
 
 
 def timed(work: Callable[[], int]) -> tuple[float, float]:
-    """Tokens a second, and CPU seconds of this process a thousand tokens."""
+    """Return tokens per second, and CPU seconds of this process per thousand tokens."""
     start, cpu = time.perf_counter(), time.process_time()
     count = work()
     return count / (time.perf_counter() - start), (time.process_time() - cpu) / count * 1000
 
 
 def measure(url: str, folder: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Both ways in each round."""
+    """Measure both ways in each round."""
     from transformers import AutoConfig, AutoTokenizer
 
     from megatron_dppo.hf.folder import routing_shape
@@ -82,7 +84,7 @@ def measure(url: str, folder: Path, rounds: int) -> dict[str, list[tuple[float, 
     asyncio.run(_name_version(url))
     engine.use_version(0, [url])
     params = SamplingParams(max_new_tokens=TOKENS, topk_logprobs=8, routed_experts=True)
-    found: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
+    measured: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
     order = random.Random(0)
     for n in range(rounds + 1):
         prompts = [_prompt(order) for _ in range(PROMPTS)]
@@ -103,9 +105,9 @@ def measure(url: str, folder: Path, rounds: int) -> dict[str, list[tuple[float, 
                 share = tokens_in(answers) / (len(answers) * TOKENS)
                 result = (result[0] * share, result[1] / share)
             if n:  # the first round warms up
-                found[name].append(result)
+                measured[name].append(result)
     engine.close()
-    return found
+    return measured
 
 
 async def _name_version(url: str) -> None:
@@ -123,7 +125,7 @@ def _prompt(order: random.Random) -> Prompt:
 
 
 def main() -> int:
-    """Start the server, print the table."""
+    """Start the server and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -132,24 +134,24 @@ def main() -> int:
     from tests.engines.servers import start_sglang, stop_engine, wait_ready
     from tests.engines.tiny import make_tiny
 
-    with tempfile.TemporaryDirectory() as place:
-        folder = make_tiny(Path(place) / "model", seed=0)
-        server = start_sglang(folder, Path(place) / "server.log", "--enable-return-routed-experts")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_tiny(Path(temporary) / "model", seed=0)
+        server = start_sglang(folder, Path(temporary) / "server.log", "--enable-return-routed-experts")
         try:
             wait_ready(server)
-            found = measure(server.url, folder, options.rounds)
+            measured = measure(server.url, folder, options.rounds)
         finally:
             stop_engine(server)
-    ratios = [o / b for (o, _), (b, _) in zip(found["ours"], found["bare"], strict=True)]
-    for name, values in found.items():
+    ratios = [o / b for (o, _), (b, _) in zip(measured["ours"], measured["bare"], strict=True)]
+    for name, values in measured.items():
         speed, cost = (statistics.median(column) for column in zip(*values, strict=True))
         print(f"{name:<6}{speed:>8.0f} tokens/s {cost * 1000:>8.1f} ms of client CPU a thousand tokens")
     middle = statistics.median(ratios)
     print(f"ours / bare, paired: {middle:.3f} ({min(ratios):.3f}..{max(ratios):.3f}), goal 0.95")
-    alone = 1000 / statistics.median(cost for _, cost in found["ours"])
+    alone = 1000 / statistics.median(cost for _, cost in measured["ours"])
     print(f"one core of client alone: {alone:,.0f} tokens/s")
     if options.json:
-        options.json.write_text(json.dumps({"rounds": found, "ratio": middle, "client_tokens_per_second": alone}))
+        options.json.write_text(json.dumps({"rounds": measured, "ratio": middle, "client_tokens_per_second": alone}))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How long the trainer waits for rollouts, and which lengths it trains on, for each way to sample ahead.
+"""Time that the trainer waits for rollouts, and lengths that it trains on, for each way to sample ahead.
 
     python benchmarks/stream.py [--train 200 100] [--reread 20000 60000 inf] [--steps 16] [--divide 8] [--only NAME]
                                 [--servers 16] [--in-flight 4096] [--flat 0.3] [--oversample 1.5]
@@ -60,7 +60,7 @@ class Case:
     staleness: int
     rollout: dict[str, Any] = field(default_factory=dict)
     barrier: bool = False
-    """weights are updated when nothing is sampled, as it was before"""
+    """True if weights are updated only while nothing is sampled."""
 
 
 _STOPPED = {"abort_slowest": True, "oversample": 1.25, "partial_rollouts": 2}
@@ -83,16 +83,16 @@ class BarrierStream(RolloutScheduler):
 
 @dataclass
 class Step:
-    """What one step was like."""
+    """Measurements of one step."""
 
     seconds: float
     slot_seconds: float
-    """of all slots that were in use"""
+    """Seconds summed over all slots in use."""
     reading_seconds: float
-    """of all servers that read again"""
+    """Seconds summed over all servers that recompute prefixes."""
     ages: dict[int, int]
     lengths: list[float]
-    """mean length of each group that was trained on"""
+    """Mean length of each trained group."""
     given_up: int
     cursor: int
 
@@ -108,11 +108,15 @@ class Run:
     """
 
     def __init__(self, case: Case, train: float, reread: float, options: argparse.Namespace) -> None:
-        self._train, self._steps, part = train, options.steps, options.divide
+        self._train = train
+        self._steps = options.steps
+        part = options.divide
         self._loop = VirtualLoop(1e9, 10**9)
         self._loop.set_task_factory(seams.make_task)
         seams.NOW.loop, seams.NOW.names = self._loop, itertools.count(1)
-        seams.NOW.foreign, seams.NOW.taken, seams.NOW.started = {}, [], []
+        seams.NOW.foreign = {}
+        seams.NOW.taken = []
+        seams.NOW.started = []
         self.population = Population(LOG_MEAN, LOG_DEVIATION, options.flat)
         self.servers = [Server(i, self.population, reread) for i in range(options.servers // part)]
         in_flight = (options.in_flight or options.servers * SLOTS) // part
@@ -125,11 +129,13 @@ class Run:
         self.stream = kind(config, self.population, SimTrainer.groups, 0, 1, engine, scorer)
 
     def steps(self) -> Iterator[Step]:
-        """All steps, those of the warm-up too."""
+        """Yield all steps, including the warm-up."""
         self._publish(0)
         for step in range(WARM_UP + self._steps):
-            begin, slots, reading = self._loop.time(), self._sum("slot_seconds"), self._sum("reading_seconds")
-            found = self.stream.collect(step, step, Clock())
+            begin = self._loop.time()
+            slots = self._sum("slot_seconds")
+            reading = self._sum("reading_seconds")
+            collected = self.stream.collect(step, step, Clock())
             self._loop.run(asyncio.sleep(self._train))
             self.stream.wait_before_update(Clock())
             self._publish(step + 1)
@@ -138,11 +144,11 @@ class Run:
                 seconds=self._loop.time() - begin,
                 slot_seconds=self._sum("slot_seconds") - slots,
                 reading_seconds=self._sum("reading_seconds") - reading,
-                ages=found.token_ages,
+                ages=collected.token_ages,
                 lengths=[
-                    UNIT * statistics.fmean(len(r.completion.token_ids) for r in g.rollouts) for g in found.groups
+                    UNIT * statistics.fmean(len(r.completion.token_ids) for r in g.rollouts) for g in collected.groups
                 ],
-                given_up=found.left_out["given_up"],
+                given_up=collected.left_out["given_up"],
                 cursor=self.stream.cursor,
             )
         self._loop.cancel_all()
@@ -178,7 +184,7 @@ def _config(case: Case, options: argparse.Namespace, urls: list[str]) -> Config:
 
 
 def row(case: Case, train: float, reread: float, options: argparse.Namespace) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     run = Run(case, train, reread, options)
     steps = list(run.steps())
     steady, servers = steps[WARM_UP:], len(run.servers)
@@ -187,7 +193,7 @@ def row(case: Case, train: float, reread: float, options: argparse.Namespace) ->
     ahead = sum(len(submission.slots) for submission in run.stream._submissions)
 
     def bias(start: int, end: int) -> float:
-        """Mean length of what these steps trained on over that of the prompts whose turn they were."""
+        """Return the mean length of trained responses over that of the prompts scheduled for these steps."""
         drawn = range(0 if start == 0 else steps[start - 1].cursor - ahead, steps[end - 1].cursor - ahead)
         trained = [length for step in steps[start:end] for length in step.lengths]
         return statistics.fmean(trained) / run.population.mean_length(drawn)

@@ -1,4 +1,4 @@
-"""The responses and the inference servers of ``stream.py``: who decodes what, by the virtual clock."""
+"""Simulated responses and inference servers of ``stream.py``, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.faults.simulation import seams
 
 UNIT = 64
 """Tokens that one token of the simulation stands for."""
-LONGEST, SIBLINGS, SLOTS = 16384, 16, 256
+LONGEST = 16384
+SIBLINGS = 16
+SLOTS = 256
 END, FIRST = 2, 3
 """The end token; the token that stands for all others of a prompt's first response."""
 
@@ -38,19 +40,21 @@ class Population:
     longest = 1
 
     def __init__(self, mean: float, sigma: float, flat: float) -> None:
-        self._mean, self._deviation, self._flat = mean, sigma * 0.5**0.5, flat
+        self._mean = mean
+        self._deviation = sigma * 0.5**0.5
+        self._flat = flat
         self.unsent: dict[int, list[int]] = defaultdict(lambda: list(range(SIBLINGS)))
-        """siblings of each prompt that no server has begun"""
+        """Siblings of each prompt that no server has begun."""
         self.begun: dict[tuple[int, int], float] = {}
-        """of responses that were stopped, tokens of the unit that is not complete"""
+        """Tokens of the incomplete unit of stopped responses."""
         self.lengths = cache(self._lengths)
 
     def __getitem__(self, position: int) -> Prompt:
-        """The prompt at a position."""
+        """Return the prompt at a position."""
         return Prompt(prompt_id=str(position), text="", token_ids=(position,), label=str(position))
 
     def _lengths(self, position: int) -> list[int]:
-        """Tokens of each sibling, in units."""
+        """Return the length of each sibling, in units."""
         draw = random.Random(f"lengths/{position}")
         centre = self._mean + draw.gauss(0, self._deviation)
         return [
@@ -58,11 +62,11 @@ class Population:
         ]
 
     def mean_length(self, positions: Sequence[int]) -> float:
-        """Over all responses to some prompts, in tokens."""
+        """Return the mean length of all responses to the prompts, in tokens."""
         return UNIT * statistics.fmean(length for position in positions for length in self.lengths(position))
 
     def score(self, items: Sequence[RewardItem], *, is_batch: bool) -> list[RewardResult]:
-        """A coin for each response."""
+        """Return a random binary reward for each response."""
         return [RewardResult(reward=self._reward(int(i.label), i.token_ids[0])) for i in items]
 
     def _reward(self, position: int, sibling: int) -> float:
@@ -79,11 +83,11 @@ class Job:
     sibling: int
     answer: asyncio.Future[Generation]
     given: int
-    """units that were sampled before"""
+    """Units sampled before this request."""
     before: float
-    """tokens of the unit that was begun before"""
+    """Tokens of the incomplete unit sampled before this request."""
     begun: float = 0.0
-    """the server's count of tokens when it began"""
+    """Token count of the server at the start of the request."""
 
 
 class Server:
@@ -97,7 +101,9 @@ class Server:
 
     def __init__(self, number: int, population: Population, reread: float) -> None:
         self.url, self.version = f"http://s{number}", -1
-        self._population, self._reread, self._loop = population, reread, seams.NOW.loop
+        self._population = population
+        self._reread = reread
+        self._loop = seams.NOW.loop
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
         self._ends: list[tuple[float, int, Job]] = []
@@ -108,16 +114,16 @@ class Server:
         self._timer_is_now = False
 
     async def alive(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     health = alive
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Wait for a slot, and go on to the end of the response."""
+        """Wait for a slot and decode until the end of the response."""
         position, given = request.token_ids[0], len(request.token_ids) - 1
         sibling = request.token_ids[1] - FIRST if given else self._population.unsent[position].pop(0)
         before = self._population.begun.pop((position, sibling), 0.0)
@@ -132,7 +138,7 @@ class Server:
                 self._leave(job)
 
     async def abort(self, request_id: str) -> None:
-        """Give a request back with what it has."""
+        """Abort a request and return its tokens so far."""
         self._advance()
         job = self._waiting.get(request_id) or self._running.get(request_id)
         if job is not None:
@@ -153,8 +159,8 @@ class Server:
                 self._population.begun[job.position, job.sibling] = done - units * UNIT
             reason = FinishReason.ABORT
         else:
-            whole = job.given + units == LONGEST // UNIT
-            reason = FinishReason.LENGTH if whole else FinishReason.STOP
+            is_longest = job.given + units == LONGEST // UNIT
+            reason = FinishReason.LENGTH if is_longest else FinishReason.STOP
         tokens = torch.full((units,), FIRST + job.sibling, dtype=torch.int32)
         if reason == FinishReason.STOP:
             tokens[-1] = END
@@ -175,7 +181,7 @@ class Server:
         return 0.012 + 0.00006 * len(self._running)
 
     def _act_soon(self, delay: float) -> None:
-        """One turn for all that happens now; the next one when the next response is complete."""
+        """Schedule one turn for all current events; the next one when the next response is complete."""
         if self._timer is not None:
             if self._timer_is_now:
                 return

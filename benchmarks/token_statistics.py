@@ -198,7 +198,7 @@ class Figure:
     settings: Mapping[str, Any]
     """Over those of the task."""
     trains: bool = False
-    """Whether the policy trains before it is compared."""
+    """True if the policy trains before it is compared."""
 
     def run(self, mismatch: str, seed: int) -> GridRun:
         """Return the run that a measurement belongs to."""
@@ -358,7 +358,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     store = Store(options.output)
     file = options.output / "rows.jsonl"
-    rows: list[Row] = [handed.row for source in options.rows for handed in read_external_rows(source)]
+    rows: list[Row] = [external.row for source in options.rows for external in read_external_rows(source)]
     rows += [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for name in options.names or FIGURES:
         figure = FIGURES[name]

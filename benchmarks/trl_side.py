@@ -26,18 +26,20 @@ class Recorder(TrainerCallback):
     def __init__(self, settings: dict[str, Any], tokenizer: Any, reward: Any) -> None:
         self._path, self._updates = Path(settings["metrics"]), settings["updates_per_rollout"]
         self._held_out, self._every = settings["held_out"], settings["eval_every"]
-        self._tokenizer, self._reward, self._limit = tokenizer, reward, settings["max_new_tokens"]
+        self._tokenizer = tokenizer
+        self._reward = reward
+        self._limit = settings["max_new_tokens"]
 
     def _write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Everything is loaded; the first rollout comes next."""
+        """Record the start: everything is loaded and the first rollout follows."""
         self._write({"step": 0})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> None:
-        """The trainer logs after the last update of a rollout."""
+        """Record the metrics, which the trainer logs after the last update of a rollout."""
         if "reward" in logs and state.is_world_process_zero:
             extra = {key: logs[key] for key in ("completions/mean_length", "grad_norm") if key in logs}
             step = state.global_step // self._updates

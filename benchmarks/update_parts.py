@@ -84,13 +84,13 @@ def adam(*, fused: bool) -> Way:
 
 
 def norms(times: int) -> Way:
-    """The norm of 20 million gradients."""
+    """Return a run that computes the norm of 20 million gradients."""
     grads = [torch.randn(330_000) for _ in range(60)]
     return lambda: [float(torch.stack([g.norm() for g in grads]).norm()) for _ in range(times)]
 
 
 def weights(folder: Path, *, stay_open: bool) -> Way:
-    """All tensors of a folder, by name."""
+    """Return a run that reads all tensors of a folder by name."""
 
     def reopened() -> None:
         for name in names:
@@ -103,7 +103,7 @@ def weights(folder: Path, *, stay_open: bool) -> Way:
 
 
 def paired(ours: Way, before: Way, rounds: int) -> list[float]:
-    """Ratios of CPU seconds, the two ways in turn after one round that is not counted."""
+    """Return sorted ratios of CPU seconds of the two ways, after one uncounted round."""
     ratios = []
     for number in range(rounds + 1):
         seconds = []
@@ -124,8 +124,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as place:
-        save_file({f"layers.{i}.weight": torch.zeros(64) for i in range(2000)}, Path(place) / "model.safetensors")
+    with tempfile.TemporaryDirectory() as temporary:
+        save_file({f"layers.{i}.weight": torch.zeros(64) for i in range(2000)}, Path(temporary) / "model.safetensors")
         skewed, equal = lognormal_lengths(8192, 4096, 0), [256] * 32
         cases: dict[str, tuple[Way, Way]] = {
             f"attention, {len(skewed)} lengths of {min(skewed)} to {max(skewed)}": (
@@ -136,16 +136,16 @@ def main() -> int:
             "Adam, fused / foreach": (adam(fused=True), adam(fused=False)),
             "gradient norm, once / twice": (norms(1), norms(2)),
             "2,000 weights, open files / opened for each": (
-                weights(Path(place), stay_open=True),
-                weights(Path(place), stay_open=False),
+                weights(Path(temporary), stay_open=True),
+                weights(Path(temporary), stay_open=False),
             ),
         }
-        found = {name: paired(*ways, options.rounds) for name, ways in cases.items()}
+        measured = {name: paired(*ways, options.rounds) for name, ways in cases.items()}
     print("CPU seconds, ours over the way before (1 = no change)")
-    for name, ratios in found.items():
+    for name, ratios in measured.items():
         print(f"  {name:<48}{statistics.median(ratios):6.2f}   ({ratios[0]:.2f} .. {ratios[-1]:.2f})")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
     return 0
 
 

@@ -72,14 +72,14 @@ class OneAfterAnother(transfer.Buckets):
     """Gathers a bucket when the one before has been loaded, and not while it is sent."""
 
     async def __anext__(self) -> transfer.Tensors:
-        under_way = asyncio.all_tasks() - {asyncio.current_task()}
-        if under_way:
-            await asyncio.wait(under_way)
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        if pending:
+            await asyncio.wait(pending)
         return await super().__anext__()
 
 
 def build_bridge(folder: Path, ranks: int) -> Any:
-    """The policy on this rank's shards: experts over all ranks."""
+    """Build the policy on this rank's shards, with experts over all ranks."""
     from megatron_dppo.config.layout import resolve_parallel
     from megatron_dppo.config.model import ModelConfig, ParallelConfig
     from megatron_dppo.hf.folder import model_shape, read_hf_config
@@ -130,7 +130,7 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
             device=torch.device("cpu"),
             sharing=sharing.get((method, megabytes, proved)),
         )
-    found: dict[str, list[tuple[float, float]]] = {}
+    measured_ways: dict[str, list[tuple[float, float]]] = {}
     order = random.Random(0)
     for version in range(rounds + 1):
         for way in order.sample([*WAYS, GATHER], len(WAYS) + 1):
@@ -149,10 +149,10 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
             dist.barrier()
             measured = peak_growth(send)
             if version:  # the first round opens groups and warms up
-                found.setdefault(f"{way[0]} {way[1]} {way[2]}", []).append(measured)
+                measured_ways.setdefault(f"{way[0]} {way[1]} {way[2]}", []).append(measured)
     if sender:
         size = sum(t.numel() for _, t in bridge.export()) * 2
-        out.write_text(json.dumps({"bytes": size, "ways": found}))
+        out.write_text(json.dumps({"bytes": size, "ways": measured_ways}))
         for sync in syncs.values():
             sync.close()
     else:
@@ -208,12 +208,12 @@ def main() -> int:
         return 0
     from tests.engines.servers import start_sglang, stop_engine, wait_ready
 
-    with tempfile.TemporaryDirectory() as place:
-        folder, out = Path(place) / "model", Path(place) / "result.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, out = Path(temporary) / "model", Path(temporary) / "result.json"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(SHAPE))
         flags = ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"]
-        server = start_sglang(folder, Path(place) / "server.log", *flags)
+        server = start_sglang(folder, Path(temporary) / "server.log", *flags)
         try:
             wait_ready(server)
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -1,1 +1,1 @@
-"""What benchmarks/head.py measures and how it reports; knows nothing about any single method."""
+"""Measurements and reports of benchmarks/head.py, independent of any single method."""

@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LARGE = 16 * 2**20
-"""bytes; above a cache"""
+"""Bytes above which a tensor does not fit in a cache."""
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
-"""name -> position of the first factor"""
+"""Operation name -> position of the first factor among its arguments."""
 _PICKS = {"gather", "index", "index_select", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_put_"}
 _PICKS |= {"scatter_reduce_", "index_add_", "embedding"}
 _COLLECTIVES = {"allreduce_": 0, "allgather_": 1, "_allgather_base_": 1, "broadcast_": 0, "reduce_scatter_": 1}
 _COLLECTIVES |= {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "alltoall_": 1}
-"""name -> position of what this rank gives"""
+"""Operation name -> position of the input of this rank among its arguments."""
 _NO_TRAFFIC = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "is_same_size"}
 
 
@@ -31,11 +31,11 @@ class Counts:
 
     flops: int = 0
     traffic: int = 0
-    """bytes read and written by all operations"""
+    """Bytes read and written by all operations."""
     large_traffic: int = 0
-    """those on tensors above 16 MiB"""
+    """Bytes read and written on tensors above 16 MiB."""
     collectives: list[tuple[str, int]] = field(default_factory=list)
-    """name, bytes that this rank gives"""
+    """Name and input bytes of this rank."""
 
 
 class Counter(TorchDispatchMode):
@@ -84,7 +84,7 @@ class Counter(TorchDispatchMode):
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of the distinct entries: a dimension of stride 0 counts once."""
+    """Return the bytes of the distinct entries: a dimension of stride 0 counts once."""
     entries = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         entries *= length if stride else min(length, 1)
@@ -99,17 +99,17 @@ def counted() -> Iterator[Counts]:
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most bytes that ``function`` had allocated at once on the CPU, beyond what was there before.
+    """Return the peak bytes that ``function`` allocates on the CPU, beyond what was allocated before.
 
     From the allocation records of torch's profiler, temporaries inside an operation included. Scratch memory that
     oneDNN takes for itself is not among them.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
-        kept = function()
+        result_alive = function()
     events = [e for e in records.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
-    del kept
+    del result_alive
     return peak

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from head_peers.ours import mode_a
 from head_peers.registry import METHODS, OURS_A, OURS_B, Method
-from head_peers.task import Size, Task, loss_of, make_task, quick_task
+from head_peers.task import Size, Task, compute_loss, make_task, quick_task
 
 from head_bench.counters import peak_bytes
 from head_bench.one_process import runner, three_products
-from head_bench.reference import errors_of, reference
+from head_bench.reference import measure_errors, reference
 from head_bench.report import environment
 from head_bench.timing import cpu_seconds, paired_ratios, steadiest
 from head_bench.wheels import installed
@@ -32,7 +32,7 @@ Run = Callable[[], None]
 
 @dataclass(frozen=True)
 class Scale:
-    """Which sizes a sweep visits."""
+    """Sizes that a sweep visits."""
 
     tokens: int
     vocab: int
@@ -52,15 +52,15 @@ SCALES = {
 
 @dataclass
 class Sweep:
-    """The measuring side: a device, and what was found so far."""
+    """A device and the measurements so far."""
 
     device: str
     rounds: int
     scale: Scale
-    found: dict[str, Any] = field(default_factory=dict)
+    measurements: dict[str, Any] = field(default_factory=dict)
 
     def clock(self, run: Run) -> float:
-        """Seconds on the device."""
+        """Return the seconds of a run on the device."""
         if self.device == "cpu":
             return cpu_seconds(run)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -72,7 +72,7 @@ class Sweep:
         return start.elapsed_time(end) / 1000
 
     def peak(self, run: Run) -> int:
-        """Bytes beyond what is there before; gradients of head and hidden states included."""
+        """Return the peak bytes of a run beyond those before it, including gradients of head and hidden states."""
         if self.device == "cpu":
             return peak_bytes(run)
         torch.cuda.synchronize()
@@ -83,12 +83,12 @@ class Sweep:
         return torch.cuda.max_memory_allocated() - before
 
     def sizes(self, shards: int, topk: int = 64, share: float = 0.0) -> Size:
-        """Of one rank's share."""
+        """Return the size of one rank's share."""
         topk = min(topk, max(self.scale.topks))
         return Size(self.scale.tokens, self.scale.vocab // shards, self.scale.hidden, topk, zero_share=share)
 
     def compare(self, title: str, runs: dict[str, Run]) -> None:
-        """Time and peak of each run; those that fail are named with their error and left out."""
+        """Measure time and peak of each run; a run that fails is printed with its error and skipped."""
         lines, fits = {}, {}
         for name, run in runs.items():
             try:
@@ -103,20 +103,20 @@ class Sweep:
         )
         for name, ratio in ratios.items():
             lines[name] |= ratio.as_dict()
-        self.found[title] = lines
+        self.measurements[title] = lines
         print(f"\n{title}")
         for name, line in lines.items():
             shown = line.get("failed") or f"{ratios[name]}  {line['seconds'] * 1e3:9.2f} ms"
             print(f"  {name:<28}{line.get('peak_bytes', 0) / 2**20:>10,.0f} MiB  {shown}")
 
     def release(self) -> None:
-        """Give memory back between runs."""
+        """Free cached memory between runs."""
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
 
 def main(out: Path, device: str, rounds: int) -> int:
-    """Run the whole sweep, print it and write it to ``out/head_<device>.json``; 1 when an error is out of bounds."""
+    """Run, print and write the sweep to ``out/head_<device>.json``; return 1 if an error exceeds its bound."""
     sweep = Sweep(device, rounds, SCALES[device])
     wheels, missing = installed()
     for name, reason in missing.items():
@@ -129,7 +129,9 @@ def main(out: Path, device: str, rounds: int) -> int:
     _lengths(sweep)
     out.mkdir(parents=True, exist_ok=True)
     about = environment(device) | {"not_installed": missing}
-    (out / f"head_{device}.json").write_text(json.dumps({"environment": about, "found": sweep.found}, indent=2) + "\n")
+    (out / f"head_{device}.json").write_text(
+        json.dumps({"environment": about, "found": sweep.measurements}, indent=2) + "\n"
+    )
     return 0 if good else 1
 
 
@@ -139,13 +141,13 @@ def _errors(sweep: Sweep, wheels: list[Method]) -> bool:
     exact = {with_ids: reference(task, with_ids) for with_ids in (False, True)}
     for method in (*METHODS, *wheels):
         try:
-            errors = errors_of(method.run, task, exact[method.offers_ids(1)]).as_dict()
+            errors = measure_errors(method.run, task, exact[method.offers_ids(1)]).as_dict()
         except Exception as error:  # a sum has nothing a token; a foreign kernel may fail in any way
             print(f"errors of {method.name}: {type(error).__name__}: {error}"[:160])
             good &= not method.ours
             continue
         print(f"errors of {method.name}: {errors}")
-        sweep.found.setdefault("errors", {})[method.name] = errors
+        sweep.measurements.setdefault("errors", {})[method.name] = errors
         if method.ours:
             good &= (errors["logprobs"] or 0) <= 1e-5 and max(errors["grad_hidden"], errors["grad_weight"]) <= 2.5e-3
     return good
@@ -186,9 +188,9 @@ def _variants(sweep: Sweep, shards: int) -> None:
         tasks = _tasks(sweep, sweep.sizes(shards, topk))
         runs[f"B, K = {topk}"] = _rotating(partial(runner, OURS_B), tasks)
     runs["A"] = _rotating(partial(runner, OURS_A), base)
-    own = min(64, max(sweep.scale.topks))
-    with_topk = replace(OURS_A, forward=lambda task: loss_of(task, mode_a(task, topk=own)))
-    runs[f"A, own Top-{own}"] = _rotating(partial(runner, with_topk), base)
+    topk = min(64, max(sweep.scale.topks))
+    with_topk = replace(OURS_A, forward=lambda task: compute_loss(task, mode_a(task, topk=topk)))
+    runs[f"A, own Top-{topk}"] = _rotating(partial(runner, with_topk), base)
     for share in sweep.scale.zero_shares:
         tasks = _tasks(sweep, sweep.sizes(shards, share=share))
         runs[f"B, {share:.0%} zero rows"] = _rotating(partial(runner, OURS_B), tasks)
@@ -202,7 +204,7 @@ def _lengths(sweep: Sweep) -> None:
         for tokens in sweep.scale.lengths:
             task = quick_task(replace(sweep.sizes(shards), tokens=tokens), sweep.device)
             peaks = {method.name: sweep.peak(runner(method, task)) for method in (OURS_B, OURS_A)}
-            sweep.found.setdefault("peak", {})[f"N = {tokens}, V / {shards}"] = peaks
+            sweep.measurements.setdefault("peak", {})[f"N = {tokens}, V / {shards}"] = peaks
             print(f"peak, N = {tokens}, V / {shards}: { {name: f'{p / 2**20:,.0f} MiB' for name, p in peaks.items()} }")
             del task
             sweep.release()

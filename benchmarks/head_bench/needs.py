@@ -1,4 +1,4 @@
-"""What the head's further needs cost ours B: each against DPPO-TopK-TV as the trainer runs it, on the same task.
+"""Costs of the further needs of the head in mode B, relative to DPPO-TopK-TV as the trainer runs it, on the same task.
 
 A need is what one loss or setting asks of the head beyond log pi at the Top-K ids: the sum of pi^2 and four more sums
 of the slots (predicted direction), a gradient at every id (score centering), a softmax over sampling masks (filters), a
@@ -40,7 +40,7 @@ and the divergence from a teacher"""
 
 
 def runs(size: Size) -> dict[str, Callable[[], None]]:
-    """One forward and backward pass of each."""
+    """Return one forward and backward pass for each need."""
     task = quick_task(size)
     return {name: _runner(task, *need) for name, need in NEEDS.items()}
 
@@ -78,19 +78,22 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str
 
 
 def products(size: Size) -> dict[str, tuple[float, float, float]]:
-    """Of each: products in units of one N x V x H product, bytes read and written a logit, and MB at the peak beyond
-    hidden states and weights; all deterministic."""
-    found = {}
+    """Return the deterministic counts of each need.
+
+    They are products in units of one N x V x H product, bytes read and written per logit, and peak MB beyond hidden
+    states and weights.
+    """
+    counts_by_need = {}
     logits = size.tokens * size.vocab
     for name, run in runs(size).items():
-        with counted() as seen:
+        with counted() as counts:
             run()
-        found[name] = seen.flops / (2 * logits * size.hidden), seen.traffic / logits, peak_bytes(run) / 1e6
-    return found
+        counts_by_need[name] = counts.flops / (2 * logits * size.hidden), counts.traffic / logits, peak_bytes(run) / 1e6
+    return counts_by_need
 
 
 def measure(size: Size, pages: str, rounds: int, attempts: int) -> dict[str, Ratio]:
-    """CPU time of each over that of ``BASE``, in a new process; ``pages`` as in ``timing.use_pages``."""
+    """Measure CPU times relative to ``BASE`` in a new process; ``pages`` as in ``timing.use_pages``."""
     return in_one_process(_times, size, pages, rounds, attempts)
 
 
@@ -100,10 +103,10 @@ def _times(size: Size, rounds: int, attempts: int) -> dict[str, Ratio]:
 
 
 def table(counts: Mapping[str, tuple[float, float, float]], times: Mapping[str, Mapping[str, Ratio]]) -> str:
-    """Markdown: one line a need."""
+    """Return a Markdown table with one line for each need."""
     lines = ["| need | products | traffic | peak, MB | " + " | ".join(f"{pages} pages" for pages in times) + " |"]
     lines.append("|---" * (4 + len(times)) + "|")
     for name, (gemms, traffic, peak) in counts.items():
-        cells = [f"{gemms:.2f}", f"{traffic:.0f}", f"{peak:.0f}", *(str(found[name]) for found in times.values())]
+        cells = [f"{gemms:.2f}", f"{traffic:.0f}", f"{peak:.0f}", *(str(ratios[name]) for ratios in times.values())]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

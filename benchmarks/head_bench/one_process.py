@@ -15,19 +15,19 @@ from head_peers.task import Size, Task, quick_task
 from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest, use_pages
 
 ZERO_ROWS, LIMIT = "ours B, zero rows", "three products"
-"""names of two more runs: a share of zero advantages; the products alone"""
+"""Names of two more runs: a share of zero advantages; the products alone."""
 
 
 def measure(
     methods: Sequence[Method], size: Size, zero_share: float, pages: str, rounds: int, attempts: int
 ) -> dict[str, Ratio]:
-    """CPU time of each method, of ``ZERO_ROWS`` and of ``LIMIT`` over ours B's; ``pages`` as in ``use_pages``."""
+    """Measure CPU times of methods, ``ZERO_ROWS`` and ``LIMIT`` relative to ours B; ``pages`` as in ``use_pages``."""
     names = [method.name for method in methods]
     return in_one_process(_times, size, pages, rounds, attempts, names, zero_share)
 
 
 def in_one_process(times: Callable[..., dict[str, Ratio]], size: Size, pages: str, *arguments: Any) -> dict[str, Ratio]:
-    """``times(size, *arguments)`` in a new process with one thread; ``pages`` as in ``use_pages``."""
+    """Run ``times(size, *arguments)`` in a new process with one thread; ``pages`` as in ``use_pages``."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_child, times, size, pages, *arguments).result()
 
@@ -48,7 +48,7 @@ def _times(size: Size, rounds: int, attempts: int, names: Sequence[str], zero_sh
 
 
 def runner(method: Method, task: Task) -> Callable[[], None]:
-    """One forward and backward pass on leaves that start without gradients."""
+    """Return a forward and backward pass on leaves that start without gradients."""
 
     def run() -> None:
         task.hidden.grad = task.weight.grad = None
@@ -58,7 +58,7 @@ def runner(method: Method, task: Task) -> Callable[[], None]:
 
 
 def three_products(task: Task) -> Callable[[], None]:
-    """Logits, dH and dW of all tokens at once, in the dtype of the model: the limit of every method here."""
+    """Return a run of logits, dH and dW of all tokens in the model dtype: the lower limit of every method."""
     hidden, weight = task.hidden.detach(), task.weight.detach()
 
     def run() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from head_peers.task import Statistics, Task, loss_of
+from head_peers.task import Statistics, Task, compute_loss
 from torch import Tensor
 
 from megatron_dppo.types import LossInputs, LossOutput
@@ -30,7 +30,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Errors:
-    """Against float64. The gradients: norm of the difference over the norm."""
+    """Errors against float64. For gradients: norm of the difference over the norm."""
 
     logprobs: float
     entropy: float
@@ -39,7 +39,7 @@ class Errors:
     grad_weight: float
 
     def as_dict(self) -> dict[str, float | None]:
-        """For JSON."""
+        """Return the errors for JSON."""
         return dict(vars(self))
 
 
@@ -47,11 +47,11 @@ def reference(task: Task, with_ids: bool) -> Reference:
     """Solve an unsharded task."""
     hidden, weight = task.hidden.detach().double(), task.weight.detach().double()
     rows = range(0, len(hidden), _ROWS)
-    found = [_row_statistics(hidden[at : at + _ROWS] @ weight.t() / task.temperature, task, at) for at in rows]
-    logprobs, entropy, id_logprobs, other = (torch.cat(column) for column in zip(*found, strict=True))
+    statistics = [_row_statistics(hidden[at : at + _ROWS] @ weight.t() / task.temperature, task, at) for at in rows]
+    logprobs, entropy, id_logprobs, other = (torch.cat(column) for column in zip(*statistics, strict=True))
     leaves = (logprobs.requires_grad_(), entropy.requires_grad_())
     ids = (id_logprobs, other) if with_ids else (None, None)
-    output = loss_of(replace(task, record=None), Statistics(*leaves, *ids))
+    output = compute_loss(replace(task, record=None), Statistics(*leaves, *ids))
     output.loss_sum.backward()
     grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
     for at in rows:
@@ -79,22 +79,22 @@ def _row_statistics(logits: Tensor, task: Task, start: int) -> tuple[Tensor, Ten
 
 
 def _logit_gradient(logits: Tensor, labels: Tensor, grad: Tensor, grad_entropy: Tensor) -> Tensor:
-    """Through autograd: nothing is shared with a formula of a method."""
+    """Compute the gradient with autograd, so that no formula is shared with a method."""
     logits = logits.detach().requires_grad_()
     log_p = logits.log_softmax(1)
     value = grad @ log_p.gather(1, labels[:, None]).squeeze(1) - grad_entropy @ (log_p.exp() * log_p).sum(1)
     return torch.autograd.grad(value, logits)[0]
 
 
-def errors_of(run: Callable[[Task], LossOutput], task: Task, against: Reference) -> Errors:
-    """Run a method on new leaves and compare; rows come in the order of the task's plan where there are chunks.
+def measure_errors(run: Callable[[Task], LossOutput], task: Task, against: Reference) -> Errors:
+    """Run a method on new leaves and compare; with chunks, rows follow the order of the task's plan.
 
     Raises:
-        AssertionError: a token is kept that the reference drops, or the other way round.
+        AssertionError: If the keep masks of method and reference differ.
     """
     record: list[LossInputs] = []
-    mine = replace(task.fresh(), record=record)
-    output = run(mine)
+    leaves = replace(task.fresh(), record=record)
+    output = run(leaves)
     differ = int((output.keep_mask != against.keep_mask).sum())
     assert not differ, f"{differ} tokens are on the other side of the trust region: the task has no margin"
     given = torch.cat([part.advantages for part in record])
@@ -103,29 +103,29 @@ def errors_of(run: Callable[[Task], LossOutput], task: Task, against: Reference)
         assert task.plan is not None
         order = task.plan.rows.to(given.device)
         assert torch.equal(given, task.targets.advantages[order]), "the chunks are not in the order of the plan"
-    seen: dict[str, Any] = {
+    recorded: dict[str, Any] = {
         name: None if getattr(record[0], name) is None else torch.cat([getattr(part, name).detach() for part in record])
         for name in ("logprobs", "entropy", "topk_logprobs")
     }
-    grad_hidden, grad_weight = mine.hidden.grad, mine.weight.grad
+    grad_hidden, grad_weight = leaves.hidden.grad, leaves.weight.grad
     assert grad_hidden is not None and grad_weight is not None
     if task.group is not None:
         grad_hidden = grad_hidden.float()
         dist.all_reduce(grad_hidden, group=task.group)
-    own_rows = slice(task.first, task.first + len(grad_weight))
-    ids = None if seen["topk_logprobs"] is None else seen["topk_logprobs"][:, :-1]
+    shard_rows = slice(task.first, task.first + len(grad_weight))
+    ids = None if recorded["topk_logprobs"] is None else recorded["topk_logprobs"][:, :-1]
     return Errors(
-        logprobs=_largest(seen["logprobs"], against.logprobs[order]),
-        entropy=_largest(seen["entropy"], against.entropy[order]),
+        logprobs=_largest(recorded["logprobs"], against.logprobs[order]),
+        entropy=_largest(recorded["entropy"], against.entropy[order]),
         id_logprobs=None if ids is None else _largest(ids, against.id_logprobs[order]),
         grad_hidden=_relative(grad_hidden, against.grad_hidden),
-        grad_weight=_relative(grad_weight, against.grad_weight[own_rows]),
+        grad_weight=_relative(grad_weight, against.grad_weight[shard_rows]),
     )
 
 
-def _largest(mine: Tensor, exact: Tensor) -> float:
-    return float((mine.double() - exact).abs().max())
+def _largest(measured: Tensor, exact: Tensor) -> float:
+    return float((measured.double() - exact).abs().max())
 
 
-def _relative(mine: Tensor, exact: Tensor) -> float:
-    return float((mine.double() - exact).norm() / exact.norm())
+def _relative(measured: Tensor, exact: Tensor) -> float:
+    return float((measured.double() - exact).norm() / exact.norm())

@@ -16,7 +16,7 @@ _MIB = 2**20
 
 
 def table(results: Results) -> str:
-    """One line a method, in Markdown. ``*`` marks those that do the whole task."""
+    """Return a Markdown table with one line for each method. ``*`` marks those that do the whole task."""
     head = ["method", "gives", "gradient of", "products", "traffic B/logit (large)", "peak B/logit"]
     head += ["collectives", "B/token", "log p error", "dH", "dW"]
     full = any(row.full_peak is not None for row in results.rows)
@@ -51,18 +51,18 @@ def _cells(row: Row, results: Results, full: bool, timed: list[str], shared: lis
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Where the figures come from."""
-    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "device": device}
-    found["threads"] = torch.get_num_threads()
+    """Return the versions and hardware of the measurement."""
+    about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "device": device}
+    about["threads"] = torch.get_num_threads()
     if device == "cuda":
-        return found | {"gpu": torch.cuda.get_device_name()}
+        return about | {"gpu": torch.cuda.get_device_name()}
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return found | {"cpu": names[0] if names else platform.processor()}
+    return about | {"cpu": names[0] if names else platform.processor()}
 
 
 def write_json(path: Path, results: Results, checks: dict[str, list[Check]], about: dict[str, Any]) -> None:
-    """Everything, for another program."""
+    """Write all results as JSON."""
     content = {
         "environment": about,
         "sizes": {name: str(size) for name, size in results.sizes.items()},
@@ -71,13 +71,16 @@ def write_json(path: Path, results: Results, checks: dict[str, list[Check]], abo
         "zero_products": results.zero_gemms,
         "zero_times": {pages: ratio.as_dict() for pages, ratio in results.zero_times.items()},
         "three_products_times": {pages: ratio.as_dict() for pages, ratio in results.limits.items()},
-        "checks": {kind: [vars(check) | {"holds": check.holds} for check in found] for kind, found in checks.items()},
+        "checks": {
+            kind: [vars(check) | {"holds": check.holds} for check in kind_checks]
+            for kind, kind_checks in checks.items()
+        },
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def plot(path: Path, results: Results) -> None:
-    """Bars of peak memory and, where it was measured, of time, the whole task in a darker shade."""
+    """Plot bars of peak memory and of measured times, methods for the whole task in a darker shade."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,9 +114,9 @@ def _plot_times(panel: Any, rows: list[Row], title: str) -> None:
     for shift, pages in ((0.2, "fresh"), (-0.2, "kept")):
         times = [row.times[pages] for row in rows]
         reach = [[t.median - t.least for t in times], [t.most - t.median for t in times]]
-        places = [place + shift for place in range(len(rows))]
+        heights = [row + shift for row in range(len(rows))]
         colors, alpha = [_shade(row) for row in rows], 1.0 if pages == "kept" else 0.45
-        bars = panel.barh(places, [t.median for t in times], height=0.38, xerr=reach, color=colors, alpha=alpha)
+        bars = panel.barh(heights, [t.median for t in times], height=0.38, xerr=reach, color=colors, alpha=alpha)
         panel.bar_label(bars, [f"{t.median:.2f} {pages}" for t in times], padding=6, fontsize=7)
     panel.set_yticks(range(len(rows)), [row.method.name for row in rows])
     panel.margins(x=0.2)

@@ -1,4 +1,4 @@
-"""What one run of the benchmark found, and the deterministic gates on it."""
+"""Results of one run of the benchmark, and the deterministic gates on them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from head_bench.timing import PAGES, Ratio
 BF16_LOGPROBS, FP32_LOGPROBS = 1e-5, 1e-5
 BF16_GRADIENT, FP32_GRADIENT = 2.5e-3, 1e-6
 LARGE_TRAFFIC = 12.0
-"""bytes a logit: a chunk of fp32 logits written, read twice and its gradient written, none of it in a cache"""
+"""Bytes per logit: a chunk of fp32 logits written, read twice, and its gradient written, all outside caches."""
 PEAK = 1.0
-"""bytes a logit: a twelfth of the three fp32 tensors that Stable-RL and verl hold at once"""
+"""Bytes per logit: a twelfth of the three fp32 tensors that Stable-RL and verl hold at once."""
 STABLE_RL = "Stable-RL"
 
 
@@ -26,26 +26,26 @@ class Row:
 
     method: Method
     gemms: float
-    """products, in units of one N x V x H product"""
+    """Products, in units of one N x V x H product."""
     traffic: float
-    """bytes read and written a logit"""
+    """Bytes read and written per logit."""
     large_traffic: float
-    """the part of it on tensors above 16 MiB"""
+    """Part of the traffic on tensors above 16 MiB."""
     peak: int
-    """bytes at ``sizes["counts"]``"""
+    """Peak bytes at ``sizes["counts"]``."""
     errors: dict[str, Errors] = field(default_factory=dict)
-    """by dtype"""
+    """Errors by dtype."""
     full_peak: int | None = None
-    """bytes at ``sizes["peak"]``"""
+    """Peak bytes at ``sizes["peak"]``."""
     times: dict[str, Ratio] = field(default_factory=dict)
-    """by ``timing.PAGES``"""
+    """Times by ``timing.PAGES``."""
     parallel: dict[str, Any] | None = None
-    """see ``tensor_parallel.measure``"""
+    """Result of ``tensor_parallel.measure``."""
     parallel_times: dict[str, Ratio] = field(default_factory=dict)
-    """by ``timing.PAGES``"""
+    """Times over two ranks by ``timing.PAGES``."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row for JSON."""
         about = {k: v for k, v in asdict(self.method).items() if not callable(v)}
         plain = {k: v for k, v in vars(self).items() if k not in ("method", "errors", "times", "parallel_times")}
         nested = {"errors": self.errors, "times": self.times, "parallel_times": self.parallel_times}
@@ -60,14 +60,14 @@ class Results:
     sizes: dict[str, Size]
     zero_share: float
     zero_gemms: dict[str, float]
-    """ours, by name: products with that share of zero advantages"""
+    """Products of our methods with that share of zero advantages, by name."""
     zero_times: dict[str, Ratio] = field(default_factory=dict)
-    """ours B at that share over ours B at none, by ``timing.PAGES``"""
+    """Time of ours B at that share over ours B at none, by ``timing.PAGES``."""
     limits: dict[str, Ratio] = field(default_factory=dict)
-    """three plain products of all tokens at once, and nothing else, over ours B, by ``timing.PAGES``"""
+    """Time of three plain products of all tokens over ours B, by ``timing.PAGES``."""
 
     def row(self, name: str) -> Row:
-        """The row of a method."""
+        """Return the row of a method."""
         return next(row for row in self.rows if row.method.name == name)
 
 
@@ -81,7 +81,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """A NaN does not."""
+        """Return True if the value is within the bound; False for NaN."""
         return self.value <= self.bound
 
     def __str__(self) -> str:
@@ -90,28 +90,28 @@ class Check:
 
 
 def gates(results: Results) -> list[Check]:
-    """The deterministic bounds on our own head; a run of the benchmark fails on these alone."""
-    found: list[Check] = []
+    """Return the deterministic bounds on our head; a run of the benchmark fails on these alone."""
+    checks: list[Check] = []
     for name, gemms in ((OURS_B.name, 3.0), (OURS_A.name, 4.0)):
         row = results.row(name)
-        found.append(Check(f"{name}: products", round(row.gemms, 2), gemms))
+        checks.append(Check(f"{name}: products", round(row.gemms, 2), gemms))
         share = 2 * results.zero_share if name == OURS_B.name else 3 * results.zero_share
         if not results.sizes["counts"].entropy_gradient:  # a bonus pulls at these rows too
-            found.append(Check(f"{name}: products with zero rows", round(results.zero_gemms[name], 2), gemms - share))
+            checks.append(Check(f"{name}: products with zero rows", round(results.zero_gemms[name], 2), gemms - share))
         for dtype, errors in row.errors.items():
             narrow = dtype == "bfloat16"
             at_most = BF16_LOGPROBS if narrow else FP32_LOGPROBS
-            found.append(Check(f"{name}: {dtype} log-probabilities", errors.logprobs, at_most))
-            found.append(Check(f"{name}: {dtype} at the ids", errors.id_logprobs or 0.0, at_most))
+            checks.append(Check(f"{name}: {dtype} log-probabilities", errors.logprobs, at_most))
+            checks.append(Check(f"{name}: {dtype} at the ids", errors.id_logprobs or 0.0, at_most))
             slope = BF16_GRADIENT if narrow else FP32_GRADIENT
-            found.append(Check(f"{name}: {dtype} dH", errors.grad_hidden, slope))
-            found.append(Check(f"{name}: {dtype} dW", errors.grad_weight, slope))
-        found += _collective_gates(results, row)
-        found.append(Check(f"{name}: bytes a logit on tensors above 16 MiB", row.large_traffic, LARGE_TRAFFIC))
+            checks.append(Check(f"{name}: {dtype} dH", errors.grad_hidden, slope))
+            checks.append(Check(f"{name}: {dtype} dW", errors.grad_weight, slope))
+        checks += _collective_gates(results, row)
+        checks.append(Check(f"{name}: bytes a logit on tensors above 16 MiB", row.large_traffic, LARGE_TRAFFIC))
         peak, size = row.full_peak, results.sizes["peak"]
         assert peak is not None
-        found.append(Check(f"{name}: peak, bytes a logit at {size}", peak / (size.tokens * size.vocab), PEAK))
-    return found
+        checks.append(Check(f"{name}: peak, bytes a logit at {size}", peak / (size.tokens * size.vocab), PEAK))
+    return checks
 
 
 def _collective_gates(results: Results, row: Row) -> list[Check]:
@@ -119,7 +119,7 @@ def _collective_gates(results: Results, row: Row) -> list[Check]:
     assert row.parallel is not None
     forward = row.parallel["collectives"]
     calls = row.parallel["loss_calls"]
-    payload = sum(size_of for _, size_of in forward) / size.tokens
+    payload = sum(payload_bytes for _, payload_bytes in forward) / size.tokens
     errors = row.parallel["errors"]
     return [
         Check(f"{name}: forward collectives" + (" a chunk" if calls > 1 else ""), len(forward) / calls, 1),
@@ -132,31 +132,31 @@ def _collective_gates(results: Results, row: Row) -> list[Check]:
 
 
 def goals(results: Results) -> list[Check]:
-    """The ratios that issue 4 asks for; soft, because time is never exact."""
-    found = []
+    """Return the target ratios of issue 4. They are soft, because times are never exact."""
+    checks = []
     for pages in PAGES:
         for name, bound in (STABLE_RL, 0.55), ("verl unfused", 0.45), ("NeMo-RL logits", 0.20):
             row = next((row for row in results.rows if row.method.name == name), None)
             for kind, times in ("", row.times if row else {}), (", TP = 2", row.parallel_times if row else {}):
                 if pages in times:
                     what = f"time of ours B / {name}'s{kind}, {pages} pages"
-                    found.append(Check(what, 1 / times[pages].median, bound))
+                    checks.append(Check(what, 1 / times[pages].median, bound))
         if pages in results.zero_times and not results.sizes["time"].entropy_gradient:
             what = f"time with {results.zero_share:.0%} zero advantages / none, {pages} pages"
-            found.append(Check(what, results.zero_times[pages].median, 0.8))
+            checks.append(Check(what, results.zero_times[pages].median, 0.8))
     for row in results.rows:
         if row.method.equal_task and not row.method.ours and row.full_peak is not None:
             for ours in (OURS_B.name, OURS_A.name):
-                mine = results.row(ours).full_peak or 0
-                found.append(Check(f"peak of {ours} / {row.method.name}'s", mine / row.full_peak, 1 / 12))
-    return found
+                our_peak = results.row(ours).full_peak or 0
+                checks.append(Check(f"peak of {ours} / {row.method.name}'s", our_peak / row.full_peak, 1 / 12))
+    return checks
 
 
-def methods_of(names: list[str] | None, all_methods: tuple[Method, ...]) -> list[Method]:
-    """The chosen ones; ours and Stable-RL, which the gates need, always among them.
+def select_methods(names: list[str] | None, all_methods: tuple[Method, ...]) -> list[Method]:
+    """Return the named methods, and always ours and Stable-RL, which the gates need.
 
     Raises:
-        SystemExit: an unknown name.
+        SystemExit: If a name is unknown.
     """
     known = {m.name for m in all_methods}
     unknown = set(names or ()) - known

@@ -18,25 +18,25 @@ from head_peers.task import Size, Task, make_task, quick_task
 
 from head_bench.counters import counted, peak_bytes
 from head_bench.one_process import runner
-from head_bench.reference import Reference, errors_of, reference
+from head_bench.reference import Reference, measure_errors, reference
 from head_bench.timing import Ratio, cpu_seconds, paired_ratios, steadiest, use_pages
 from megatron_dppo.types import LossInputs
 
 RANKS = 2
 CHUNKS = 3
-"""of our own head, while the collectives are counted"""
+"""Chunks of our head while the collectives are counted."""
 _MINUTES = 30
 
 
 def measure(methods: Sequence[Method], counts: Size) -> dict[str, Any]:
-    """Per method what ``_counts`` returns."""
+    """Return the result of ``_counts`` for each method."""
     return _spawn(_count_child, methods, counts)
 
 
 def measure_times(methods: Sequence[Method], size: Size, pages: str, rounds: int) -> dict[str, Ratio]:
-    """CPU seconds of both ranks of each method over those of ours B; ``pages`` as in ``timing.use_pages``."""
-    found = _spawn(_time_child, methods, size, pages, rounds)
-    return {name: Ratio(**ratio) for name, ratio in found.items()}
+    """Measure CPU seconds of both ranks relative to ours B; ``pages`` as in ``timing.use_pages``."""
+    result = _spawn(_time_child, methods, size, pages, rounds)
+    return {name: Ratio(**ratio) for name, ratio in result.items()}
 
 
 def _spawn(child: Callable[..., dict[str, Any]], methods: Sequence[Method], *arguments: Any) -> dict[str, Any]:
@@ -51,17 +51,17 @@ def _rank(rank: int, folder: str, child: Callable[..., dict[str, Any]], *argumen
     store = dist.FileStore(str(Path(folder) / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=_MINUTES))
     try:
-        found = child(*arguments)
+        result = child(*arguments)
         if rank == 0:
-            (Path(folder) / "result.json").write_text(json.dumps(found))
+            (Path(folder) / "result.json").write_text(json.dumps(result))
     finally:
         dist.destroy_process_group()
 
 
 def _count_child(names: Sequence[str], size: Size) -> dict[str, Any]:
-    whole = make_task(size)
-    exact = {with_ids: reference(whole, with_ids) for with_ids in (False, True)}
-    task = whole.shard(dist.group.WORLD)
+    full_task = make_task(size)
+    exact = {with_ids: reference(full_task, with_ids) for with_ids in (False, True)}
+    task = full_task.shard(dist.group.WORLD)
     return {name: _counts(by_name(name), task, exact) for name in names}
 
 
@@ -69,15 +69,18 @@ def _time_child(names: Sequence[str], size: Size, pages: str, rounds: int) -> di
     use_pages(pages)
     task = quick_task(size).shard(dist.group.WORLD)
     runs = {name: runner(by_name(name), task) for name in names}
-    found = steadiest(
+    result = steadiest(
         lambda attempt: paired_ratios(runs, OURS_B.name, rounds, clock=_both_ranks, seed=attempt), attempts=2
     )
-    return {name: asdict(ratio) for name, ratio in found.items()}
+    return {name: asdict(ratio) for name, ratio in result.items()}
 
 
 def _counts(method: Method, task: Task, exact: dict[bool, Reference]) -> dict[str, Any]:
-    """``loss_calls`` (mode B: chunks), ``collectives`` and ``backward_collectives`` as [name, bytes], ``peak`` in bytes
-    and ``errors``."""
+    """Return the counts of one method.
+
+    They are ``loss_calls`` (mode B: chunks), ``collectives`` and ``backward_collectives`` as [name, bytes], ``peak`` in
+    bytes and ``errors``.
+    """
     record: list[LossInputs] = []
     fresh = replace(task.fresh(), record=record, chunk_tokens=-(-len(task.hidden) // CHUNKS))
     with counted() as forward:
@@ -87,7 +90,7 @@ def _counts(method: Method, task: Task, exact: dict[bool, Reference]) -> dict[st
     del output, fresh
     ready = task.fresh()
     with_ids = method.offers_ids(RANKS)
-    errors = errors_of(method.run, task, exact[with_ids])
+    errors = measure_errors(method.run, task, exact[with_ids])
     return {
         "loss_calls": len(record),
         "collectives": forward.collectives,

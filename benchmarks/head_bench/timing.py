@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 MAX_SPREAD = 0.15
 PAGES = ("fresh", "kept")
-"""see ``use_pages``"""
+"""Arguments of ``use_pages``."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -25,7 +25,7 @@ class Ratio:
     least: float
     most: float
     seconds: float
-    """median of the method's own times"""
+    """Median seconds of the method itself."""
     rounds: int
 
     @property
@@ -34,7 +34,7 @@ class Ratio:
         return (self.most - self.least) / self.median
 
     def as_dict(self) -> dict[str, float | int]:
-        """For JSON."""
+        """Return the ratio for JSON."""
         return asdict(self) | {"spread": self.spread}
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def paired_ratios(
     clock: Callable[[Callable[[], None]], float],
     seed: int = 0,
 ) -> dict[str, Ratio]:
-    """Ratios of all ``runs`` to ``base``, after one run of each to warm up.
+    """Return ratios of all ``runs`` to ``base``, after one run of each to warm up.
 
     Args:
         runs: name -> one forward and backward pass.
@@ -81,9 +81,9 @@ def steadiest(measure: Callable[[int], dict[str, Ratio]], attempts: int) -> dict
     """
     best: dict[str, Ratio] | None = None
     for attempt in range(attempts):
-        found = measure(attempt)
-        if best is None or widest(found) < widest(best):
-            best = found
+        ratios_of_attempt = measure(attempt)
+        if best is None or widest(ratios_of_attempt) < widest(best):
+            best = ratios_of_attempt
         if widest(best) <= MAX_SPREAD:
             break
     assert best is not None
@@ -91,12 +91,12 @@ def steadiest(measure: Callable[[int], dict[str, Ratio]], attempts: int) -> dict
 
 
 def widest(ratios: Mapping[str, Ratio]) -> float:
-    """The largest spread."""
+    """Return the largest spread."""
     return max(ratio.spread for ratio in ratios.values())
 
 
 def cpu_seconds(run: Callable[[], None]) -> float:
-    """CPU seconds of this process, of the system for it included."""
+    """Return the CPU seconds of a run in this process, including system time."""
     start = time.process_time()
     run()
     return time.process_time() - start

@@ -7,23 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 from head_peers.registry import Method
-from head_peers.task import Statistics, Task, loss_of
+from head_peers.task import Statistics, Task, compute_loss
 from torch import Tensor
 
 from megatron_dppo.types import LossOutput
 
 
 def installed() -> tuple[list[Method], dict[str, str]]:
-    """The methods whose package imports, and why each of the others does not."""
-    found, missing = [], {}
+    """Return the methods whose package imports, and the import error of each other method."""
+    methods, missing = [], {}
     for name, package, build, offers, gradients in _WHEELS:
         try:
             function = build(importlib.import_module(package))
         except Exception as error:  # a package may fail to import in any way: no Triton, another CUDA version
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         else:
-            found.append(Method(name, function, offers, gradients, equal_task=False, tensor_parallel=False))
-    return found, missing
+            methods.append(Method(name, function, offers, gradients, equal_task=False, tensor_parallel=False))
+    return methods, missing
 
 
 def _liger(module: Any) -> Callable[[Task], LossOutput]:
@@ -31,7 +31,7 @@ def _liger(module: Any) -> Callable[[Task], LossOutput]:
         nll, entropy = module.LigerFusedLinearScaledCrossEntropyFunction.apply(
             task.hidden, task.weight, task.targets.labels, task.temperature, -100, 1, True
         )
-        return loss_of(task, Statistics(-nll, entropy.float()))
+        return compute_loss(task, Statistics(-nll, entropy.float()))
 
     return forward
 
@@ -41,25 +41,25 @@ def _verl(module: Any) -> Callable[[Task], LossOutput]:
         logprobs, entropy = module.linear_cross_entropy(
             task.hidden, task.weight, task.targets.labels, task.temperature, "none", None
         )
-        return loss_of(task, Statistics(logprobs, entropy))
+        return compute_loss(task, Statistics(logprobs, entropy))
 
     return forward
 
 
 def _cce(module: Any) -> Callable[[Task], LossOutput]:
-    """Without its filter, which leaves out blocks of small gradients."""
+    """Adapt cut-cross-entropy without its filter, which skips blocks of small gradients."""
 
     def forward(task: Task) -> LossOutput:
         nll = module.linear_cross_entropy(
             task.hidden, task.weight, task.targets.labels, reduction="none", filter_eps=None
         )
-        return loss_of(task, Statistics(-nll.float()))
+        return compute_loss(task, Statistics(-nll.float()))
 
     return forward
 
 
 def _quack(module: Any) -> Callable[[Task], LossOutput]:
-    """Its fused form has no loss a token: the plain sum stands in, which is less work."""
+    """Adapt quack. Its fused form has no per-token loss: the sum replaces it, which is less work."""
 
     def forward(task: Task) -> LossOutput:
         loss: Tensor = module.chunked_linear_cross_entropy(
@@ -77,4 +77,4 @@ _WHEELS: tuple[tuple[str, str, Callable[[Any], Callable[[Task], LossOutput]], st
     ("cut-cross-entropy", "cut_cross_entropy", _cce, "a", "a"),
     ("quack-kernels (sum only)", "quack.linear_cross_entropy", _quack, "a", "a"),
 )
-"""name, module, adapter, what it offers, what carries a gradient"""
+"""Name, module, adapter, statistics on offer, statistics with a gradient (letters as in ``Method.offers``)."""

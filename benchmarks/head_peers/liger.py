@@ -21,7 +21,7 @@ CHUNK_TOKENS = 512
 
 
 def liger_fallback(task: Task) -> Statistics:
-    """Log-probabilities and entropy, both with gradient."""
+    """Compute log-probabilities and entropy, both with gradient."""
     weight, labels = task.weight, task.targets.labels
     logprobs, entropy = _FusedLinear.apply(
         task.hidden, weight, labels, task.temperature, task.first, task.group, task.entropy_gradient
@@ -34,7 +34,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _forward(logits: Tensor, labels: Tensor, first: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
-    """Log-probability, entropy, log-sum-exp."""
+    """Return log-probability, entropy and log-sum-exp."""
     if group is None:
         probs = logits.softmax(1)
         log_total = logits.logsumexp(1)
@@ -65,8 +65,8 @@ class _FusedLinear(torch.autograd.Function):
             for h, at in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
         ]
         logprobs, entropy, log_total = (torch.cat(column) for column in zip(*parts, strict=True))
-        kept = () if group is None else (log_total, entropy)
-        ctx.save_for_backward(hidden, weight, *local(labels, first, len(weight)), *kept)
+        saved = () if group is None else (log_total, entropy)
+        ctx.save_for_backward(hidden, weight, *local(labels, first, len(weight)), *saved)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         entropy = entropy.to(hidden.dtype)
         if not entropy_gradient:
@@ -75,13 +75,15 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, mine, place, *kept = ctx.saved_tensors
+        hidden, weight, is_local, local_ids, *saved = ctx.saved_tensors
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
         for start in range(0, len(hidden), CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
             slopes = (grad[rows, None], grad_entropy[rows, None].float() if ctx.entropy_gradient else None)
             logits = _logits(hidden[rows], weight, ctx.temperature)
-            out = _logit_gradient(logits, mine[rows, None], place[rows, None], slopes, [k[rows, None] for k in kept])
+            out = _logit_gradient(
+                logits, is_local[rows, None], local_ids[rows, None], slopes, [k[rows, None] for k in saved]
+            )
             out = out.to(hidden.dtype) / ctx.temperature
             del logits
             grad_hidden[rows].add_(out @ weight)
@@ -91,16 +93,19 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _logit_gradient(
-    logits: Tensor, mine: Tensor, place: Tensor, slopes: tuple[Tensor, Tensor | None], kept: list[Tensor]
+    logits: Tensor, is_local: Tensor, local_ids: Tensor, slopes: tuple[Tensor, Tensor | None], saved: list[Tensor]
 ) -> Tensor:
-    """``kept``: log-sum-exp and entropy over all shards; empty without shards, where upstream computes them again."""
+    """Return the gradient of the logits.
+
+    ``saved``: log-sum-exp and entropy over all shards; empty without shards, where upstream recomputes them.
+    """
     grad, grad_entropy = slopes
-    probs = logits.softmax(1) if not kept else (logits - kept[0]).exp()
+    probs = logits.softmax(1) if not saved else (logits - saved[0]).exp()
     out = torch.zeros_like(logits)
-    one_hot = torch.zeros_like(logits).scatter_(1, place, mine.to(logits.dtype))
+    one_hot = torch.zeros_like(logits).scatter_(1, local_ids, is_local.to(logits.dtype))
     out.add_(grad * (one_hot - probs))
     if grad_entropy is not None:
-        logprobs = logits.log_softmax(1) if not kept else logits - kept[0]
-        entropy = kept[1] if kept else (logits.logsumexp(1) - (probs * logits).sum(1))[:, None]
+        logprobs = logits.log_softmax(1) if not saved else logits - saved[0]
+        entropy = saved[1] if saved else (logits.logsumexp(1) - (probs * logits).sum(1))[:, None]
         out.add_(probs * (logprobs + entropy) * -grad_entropy)
     return out

@@ -19,22 +19,22 @@ from head_peers.shards import local, picked, reduced
 from head_peers.task import Statistics, Task
 
 CHUNK_TOKENS = 1024
-"""as perf.md measured it; unset upstream, which means all tokens at once"""
+"""Value measured in perf.md; unset upstream, which means all tokens at once."""
 
 
 def nemo_logits(task: Task) -> Statistics:
-    """Nine all-reduces a chunk."""
+    """Compute the statistics with nine all-reduces per chunk."""
     logits = task.hidden @ task.weight.t()
     logits = logits if task.temperature == 1 else logits.div(task.temperature)
     logprobs = _LogProb.apply(logits, task.targets.labels, task.first, task.group)
     with torch.no_grad():
-        found = [
+        id_logprobs = [
             reduced(picked(_log_softmax(logits[rows].float(), task.group), task.ids[rows], task.first), task.group)
             for rows in _chunks(logits)
         ]
     # Upstream's value is the sum of p log p.
     entropy = _NegativeEntropy.apply(logits, task.group, task.entropy_gradient).neg()
-    return Statistics(logprobs, entropy, torch.cat(found))
+    return Statistics(logprobs, entropy, torch.cat(id_logprobs))
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
@@ -61,11 +61,11 @@ class _LogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, mine, place = ctx.saved_tensors
+        logits, is_local, local_ids = ctx.saved_tensors
         out = torch.zeros_like(logits)
         for rows in _chunks(logits):
             softmax = _log_softmax(logits[rows].float(), ctx.group).exp()
-            chosen = mine[rows, None] * torch.nn.functional.one_hot(place[rows], logits.shape[1])
+            chosen = is_local[rows, None] * torch.nn.functional.one_hot(local_ids[rows], logits.shape[1])
             out[rows] = chosen.float().sub_(softmax).mul_(grad[rows, None])
             del softmax, chosen
         return out, None, None, None
@@ -78,13 +78,13 @@ class _NegativeEntropy(torch.autograd.Function):
         for rows in _chunks(logits):
             logprobs = _log_softmax(logits[rows].float(), group)
             parts.append(reduced((logprobs.exp() * logprobs).sum(1), group))
-        found = torch.cat(parts)
+        negative_entropies = torch.cat(parts)
         ctx.group = group
         if entropy_gradient:
             ctx.save_for_backward(logits)
         else:
-            ctx.mark_non_differentiable(found)
-        return found
+            ctx.mark_non_differentiable(negative_entropies)
+        return negative_entropies
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

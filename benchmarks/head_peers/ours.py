@@ -9,8 +9,8 @@ from megatron_dppo.types import LossNeeds, LossOutput
 
 
 def mode_a(task: Task, topk: int = 0) -> Statistics:
-    """One all-gather a call; every statistic, and the loss on top."""
-    found = vocab_parallel_head_stats(
+    """Compute every statistic with one all-gather per call; the loss is computed on top."""
+    stats = vocab_parallel_head_stats(
         task.hidden,
         task.weight,
         task.targets.labels,
@@ -24,11 +24,11 @@ def mode_a(task: Task, topk: int = 0) -> Statistics:
         plan=task.plan,
         chunk_tokens=task.chunk_tokens,
     )
-    return Statistics(found.logprobs, found.entropy, found.id_logprobs, found.other_logprob)
+    return Statistics(stats.logprobs, stats.entropy, stats.id_logprobs, stats.other_logprob)
 
 
 def mode_b(task: Task) -> LossOutput:
-    """One all-gather a chunk; the loss whose gradient is ready."""
+    """Compute the loss with its gradient formed in forward; one all-gather per chunk."""
     return dppo_head_loss(
         task.hidden,
         task.weight,

@@ -9,7 +9,7 @@ from head_peers.liger import liger_fallback
 from head_peers.nemo import nemo_logits
 from head_peers.ours import mode_a, mode_b
 from head_peers.slime import slime
-from head_peers.task import Statistics, Task, loss_of
+from head_peers.task import Statistics, Task, compute_loss
 from head_peers.trl import trl_chunked
 from head_peers.verl_fused import verl_fused
 from head_peers.verl_unfused import stable_rl, verl_unfused
@@ -23,30 +23,30 @@ class Method:
     name: str
     forward: Callable[[Task], LossOutput]
     offers: str
-    """a log-probability at the label, b at K ids of each token, c own Top-K, d entropy"""
+    """Statistics on offer: a log-probability at the label, b at K ids of each token, c own Top-K, d entropy."""
     gradients: str
-    """which of those can carry a gradient"""
+    """Statistics that can carry a gradient."""
     equal_task: bool
-    """does the whole task of DPPO-TopK: a, b and d"""
+    """True if the method does the whole task of DPPO-TopK: a, b and d."""
     ours: bool = False
     rounded_logits: bool = True
-    """logits rounded to the dtype of the model"""
+    """True if logits are rounded to the dtype of the model."""
     tensor_parallel: bool = True
     ids_over_ranks: bool = True
 
     def offers_ids(self, ranks: int) -> bool:
-        """Whether it has log-probabilities at K ids over so many ranks."""
+        """Return True if the method has log-probabilities at K ids over that many ranks."""
         return "b" in self.offers.split() and (ranks == 1 or self.ids_over_ranks)
 
     def run(self, task: Task) -> LossOutput:
-        """Forward and backward; the gradients are in the leaves of the task."""
+        """Run forward and backward; the gradients are in the leaves of the task."""
         output = self.forward(task)
         output.loss_sum.backward()
         return output
 
 
 def _with_loss(statistics: Callable[[Task], Statistics]) -> Callable[[Task], LossOutput]:
-    return lambda task: loss_of(task, statistics(task))
+    return lambda task: compute_loss(task, statistics(task))
 
 
 OURS_B = Method("ours B", mode_b, "a b d", "a d", True, ours=True, rounded_logits=False)
@@ -65,9 +65,9 @@ METHODS = (
 
 
 def by_name(name: str) -> Method:
-    """The method of that name.
+    """Return the method of that name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: If there is none.
     """
     return {method.name: method for method in METHODS}[name]

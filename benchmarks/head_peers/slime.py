@@ -1,4 +1,4 @@
-"""slime 624b824, ``slime/utils/ppo_utils.py``: log-probability and entropy of fp32 logits in one function.
+"""Log-probability and entropy of fp32 logits in one function: slime 624b824, ``slime/utils/ppo_utils.py``.
 
 One softmax serves both and is what backward keeps, with the logits where the entropy has a gradient. No ids. The
 product of softmax and logits is an einsum on CUDA; here it goes by blocks of rows.
@@ -17,7 +17,7 @@ from head_peers.task import Statistics, Task
 
 
 def slime(task: Task) -> Statistics:
-    """Four all-reduces."""
+    """Compute the statistics with four all-reduces."""
     logits = (task.hidden @ task.weight.t()).float()
     logits = logits if task.temperature == 1 else logits.div(task.temperature)
     logprobs, entropy = _LogProbEntropy.apply(
@@ -39,17 +39,17 @@ class _LogProbEntropy(torch.autograd.Function):
         mean = reduced(row_dot(softmax, logits), group)
         reduced(at_label, group)
         entropy = (largest + total.log() - mean).squeeze(1)
-        kept = (logits, mean) if entropy_gradient else ()
-        ctx.save_for_backward(softmax, *local(labels, first, logits.shape[1]), *kept)
+        saved = (logits, mean) if entropy_gradient else ()
+        ctx.save_for_backward(softmax, *local(labels, first, logits.shape[1]), *saved)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return at_label - total.log().squeeze(1), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, mine, place, *kept = ctx.saved_tensors
+        softmax, is_local, local_ids, *saved = ctx.saved_tensors
         from_entropy = None
-        if kept:
-            from_entropy = (kept[1] - kept[0]).mul_(softmax).mul_(grad_entropy[:, None])
-        softmax.neg_().scatter_add_(1, place[:, None], mine.to(softmax.dtype)[:, None]).mul_(grad[:, None])
+        if saved:
+            from_entropy = (saved[1] - saved[0]).mul_(softmax).mul_(grad_entropy[:, None])
+        softmax.neg_().scatter_add_(1, local_ids[:, None], is_local.to(softmax.dtype)[:, None]).mul_(grad[:, None])
         return softmax if from_entropy is None else softmax.add_(from_entropy), None, None, None, None

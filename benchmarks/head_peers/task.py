@@ -20,7 +20,7 @@ from megatron_dppo.losses import policy_loss
 from megatron_dppo.types import LossInputs, LossOutput, TokenTargets
 
 _ROWS = 64
-"""rows at a time while the task is made"""
+"""Rows at a time while the task is made."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Task:
     """One rank's share of the problem."""
 
     hidden: Tensor
-    """[N, H], a leaf"""
+    """Leaf. Shape ``[N, H]``."""
     weight: Tensor
-    """[V / ranks, H], a leaf"""
+    """Leaf. Shape ``[V / ranks, H]``."""
     targets: TokenTargets
     vocab_size: int
     group: ProcessGroup | None = None
     temperature: float = 1.0
     entropy_gradient: bool = False
     plan: RowPlan | None = None
-    """which rows have a loss and which a gradient; the host knows it before the forward pass"""
+    """Rows with a loss and rows with a gradient, known on the host before the forward pass."""
     chunk_tokens: int | None = None
-    """of our own head; None = its own choice"""
+    """Chunk size of our head; None lets it choose."""
     record: list[LossInputs] | None = None
-    """what the loss was given, call by call, where somebody wants to know"""
+    """Inputs of each call of the loss; None disables recording."""
 
     @property
     def first(self) -> int:
@@ -67,30 +67,30 @@ class Task:
 
     @property
     def ids(self) -> Tensor:
-        """[N, K] int64, the candidates of the rollout"""
+        """Candidates of the rollout. Shape ``[N, K]``, int64."""
         assert self.targets.rollout_topk_ids is not None
         return self.targets.rollout_topk_ids[:, :-1].long()
 
     def fresh(self) -> Task:
-        """The same values in new leaves, without gradients."""
+        """Return a task with the same values in new leaves without gradients."""
         leaves = (self.hidden.detach().clone(), self.weight.detach().clone())
         return replace(self, hidden=leaves[0].requires_grad_(), weight=leaves[1].requires_grad_())
 
     def shard(self, group: ProcessGroup) -> Task:
-        """This rank's share."""
+        """Return this rank's share of the task."""
         rows = self.vocab_size // group.size()
-        own = self.weight.detach()[group.rank() * rows : (group.rank() + 1) * rows].clone()
-        return replace(self, weight=own.requires_grad_(), group=group)
+        shard_weight = self.weight.detach()[group.rank() * rows : (group.rank() + 1) * rows].clone()
+        return replace(self, weight=shard_weight.requires_grad_(), group=group)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a method knows of the policy at each token; None where it cannot say."""
+    """Statistics of the policy at each token; None if the method does not offer them."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
     id_logprobs: Tensor | None = None
-    """[N, K]"""
+    """Log-probabilities at the candidates. Shape ``[N, K]``."""
     other_logprob: Tensor | None = None
 
 
@@ -98,7 +98,7 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def token_loss(task: Task, with_ids: bool) -> Loss:
-    """DPPO-TopK-TV where the method knows the candidates, else DPPO-Binary-TV; 0.01 of entropy bonus if asked for."""
+    """Return DPPO-TopK-TV if the method has the candidates, else DPPO-Binary-TV; optional entropy bonus of 0.01."""
     entropy_coef = 0.01 if task.entropy_gradient else 0.0
     if with_ids:
         config = LossConfig(name="dppo_topk_tv", topk=task.ids.shape[1], entropy_coef=entropy_coef)
@@ -113,16 +113,16 @@ def token_loss(task: Task, with_ids: bool) -> Loss:
     return loss
 
 
-def loss_of(task: Task, found: Statistics) -> LossOutput:
-    """The loss of a method's statistics: the same code for every method."""
+def compute_loss(task: Task, statistics: Statistics) -> LossOutput:
+    """Compute the loss of a method's statistics, with the same code for every method."""
     targets = task.targets
     assert targets.rollout_topk_ids is not None
     topk = None
-    if found.id_logprobs is not None:
-        topk = torch.cat([found.id_logprobs.detach(), found.logprobs.detach()[:, None]], 1)
-    entropy = found.entropy if found.entropy is None or task.entropy_gradient else found.entropy.detach()
+    if statistics.id_logprobs is not None:
+        topk = torch.cat([statistics.id_logprobs.detach(), statistics.logprobs.detach()[:, None]], 1)
+    entropy = statistics.entropy if statistics.entropy is None or task.entropy_gradient else statistics.entropy.detach()
     inputs = LossInputs(
-        logprobs=found.logprobs,
+        logprobs=statistics.logprobs,
         entropy=entropy,
         advantages=targets.advantages,
         loss_mask=targets.loss_mask,
@@ -130,7 +130,7 @@ def loss_of(task: Task, found: Statistics) -> LossOutput:
         topk_logprobs=topk,
         rollout_topk_logprobs=None if topk is None else targets.rollout_topk_logprobs,
         topk_valid=None if topk is None else targets.rollout_topk_ids >= 0,
-        topk_other_logprob=found.other_logprob,
+        topk_other_logprob=statistics.other_logprob,
     )
     return token_loss(task, topk is not None)(inputs)
 

@@ -19,10 +19,10 @@ CHUNK_VOCAB = 8192
 
 
 def trl_chunked(task: Task) -> Statistics:
-    """Log-probabilities with gradient, entropy without.
+    """Compute log-probabilities with gradient and entropy without.
 
     Raises:
-        ValueError: a group; TRL does not shard the head.
+        ValueError: If there is a group: TRL does not shard the head.
     """
     if task.group is not None or task.entropy_gradient:
         raise ValueError("TRL's head has neither tensor parallelism nor a gradient of the entropy")
@@ -79,8 +79,8 @@ class _Chunked(torch.autograd.Function):
             probs = (buffers.logits(part) - log_total[:, None]).exp()
             out = -grad[:, None] * probs
             inside = (labels >= start) & (labels < start + len(part))
-            place = torch.where(inside, labels - start, 0)
-            out.scatter_add_(1, place[:, None], torch.where(inside, grad, 0.0)[:, None])
+            local_ids = torch.where(inside, labels - start, 0)
+            out.scatter_add_(1, local_ids[:, None], torch.where(inside, grad, 0.0)[:, None])
             out = out * buffers.scale
             out = out * 1.0  # the logit scale
             grad_hidden.add_(out @ part.float())

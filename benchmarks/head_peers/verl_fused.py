@@ -1,4 +1,4 @@
-"""verl 1dda039, ``verl/utils/kernel/kernels.py``: the algorithm of its fused linear cross-entropy, in chunks.
+"""Fused linear cross-entropy of verl 1dda039 (``verl/utils/kernel/kernels.py``): its algorithm, in chunks.
 
 Forward: blocks of 1,024 vocabulary entries; the kernel keeps a block's fp32 logits in registers and stores three
 partial results a token and block (largest logit, sum, entropy term). Backward: blocks of 9,504 entries; a kernel
@@ -25,7 +25,7 @@ FORWARD_VOCAB, BACKWARD_VOCAB = 1024, 9504
 
 
 def verl_fused(task: Task) -> Statistics:
-    """Log-probabilities and entropy, both with gradient."""
+    """Compute log-probabilities and entropy, both with gradient."""
     logprobs, entropy = _FusedLinear.apply(
         task.hidden, task.weight, task.targets.labels, task.temperature, task.first, task.group, task.entropy_gradient
     )
@@ -33,7 +33,7 @@ def verl_fused(task: Task) -> Statistics:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """fp32 products of a block."""
+    """Return the fp32 products of a block."""
     out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
     return logits_into(hidden, weight, None, out).div_(temperature)
 
@@ -61,10 +61,10 @@ class _FusedLinear(torch.autograd.Function):
             torch.sum(exp, 1, out=total[:, block])
             torch.sum(exp.mul_(logits), 1, out=weighted[:, block])
         # Every rank's largest logit of each block goes round; a rank's own ones stay, to rescale its sums.
-        own = largest.clone() if group is not None else largest
+        local_largest = largest.clone() if group is not None else largest
         row_largest = reduced(largest, group, largest=True).amax(1)
         reduced(at_label, group)
-        scale = (own - row_largest[:, None]).exp()
+        scale = (local_largest - row_largest[:, None]).exp()
         sums = reduced(torch.stack([(total * scale).sum(1), (weighted * scale).sum(1)]), group)
         log_total = row_largest + sums[0].log()
         entropy = log_total - sums[1] / sums[0]
@@ -76,7 +76,7 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, mine, place, log_total, entropy = ctx.saved_tensors
+        hidden, weight, is_local, local_ids, log_total, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
         out = hidden.new_empty(len(hidden), min(BACKWARD_VOCAB, len(weight)))
         for start in range(0, len(weight), BACKWARD_VOCAB):
@@ -86,7 +86,7 @@ class _FusedLinear(torch.autograd.Function):
                 columns = slice(at, at + FORWARD_VOCAB)
                 logprobs = _logits(hidden, part[columns], ctx.temperature).sub_(log_total[:, None])
                 slope = _row_gradient(ctx, logprobs, grad, grad_entropy, entropy)
-                inside, column = local(torch.where(mine, place, -1), start + at, slope.shape[1])
+                inside, column = local(torch.where(is_local, local_ids, -1), start + at, slope.shape[1])
                 at_label = torch.where(inside, grad / ctx.temperature, 0.0)
                 block[:, columns] = slope.scatter_add_(1, column[:, None], at_label[:, None])
             torch.mm(block.t(), hidden, out=grad_weight[start : start + BACKWARD_VOCAB])
@@ -98,7 +98,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _row_gradient(ctx: Any, logprobs: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor) -> Tensor:
-    """Without the label's own term; overwrites ``logprobs``."""
+    """Return the gradient without the label's term. Overwrites ``logprobs``."""
     slope = -grad[:, None] / ctx.temperature
     if ctx.entropy_gradient:
         pull = grad_entropy[:, None] / ctx.temperature

@@ -1,4 +1,4 @@
-"""verl 1dda039 without fused kernels, with log-probabilities at K ids; and what Stable-RL c6af1d1 makes of it.
+"""Unfused path of verl 1dda039 with log-probabilities at K ids, and its variant in Stable-RL c6af1d1.
 
 verl: ``workers/engine/megatron/transformer_impl.py`` (clone of the fp32 logits, entropy, then Megatron's eager
 cross-entropy in place on the clone), ``utils/megatron/tensor_parallel.py`` (entropy) and
@@ -22,22 +22,26 @@ from head_peers.task import Statistics, Task
 
 
 def verl_unfused(task: Task) -> Statistics:
-    """Nine all-reduces; three fp32 tensors of the size of the logits at the peak."""
+    """Compute the statistics with nine all-reduces; peak: three fp32 tensors of the size of the logits."""
     logits = fp32_logits(task)
     spare = logits.clone()
     entropy = _Entropy.apply(logits, task.group)
     with torch.no_grad():
-        found = _ids_over_shards(spare, task)
-    return Statistics(_CrossEntropy.apply(spare, task.targets.labels, task.first, task.group).neg(), entropy, found)
+        id_logprobs = _ids_over_shards(spare, task)
+    return Statistics(
+        _CrossEntropy.apply(spare, task.targets.labels, task.first, task.group).neg(), entropy, id_logprobs
+    )
 
 
 def stable_rl(task: Task) -> Statistics:
-    """Six all-reduces; no ids over several ranks."""
+    """Compute the statistics with six all-reduces; no ids over several ranks."""
     logits = fp32_logits(task)
-    found = None if task.group is not None else _ids_of_rows(logits.detach(), task.ids)
+    id_logprobs = None if task.group is not None else _ids_of_rows(logits.detach(), task.ids)
     spare = logits.clone()
     entropy = _Entropy.apply(logits, task.group)
-    return Statistics(_CrossEntropy.apply(spare, task.targets.labels, task.first, task.group).neg(), entropy, found)
+    return Statistics(
+        _CrossEntropy.apply(spare, task.targets.labels, task.first, task.group).neg(), entropy, id_logprobs
+    )
 
 
 def _ids_over_shards(logits: Tensor, task: Task) -> Tensor:
@@ -55,7 +59,7 @@ def _ids_of_rows(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """Keeps the logits and a softmax. Backward works in both; upstream subtracts from the logits and adds again."""
+    """Entropy that keeps the logits and a softmax. Backward works in place in both, as upstream does."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -92,6 +96,6 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, mine, place = ctx.saved_tensors
-        softmax.scatter_add_(1, place[:, None], -mine.to(softmax.dtype)[:, None])
+        softmax, is_local, local_ids = ctx.saved_tensors
+        softmax.scatter_add_(1, local_ids[:, None], -is_local.to(softmax.dtype)[:, None])
         return softmax.mul_(grad[:, None]), None, None, None

@@ -32,7 +32,7 @@ def test_distances_are_sums_over_the_sampled_tokens(benchmark: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["local", "sglang", "vllm"])
 def test_the_settings_of_each_engine_are_a_configuration(benchmark: Any, engine: str, tmp_path: Path) -> None:
-    settings = benchmark.settings_of(engine, tmp_path / "model", tmp_path)
+    settings = benchmark.write_settings(engine, tmp_path / "model", tmp_path)
     config = load_config(str(benchmark.CONFIG), benchmark.overrides(settings))
     assert (config.rollout.engine, config.loss.name, config.rollout.dtype) == (engine, "dppo_binary_tv", "bf16")
     assert (
@@ -43,7 +43,7 @@ def test_the_settings_of_each_engine_are_a_configuration(benchmark: Any, engine:
 
 def test_the_table_of_the_recorded_rows_is_that_of_the_page(benchmark: Any) -> None:
     rows = benchmark.read_rows(ROOT / "docs/real_model/paired_replay.jsonl")
-    cells = {(benchmark.variant_of(row).name, row["seed"]): benchmark.summary(row) for row in rows}
+    cells = {(benchmark.row_variant(row).name, row["seed"]): benchmark.summary(row) for row in rows}
     own, replayed = (cells["sglang-rollout", 0][f"{label}_abs_prob"] for label in ("live", "replayed"))
     assert f"{own:.4f} {replayed:.4f} {cells['sglang-rollout', 0]['routes']:.3f}" == "0.0062 0.0060 0.014"
     assert f"{cells['vllm-off', 0]['live_abs_prob']:.4f}" == "0.0052"

@@ -26,7 +26,7 @@ def _benchmarks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_method_gives_the_loss_and_gradients_of_float64(
     entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from head_bench.reference import errors_of, reference
+    from head_bench.reference import measure_errors, reference
     from head_peers import liger, nemo, trl, verl_fused
     from head_peers.registry import METHODS
     from head_peers.task import Size, make_task
@@ -46,7 +46,7 @@ def test_every_method_gives_the_loss_and_gradients_of_float64(
     for method in METHODS:
         if entropy_gradient and "d" not in method.gradients:
             continue
-        errors: Any = errors_of(method.run, task, exact[method.offers_ids(1)])
+        errors: Any = measure_errors(method.run, task, exact[method.offers_ids(1)])
         values = [errors.logprobs, errors.entropy, errors.grad_hidden, errors.grad_weight]
         values += [errors.id_logprobs] if method.offers_ids(1) else []
         assert max(values) < 2e-5, (method.name, errors)
