@@ -183,7 +183,7 @@ async def without_one_target(exchange: Exchange) -> bool:
 
 
 @pytest.mark.parametrize("change", [without_adapter, without_one_target])
-def test_a_server_that_leaves_out_adapters_is_refused_before_it_samples(
+def test_a_server_that_ignores_adapters_is_rejected_before_it_samples(
     change: Before, sglang: Engine, moe: Path, tmp_path: Path
 ) -> None:
     with Proxy(sglang.url, before=change) as proxy:
@@ -191,7 +191,7 @@ def test_a_server_that_leaves_out_adapters_is_refused_before_it_samples(
     assert code == 2 and "does not add the adapters as the trainer does" in text and "wrong weights" in text, text
 
 
-def test_a_server_with_another_base_model_is_refused(sglang: Engine, tmp_path: Path) -> None:
+def test_a_server_with_another_base_model_is_rejected(sglang: Engine, tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", seed=8)
     code, text = run_with(sglang, other, tmp_path / "run", parallel__expert_model_parallel_size=1)
     assert code == 2 and "cannot be shown that it was started with the base model" in text, text

@@ -31,7 +31,7 @@ def python() -> str:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_tool_loop_and_a_second_question_are_one_sequence(
+def test_a_tool_loop_and_a_second_question_form_one_sequence(
     framework: str, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(chat_tokenizer(), monkeypatch)
@@ -50,7 +50,7 @@ def test_a_tool_loop_and_a_second_question_are_one_sequence(
     assert rest == f"{again}<|im_end|>\n<|im_start|>user\nSure?{ASK}Yes, I am<|im_end|>"
 
 
-def test_a_run_is_trained_on_what_the_server_sampled_for_agents(python: str, tmp_path: Path) -> None:
+def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model", seed=3)
     chat_tokenizer().save_pretrained(model)
     rows = [{"prompt": f"{n}+{n}", "label": str(2 * n), "program": program(FRAMEWORKS[n % 3])} for n in range(6)]

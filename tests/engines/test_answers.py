@@ -50,7 +50,7 @@ def test_vllm(vllm: Engine, new_model: Reference, tmp_path: Path) -> None:
     check_answers(vllm, "disk", new_model, tmp_path)
 
 
-def test_a_server_that_cannot_be_reached_is_named(
+def test_an_unreachable_server_is_reported(
     new_model: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = flags(

@@ -46,7 +46,7 @@ async def answers(pool: ServerPool, requests: list[GenerateRequest]) -> list[Gen
 
 
 @pytest.mark.parametrize("topk", [4, 0])
-def test_each_lie_is_routed_around_and_alone_ends_in_an_error_that_names_it(sglang: Engine, topk: int) -> None:
+def test_each_corruption_is_avoided_with_two_servers_and_reported_with_one(sglang: Engine, topk: int) -> None:
     async def both(pool: ServerPool) -> Any:
         found = await answers(pool, requests)
         return found, pool.counts
@@ -74,7 +74,7 @@ def test_each_lie_is_routed_around_and_alone_ends_in_an_error_that_names_it(sgla
                 over([proxy.url], alone)
 
 
-def test_honest_answers_of_a_real_server_keep_the_contract_to_the_bit(sglang: Engine) -> None:
+def test_correct_responses_of_a_real_server_satisfy_the_contract_bit_for_bit(sglang: Engine) -> None:
     """The tolerance is for other kernels: here nothing differs at all."""
     worst = 0.0
 

@@ -65,11 +65,11 @@ def check_turns(engine: Engine, new_model: Reference) -> None:
         call(engine, trainer)
 
 
-def test_an_sglang_server_goes_through_its_turns_whoever_dies(sglang: Engine, new_model: Reference) -> None:
+def test_an_sglang_server_shares_memory_in_turns_after_any_crash(sglang: Engine, new_model: Reference) -> None:
     check_turns(sglang, new_model)
 
 
-def test_a_vllm_server_goes_through_its_turns_whoever_dies(vllm: Engine, new_model: Reference) -> None:
+def test_a_vllm_server_shares_memory_in_turns_after_any_crash(vllm: Engine, new_model: Reference) -> None:
     check_turns(vllm, new_model)
 
 
@@ -95,7 +95,7 @@ _NAMES = {
 _TURN = ["wake", "weights are there", "wake", "go on", "generate", "release"]
 
 
-def test_a_colocated_run_takes_turns_with_its_server_and_the_next_one_wakes_it(
+def test_a_colocated_run_alternates_with_its_server_and_the_next_run_wakes_it(
     vllm: Engine, old_model: Reference, tmp_path: Path
 ) -> None:
     calls: list[str] = []

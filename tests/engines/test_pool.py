@@ -142,7 +142,7 @@ def test_responses_of_two_servers_are_those_of_the_model_and_siblings_share_a_se
         engine.close()
 
 
-def test_what_new_weights_interrupt_goes_on_under_them_and_each_span_is_of_its_own_weights(
+def test_responses_interrupted_by_new_weights_continue_and_each_span_has_its_version(
     two: list[Engine], old_model: Reference, new_model: Reference
 ) -> None:
     clients, engine = engine_over(two, old_model, 0)
@@ -178,7 +178,7 @@ def sample_into(found: list[Completion], engine: ServerEngine, asked: list[Promp
     found.extend(engine.generate(asked, PARAMS))
 
 
-def test_the_slowest_are_stopped_and_continued_under_the_next_weights(
+def test_the_slowest_responses_are_stopped_and_continued_with_the_next_weights(
     two: list[Engine], old_model: Reference, new_model: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the routes of each prompt asked for once for its three responses."""
@@ -215,7 +215,7 @@ def calculator() -> Any:
     return module
 
 
-def test_tokens_of_a_tool_are_masked_and_the_model_s_own_are_exact(two: list[Engine], old_model: Reference) -> None:
+def test_tool_tokens_are_masked_and_model_tokens_are_exact(two: list[Engine], old_model: Reference) -> None:
     """Random weights never write a call, so each turn that stops is taken for one."""
     module = calculator()
     module._call = lambda turns, start: "6*7"
@@ -247,7 +247,7 @@ def test_tokens_of_a_tool_are_masked_and_the_model_s_own_are_exact(two: list[Eng
         engine.close()
 
 
-def test_a_server_that_hangs_is_left_and_used_again_when_it_is_back_with_the_current_weights(
+def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current_weights(
     two: list[Engine], old_model: Reference
 ) -> None:
     clients, engine = engine_over(two, old_model, 0, alive=3)
@@ -275,7 +275,7 @@ def test_a_server_that_hangs_is_left_and_used_again_when_it_is_back_with_the_cur
         engine.close()
 
 
-def test_a_server_that_is_killed_in_mid_rollout_costs_nothing_but_time(two: list[Engine], old_model: Reference) -> None:
+def test_a_server_killed_during_a_rollout_costs_only_time(two: list[Engine], old_model: Reference) -> None:
     clients, engine = engine_over(two, old_model, 0)
     try:
         asked, found = prompts(24, siblings=4), list[Completion]()

@@ -86,7 +86,7 @@ def off(model: Any, engine: Engine) -> float:
     return float((answer.logprobs - expected).abs().mean())
 
 
-def test_each_version_is_what_a_server_with_int4_layers_samples_from_and_one_that_keeps_its_old_ones_is_found(
+def test_a_server_with_int4_layers_samples_from_each_version_and_a_stale_one_is_detected(
     vllm: Engine, folder: Path, tmp_path: Path
 ) -> None:
     with Proxy(vllm.url) as proxy:
@@ -133,7 +133,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_sglang_understands_what_is_quantised_in_both_formats(tmp_path: Path) -> None:
+def test_sglang_loads_both_quantization_formats(tmp_path: Path) -> None:
     base = Path(
         subprocess.run(
             [TOOLS / "sglang.sh", "install", "0.5.23"], capture_output=True, text=True, check=True

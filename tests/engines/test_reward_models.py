@@ -125,7 +125,7 @@ def test_sglang_scores_as_transformers_by_classify_and_embeddings(folders: dict[
         close(scores(engine, endpoint="openai_embeddings", index=0), plain[:, 0])
 
 
-def test_a_judge_behind_sglang_is_asked_and_read(tmp_path: Path) -> None:
+def test_a_judge_behind_sglang_scores_responses(tmp_path: Path) -> None:
     """Its weights are random: any text of its own counts, found by a pattern that is empty at the end."""
     folder = make_tiny(tmp_path / "judge", seed=0)
     tokenizer = byte_tokenizer(SPECIAL)

@@ -27,7 +27,7 @@ TEMPERATURE = 0.2
 """A model of random weights is so flat that only a low one makes the filters differ from token to token."""
 
 
-def test_sets_and_log_probabilities_are_those_of_transformers(sglang: Engine, old_model: Reference) -> None:
+def test_sampling_masks_and_log_probabilities_equal_those_of_transformers(sglang: Engine, old_model: Reference) -> None:
     requests = [ask(SHORT[i:], 40, temperature=TEMPERATURE, topk=4, routing=ROUTING) for i in range(6)]
     requests = [replace(r, params=replace(r.params, **RULES, return_sampling_mask=True)) for r in requests]  # type: ignore[arg-type]
 
@@ -56,7 +56,7 @@ def test_sets_and_log_probabilities_are_those_of_transformers(sglang: Engine, ol
     assert max(sizes) > 4 and min(sizes) == 1 and len(set(sizes)) > 5
 
 
-def test_the_probe_lets_it_pass_and_sees_weights_that_are_wrong(
+def test_the_probe_passes_with_filters_and_detects_wrong_weights(
     sglang: Engine, old_model: Reference, new_model: Reference
 ) -> None:
     expected = expectation(routing=ROUTING, temperature=TEMPERATURE, **RULES)
@@ -66,7 +66,7 @@ def test_the_probe_lets_it_pass_and_sees_weights_that_are_wrong(
         run(sglang, expected, new_model)
 
 
-def test_a_run_trains_on_what_it_kept(sglang: Engine, old_model: Reference, tmp_path: Path) -> None:
+def test_a_run_trains_with_sampling_masks(sglang: Engine, old_model: Reference, tmp_path: Path) -> None:
     """Probe, contract, processes that read answers, stream and head of a whole run, with a Top-K loss."""
     more = {f"rollout__{name}": value for name, value in RULES.items()} | {"rollout__temperature": 0.5}
     settings = arguments(

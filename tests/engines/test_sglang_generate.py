@@ -23,7 +23,7 @@ def test_topk_has_the_most_probable_tokens_and_always_the_sampled_one(sglang: En
     check_topk(sglang, old_model)
 
 
-def test_routed_experts_are_the_most_probable_ones_of_transformers_from_the_wanted_position_on(
+def test_routed_experts_equal_those_of_transformers_from_the_requested_position(
     sglang: Engine, old_model: Reference
 ) -> None:
     whole = ask(LONG, 20, routing=ROUTING)
@@ -43,11 +43,11 @@ def test_generation_stops_after_a_token_of_the_request(sglang: Engine) -> None:
     check_stop(sglang)
 
 
-def test_filters_of_an_evaluation_leave_what_they_say(sglang: Engine) -> None:
+def test_evaluation_filters_are_applied(sglang: Engine) -> None:
     check_filters(sglang)
 
 
-def test_abort_returns_the_tokens_so_far_and_leaves_requests_with_a_longer_name_alone(
+def test_abort_returns_the_tokens_so_far_and_ignores_requests_with_a_longer_id(
     sglang: Engine, old_model: Reference
 ) -> None:
     aborted, other = ask(SHORT, 1500, routing=ROUTING, topk=3), ask(SHORT, 60)
@@ -74,7 +74,7 @@ def test_abort_returns_the_tokens_so_far_and_leaves_requests_with_a_longer_name_
     old_model.check_experts(first.routed_experts, [*SHORT, *first.token_ids.tolist()])
 
 
-def test_the_server_says_what_it_is(sglang: Engine, old_model: Reference) -> None:
+def test_server_info_is_parsed(sglang: Engine, old_model: Reference) -> None:
     async def use(server: InferenceServer) -> None:
         info = await server.info()
         assert (info.engine, info.world_size, info.max_context) == ("sglang", 1, 2048)

@@ -93,7 +93,7 @@ def _judge_all(rank: int, world_size: int, url: str, folder: Path) -> None:
     assert verdict(None) == "right"
 
 
-def test_lies_of_a_confident_server_in_bf16_are_named(bf16: Engine, confident: Path) -> None:
+def test_corruptions_of_a_confident_bf16_server_are_reported(bf16: Engine, confident: Path) -> None:
     run_distributed(_judge_all, 1, bf16.url, confident)
 
 
@@ -121,7 +121,7 @@ def run_with(lie: Lie, engine: Engine, model: Path, folder: Path, **more: Any) -
     return result.returncode, result.stdout + result.stderr
 
 
-def test_a_run_with_a_lying_server_ends_before_it_trains(bf16: Engine, confident: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_corrupt_server_stops_before_it_trains(bf16: Engine, confident: Path, tmp_path: Path) -> None:
     lie = telling(topk(lambda x: 0.7 * x, "values"))
     code, text = run_with(lie, bf16, confident, tmp_path / "run", loss__name="dppo_topk_tv", loss__topk=K)
     assert code == 2 and "scaled Top-K: the server reports 0.7 times" in text, text
@@ -139,7 +139,7 @@ GUARDED = "nothing was learned from them", "bf16 allows 0.06 (train.max_first_pr
         (routes(next_one), 3, GUARDED),
     ],
 )
-def test_a_lie_after_the_probe_stops_the_run_before_the_update(
+def test_a_corruption_after_the_probe_stops_the_run_before_the_update(
     change: Callable[[dict[str, Any]], None],
     code: int,
     told: tuple[str, ...],

@@ -46,28 +46,28 @@ def test_a_right_server_passes(sglang: Engine, old_model: Reference) -> None:
     assert result.logprobs.largest < 1e-5 and result.routes == 0
 
 
-def test_other_weights_are_named(sglang: Engine, new_model: Reference) -> None:
+def test_other_weights_are_reported(sglang: Engine, new_model: Reference) -> None:
     with pytest.raises(ProbeError, match=r"wrong weights: .*compare it with model\.path"):
         run(sglang, expectation(), new_model)
 
 
-def test_another_version_is_named(sglang: Engine, old_model: Reference) -> None:
+def test_another_version_is_reported(sglang: Engine, old_model: Reference) -> None:
     with pytest.raises(ProbeError, match=r"come from version \[0\], expected 3"):
         run(sglang, expectation(policy_version=3), old_model)
 
 
-def test_another_tokenizer_is_named(sglang: Engine, old_model: Reference) -> None:
+def test_another_tokenizer_is_reported(sglang: Engine, old_model: Reference) -> None:
     other = tuple(byte_tokenizer([*SPECIAL, "<extra>"]).encode(TEXT))
     with pytest.raises(ProbeError, match=r"wrong tokenizer: .*--tokenizer-path"):
         run(sglang, expectation(prompt_token_ids=other), old_model)
 
 
-def test_a_larger_vocabulary_is_named(sglang: Engine, old_model: Reference) -> None:
+def test_a_larger_vocabulary_is_reported(sglang: Engine, old_model: Reference) -> None:
     with pytest.raises(ProbeError, match=r"token \d+, and the trainer's vocabulary has 259 tokens"):
         run(sglang, expectation(vocab_size=259), old_model)
 
 
-def test_raw_logprobs_are_named_with_the_setting_and_the_servers_own_sampling_defaults_do_not_matter(
+def test_raw_logprobs_are_reported_with_the_setting_and_server_sampling_defaults_are_overridden(
     wrong: Engine, old_model: Reference
 ) -> None:
     with pytest.raises(ProbeError, match=r"raw log-probabilities: .*SGLANG_RETURN_ORIGINAL_LOGPROB"):
@@ -76,17 +76,17 @@ def test_raw_logprobs_are_named_with_the_setting_and_the_servers_own_sampling_de
     assert run(wrong, expectation(temperature=1.0, max_new_tokens=200), old_model).logprobs.largest < 1e-4
 
 
-def test_a_server_without_routed_experts_is_named_with_its_flag(wrong: Engine, old_model: Reference) -> None:
+def test_a_server_without_routed_experts_is_reported_with_its_flag(wrong: Engine, old_model: Reference) -> None:
     with pytest.raises(ServerError, match=r"routed_experts.*--enable-return-routed-experts"):
         run(wrong, expectation(routing=ROUTING), old_model)
 
 
-def test_a_model_with_other_layers_is_named(sglang: Engine, old_model: Reference) -> None:
+def test_a_model_with_other_layers_is_reported(sglang: Engine, old_model: Reference) -> None:
     with pytest.raises(ServerError, match=r"expected \d+ positions x 3 layers x 2 experts .*another model"):
         run(sglang, expectation(routing=replace(ROUTING, num_layers=3)), old_model)
 
 
-def test_a_run_with_a_wrong_server_ends_before_it_trains(wrong: Engine, old_model: Reference, tmp_path: Path) -> None:
+def test_a_run_with_a_wrong_server_stops_before_it_trains(wrong: Engine, old_model: Reference, tmp_path: Path) -> None:
     more = {
         "parallel__expert_model_parallel_size": 1,
         "model__path": old_model.folder,

@@ -24,7 +24,7 @@ def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
 
 
 @pytest.mark.parametrize("update", [from_disk, by_handle, by_broadcast])
-def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
+def test_after_an_update_only_the_new_weights_sample_even_for_a_cached_prompt(
     sglang: Engine, old_model: Reference, new_model: Reference, update: Update
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -45,7 +45,7 @@ def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_ca
     call(sglang, use)
 
 
-def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_it(
+def test_each_token_of_a_running_request_has_the_version_that_sampled_it(
     sglang: Engine, old_model: Reference, new_model: Reference
 ) -> None:
     aborts = call(sglang, lambda server: server.info()).engine_version == "0.5.20"
@@ -76,7 +76,7 @@ def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_i
     assert difference(logprobs[edge:], new[edge:]) < 1e-5
 
 
-def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
+def test_a_missing_folder_is_an_error_and_the_old_weights_stay(
     sglang: Engine, old_model: Reference, tmp_path: Path
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -89,7 +89,7 @@ def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
     call(sglang, use)
 
 
-def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_again(
+def test_an_unfinished_update_leaves_no_valid_version_and_can_be_restarted(
     sglang: Engine, new_model: Reference
 ) -> None:
     async def dies(server: InferenceServer) -> None:
@@ -110,7 +110,7 @@ def test_an_update_that_was_never_ended_leaves_no_good_version_and_can_be_begun_
     call(sglang, comes_back)
 
 
-def test_an_update_without_a_pause_is_refused(sglang: Engine) -> None:
+def test_an_update_without_a_pause_is_rejected(sglang: Engine) -> None:
     with pytest.raises(RuntimeError, match="begin_update without pause"):
         call(sglang, lambda server: server.begin_update())
 
@@ -129,7 +129,7 @@ def test_a_paused_request_can_be_aborted(sglang: Engine, old_model: Reference) -
     assert not len(answer.token_ids) or off(old_model, answer, SHORT) < 1e-5
 
 
-def test_the_trainer_vanishing_from_the_group_leaves_a_server_that_can_be_updated(
+def test_a_trainer_that_leaves_the_group_leaves_a_server_that_can_be_updated(
     sglang: Engine, new_model: Reference
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -154,7 +154,7 @@ def test_the_trainer_vanishing_from_the_group_leaves_a_server_that_can_be_update
     call(sglang, use)
 
 
-def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
+def test_an_incomplete_folder_is_rejected_before_the_server_is_called(
     sglang: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
 ) -> None:
     """SGLang 0.5.23 dies of such a folder."""

@@ -103,7 +103,7 @@ def test_every_token_has_the_version_that_sampled_it(start: Any, combination: Co
     other.check_prompts(collected)
 
 
-def test_running_responses_go_on_with_new_weights_and_after_a_restart_with_the_tokens_they_had(
+def test_running_responses_continue_with_new_weights_and_keep_their_tokens_after_a_restart(
     start: Any, tmp_path: Path
 ) -> None:
     combination = Combination("exact", dynamic=False, staleness=2, turns=False, evaluation=False)

@@ -184,7 +184,7 @@ NAMED = ["model.embed_tokens.weight", QKV, DOWN]
 """by the lies of ``by_reference``"""
 
 
-def test_each_version_of_sglang_is_found_out(
+def test_each_corruption_is_detected_for_each_version_of_sglang(
     sglang: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
 ) -> None:
     where = (sglang, new_model, old_model, tmp_path)
@@ -192,7 +192,7 @@ def test_each_version_of_sglang_is_found_out(
 
 
 @pytest.mark.parametrize(("engine", "dtype"), [("sglang_bf16", torch.bfloat16), ("vllm", torch.float32)])
-def test_an_update_that_is_confirmed_and_not_done_or_done_with_a_wrong_tensor_is_named(
+def test_a_confirmed_update_that_is_missing_or_has_a_wrong_tensor_is_reported(
     engine: str,
     dtype: torch.dtype,
     request: pytest.FixtureRequest,

@@ -47,7 +47,7 @@ def test_vllm_without_our_extension(plain_vllm: Engine, old_model: Reference) ->
     check(plain_vllm, "vllm", old_model)
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_a_missing_server_is_reported() -> None:
     (problem,) = TeacherServers(["http://127.0.0.1:9"], "sglang").problems()
     assert "127.0.0.1:9" in str(problem)
     with pytest.raises(Exception, match=r"127\.0\.0\.1:9"):

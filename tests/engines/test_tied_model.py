@@ -72,7 +72,7 @@ def bf16_server(
         yield shared.engine()
 
 
-def test_a_single_element_that_changes_by_one_bit_is_proved_in_tied_and_in_packed_weights(
+def test_a_one_bit_change_of_one_element_is_proved_in_tied_and_packed_weights(
     bf16_server: Engine, model: Reference, tmp_path: Path
 ) -> None:
     weights = {name: tensor.bfloat16() for name, tensor in model.weights()}

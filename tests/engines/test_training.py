@@ -76,7 +76,7 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Eng
         assert ask(pair[0])[1] == ask(pair[1])[1]
 
 
-def test_stopped_responses_go_on_in_the_next_step_under_new_weights(pair: list[Engine], tmp_path: Path) -> None:
+def test_stopped_responses_continue_in_the_next_step_with_new_weights(pair: list[Engine], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = {
         "run__num_steps": 6,
@@ -97,7 +97,7 @@ def test_stopped_responses_go_on_in_the_next_step_under_new_weights(pair: list[E
 
 
 @pytest.mark.parametrize("order", ["stream", "completed"])
-def test_rollouts_go_on_under_new_weights_while_the_policy_trains_and_is_evaluated(
+def test_rollouts_continue_with_new_weights_while_the_policy_trains_and_is_evaluated(
     pair: list[Engine], tmp_path: Path, order: str
 ) -> None:
     more = {
@@ -129,7 +129,9 @@ def test_rollouts_go_on_under_new_weights_while_the_policy_trains_and_is_evaluat
     assert [step["step"] for step in step_records(folder)] == list(range(1, 8))
 
 
-def test_a_run_goes_on_without_a_server_that_begins_to_lie_and_names_it(pair: list[Engine], tmp_path: Path) -> None:
+def test_a_run_continues_without_a_server_that_becomes_corrupt_and_reports_it(
+    pair: list[Engine], tmp_path: Path
+) -> None:
     more = {"run__num_steps": 3, "warmup__num_steps": 30, "loss__name": "dppo_topk_tv", "loss__topk": 4}
     with Proxy(pair[0].url, lie=generation_lie(shifted_topk, after=12, but="probe")) as liar:
         result = train(arguments([liar, pair[1]], tmp_path / "run", **more), processes=2)
@@ -142,7 +144,9 @@ def test_a_run_goes_on_without_a_server_that_begins_to_lie_and_names_it(pair: li
         assert f"{liar.url} is not used any more: it violated the contract 2 times since the last sync" in output
 
 
-def test_a_run_with_nobody_but_a_liar_stops_before_it_trains_on_a_lie(pair: list[Engine], tmp_path: Path) -> None:
+def test_a_run_with_only_a_corrupt_server_stops_before_it_trains_on_its_responses(
+    pair: list[Engine], tmp_path: Path
+) -> None:
     with Proxy(pair[0].url, lie=generation_lie(nan_logprobs, after=12, but="probe")) as liar:
         more = {"warmup__num_steps": 5, "parallel__expert_model_parallel_size": 1}
         result = train(arguments([liar], tmp_path / "run", **more))
@@ -153,7 +157,7 @@ def test_a_run_with_nobody_but_a_liar_stops_before_it_trains_on_a_lie(pair: list
         assert not file.is_file() or len(records(tmp_path / "run")) < 2
 
 
-def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_can_be_started_again(
+def test_a_trainer_killed_during_a_sync_leaves_no_partial_version_and_can_be_restarted(
     pair: list[Engine], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -182,7 +186,7 @@ def test_a_trainer_that_is_killed_in_mid_sync_leaves_no_half_version_behind_and_
     assert shared_memory() <= memory
 
 
-def test_a_server_that_is_killed_in_mid_broadcast_holds_up_nobody(pair: list[Engine], tmp_path: Path) -> None:
+def test_a_server_killed_during_a_broadcast_does_not_block_the_run(pair: list[Engine], tmp_path: Path) -> None:
     third = wait_ready(start_sglang(MODEL, tmp_path / "third.log", "--load-format", "dummy", "--context-length", "256"))
 
     class Dying(SGLangServer):
@@ -214,7 +218,7 @@ def test_a_server_that_is_killed_in_mid_broadcast_holds_up_nobody(pair: list[Eng
         stop_engine(third)
 
 
-def test_a_server_that_is_killed_in_mid_rollout_costs_no_sample(pair: list[Engine], tmp_path: Path) -> None:
+def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = subprocess.Popen(
         command(

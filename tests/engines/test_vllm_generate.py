@@ -27,11 +27,11 @@ def test_generation_stops_after_a_token_of_the_request(vllm: Engine) -> None:
     check_stop(vllm)
 
 
-def test_filters_of_an_evaluation_leave_what_they_say(vllm: Engine) -> None:
+def test_evaluation_filters_are_applied(vllm: Engine) -> None:
     check_filters(vllm)
 
 
-def test_abort_returns_the_tokens_so_far_and_leaves_requests_with_a_longer_name_alone(
+def test_abort_returns_the_tokens_so_far_and_ignores_requests_with_a_longer_id(
     vllm: Engine, old_model: Reference
 ) -> None:
     aborted, other = ask(SHORT, 1500, topk=3), ask(SHORT, 60)
@@ -66,7 +66,7 @@ def test_all_requests_can_be_aborted(vllm: Engine) -> None:
     assert "abort" in call(vllm, use)
 
 
-def test_the_server_says_what_it_is(vllm: Engine, old_model: Reference) -> None:
+def test_server_info_is_parsed(vllm: Engine, old_model: Reference) -> None:
     async def use(server: InferenceServer) -> None:
         info = await server.info()
         assert (info.engine, info.world_size, info.max_context) == ("vllm", 1, 2048)
@@ -78,11 +78,11 @@ def test_the_server_says_what_it_is(vllm: Engine, old_model: Reference) -> None:
     call(vllm, use)
 
 
-def test_a_server_without_routed_experts_is_named_with_its_flag(vllm: Engine) -> None:
+def test_a_server_without_routed_experts_is_reported_with_its_flag(vllm: Engine) -> None:
     with pytest.raises(ServerError, match=r"choices\[0\]\.routed_experts is missing: .*--enable-return-routed-experts"):
         call(vllm, lambda server: server.generate(ask(SHORT, 5, routing=ROUTING)))
 
 
-def test_a_server_that_reports_fewer_top_tokens_is_named_with_its_flag(plain_vllm: Engine) -> None:
+def test_a_server_that_reports_fewer_top_tokens_is_reported_with_its_flag(plain_vllm: Engine) -> None:
     with pytest.raises(ServerError, match=r"--max-logprobs 31 or more"):
         call(plain_vllm, lambda server: server.generate(ask(SHORT, 5, topk=30)))

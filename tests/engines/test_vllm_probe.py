@@ -16,7 +16,7 @@ from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer
 STOCK_FIX = r"--worker-extension-cls megatron_dppo_vllm\.WorkerExtension .*or use the weight sync method disk"
 
 
-def test_raw_logprobs_are_named_with_the_flag_and_at_temperature_one_both_kinds_are_the_same(
+def test_raw_logprobs_are_reported_with_the_flag_and_equal_at_temperature_one(
     plain_vllm: Engine, old_model: Reference
 ) -> None:
     with pytest.raises(ProbeError, match=r"raw log-probabilities: .*--logprobs-mode processed_logprobs"):
@@ -24,7 +24,7 @@ def test_raw_logprobs_are_named_with_the_flag_and_at_temperature_one_both_kinds_
     assert run(plain_vllm, expectation(temperature=1.0, max_new_tokens=200), old_model).logprobs.largest < 1e-4
 
 
-def test_a_stock_server_takes_no_transfer_and_says_what_to_do(plain_vllm: Engine) -> None:
+def test_a_stock_server_rejects_transfers_with_a_fix(plain_vllm: Engine) -> None:
     async def use(server: InferenceServer) -> None:
         with pytest.raises(ConfigError, match=STOCK_FIX):
             await server.join_group("127.0.0.1", 1, 1, 2, "nccl")
@@ -36,7 +36,7 @@ def test_a_stock_server_takes_no_transfer_and_says_what_to_do(plain_vllm: Engine
     call(plain_vllm, use)
 
 
-def test_the_probe_catches_the_experts_that_a_stock_reload_damages_on_a_cpu_and_our_extension_loads_them_right(
+def test_the_probe_detects_experts_damaged_by_a_stock_cpu_reload_and_the_extension_loads_them_correctly(
     vllm: Engine, old_model: Reference, new_model: Reference
 ) -> None:
     async def stock_reload(server: InferenceServer) -> None:
@@ -57,7 +57,7 @@ def test_the_probe_catches_the_experts_that_a_stock_reload_damages_on_a_cpu_and_
     assert run(vllm, expectation(policy_version=5), old_model).logprobs.largest < 1e-5
 
 
-def test_other_weights_another_version_and_another_tokenizer_are_named(
+def test_other_weights_another_version_and_another_tokenizer_are_reported(
     vllm: Engine, old_model: Reference, new_model: Reference
 ) -> None:
     call(vllm, lambda server: server.update_from_disk(str(old_model.folder), 0))

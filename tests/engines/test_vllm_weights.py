@@ -28,7 +28,7 @@ def vllm(vllm_server: Engine, old_model: Reference) -> Engine:
 
 
 @pytest.mark.parametrize("update", [from_disk, by_handle, by_broadcast])
-def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_cached(
+def test_after_an_update_only_the_new_weights_sample_even_for_a_cached_prompt(
     vllm: Engine, old_model: Reference, new_model: Reference, update: Update
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -52,9 +52,7 @@ def test_after_an_update_only_the_new_weights_speak_also_of_a_prompt_that_was_ca
 @pytest.mark.parametrize(
     "name", ["model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.experts.3.up_proj.weight"]
 )
-def test_the_checksum_sees_a_change_of_one_tensor_that_the_server_keeps_packed(
-    vllm: Engine, old_model: Reference, name: str
-) -> None:
+def test_the_checksum_detects_a_change_of_one_packed_tensor(vllm: Engine, old_model: Reference, name: str) -> None:
     changed = {n: w.clone() for n, w in old_model.weights()}
     changed[name][0, 0] += 0.01
 
@@ -71,7 +69,7 @@ def test_the_checksum_sees_a_change_of_one_tensor_that_the_server_keeps_packed(
     call(vllm, use)
 
 
-def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_it(
+def test_each_token_of_a_running_request_has_the_version_that_sampled_it(
     vllm: Engine, old_model: Reference, new_model: Reference
 ) -> None:
     async def use(server: InferenceServer) -> Generation:
@@ -95,7 +93,7 @@ def test_each_token_of_a_request_that_was_running_has_the_version_that_sampled_i
     assert difference(logprobs[edge:], new[edge:]) < 1e-5
 
 
-def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
+def test_a_missing_folder_is_an_error_and_the_old_weights_stay(
     vllm: Engine, old_model: Reference, tmp_path: Path
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -108,7 +106,7 @@ def test_a_folder_that_is_not_there_is_an_error_and_the_old_weights_stay(
     call(vllm, use)
 
 
-def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
+def test_an_incomplete_folder_is_rejected_before_the_server_is_called(
     vllm: Engine, old_model: Reference, new_model: Reference, tmp_path: Path
 ) -> None:
     for file in new_model.folder.iterdir():
@@ -125,7 +123,7 @@ def test_an_incomplete_folder_is_refused_before_the_server_is_asked(
 
 
 @pytest.mark.parametrize("update", [by_handle, from_disk])
-def test_an_update_that_was_never_ended_leaves_no_good_version_and_another_one_makes_it_good(
+def test_an_unfinished_update_leaves_no_valid_version_and_the_next_update_restores_it(
     vllm: Engine, new_model: Reference, update: Update
 ) -> None:
     async def dies(server: InferenceServer) -> None:
@@ -146,7 +144,7 @@ def test_an_update_that_was_never_ended_leaves_no_good_version_and_another_one_m
     call(vllm, comes_back)
 
 
-def test_a_server_that_is_resumed_in_the_middle_of_an_update_lives_and_its_tokens_have_no_good_version(
+def test_a_server_resumed_during_an_update_survives_and_its_tokens_have_no_valid_version(
     vllm: Engine, new_model: Reference
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -160,7 +158,7 @@ def test_a_server_that_is_resumed_in_the_middle_of_an_update_lives_and_its_token
     call(vllm, use)
 
 
-def test_a_tensor_that_does_not_fit_is_an_error_after_which_the_server_lives_and_can_be_updated_again(
+def test_a_tensor_with_a_wrong_shape_is_an_error_after_which_the_server_can_be_updated(
     vllm: Engine, new_model: Reference
 ) -> None:
     async def use(server: InferenceServer) -> None:
@@ -180,7 +178,7 @@ def test_a_tensor_that_does_not_fit_is_an_error_after_which_the_server_lives_and
     call(vllm, use)
 
 
-def test_memory_that_is_gone_or_of_another_device_is_an_error_after_which_the_server_can_be_updated_again(
+def test_missing_or_foreign_device_memory_is_an_error_after_which_the_server_can_be_updated(
     vllm: Engine, new_model: Reference
 ) -> None:
     bucket = flatten_bucket(list(new_model.weights())[:9])
@@ -206,14 +204,12 @@ def test_memory_that_is_gone_or_of_another_device_is_an_error_after_which_the_se
     call(vllm, use)
 
 
-def test_an_update_without_a_pause_is_refused(vllm: Engine) -> None:
+def test_an_update_without_a_pause_is_rejected(vllm: Engine) -> None:
     with pytest.raises(RuntimeError, match="begin_update without pause"):
         call(vllm, lambda server: server.begin_update())
 
 
-def test_requests_that_come_during_a_pause_wait_and_running_ones_can_be_aborted(
-    vllm: Engine, old_model: Reference
-) -> None:
+def test_requests_during_a_pause_wait_and_running_requests_can_be_aborted(vllm: Engine, old_model: Reference) -> None:
     async def use(server: InferenceServer) -> None:
         request = ask(SHORT, 1000)
         running = asyncio.create_task(server.generate(request))
@@ -231,7 +227,7 @@ def test_requests_that_come_during_a_pause_wait_and_running_ones_can_be_aborted(
 
 
 @pytest.mark.parametrize("path", ["update_weights", "finish_weight_update"])
-def test_the_trainer_vanishing_from_the_group_leaves_a_server_that_can_be_updated(
+def test_a_trainer_that_leaves_the_group_leaves_a_server_that_can_be_updated(
     vllm: Engine, new_model: Reference, path: str
 ) -> None:
     norm: Any = (["model.norm.weight"], ["float32"], [[64]])

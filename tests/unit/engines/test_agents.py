@@ -72,7 +72,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_turns_are_one_sequence_that_is_what_the_template_writes(world: World) -> None:
+def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> None:
     world.script = {
         "1+2<|im_end|>\n<|im_start|>assistant\n": CALL,
         "3</tool_response><|im_end|>\n<|im_start|>assistant\n": "It is 3",
@@ -142,7 +142,7 @@ class Scorer:
         return [RewardResult(reward=float(place)) for place, _ in enumerate(items)]
 
 
-def test_thoughts_that_the_template_leaves_away_stay_what_was_sampled(world: World) -> None:
+def test_reasoning_that_the_template_removes_stays_as_sampled(world: World) -> None:
     world.script = {
         "a<|im_end|>\n<|im_start|>assistant\n": "<think>hm</think>one",
         "b<|im_end|>\n<|im_start|>assistant\n": "two",
@@ -158,7 +158,7 @@ def test_thoughts_that_the_template_leaves_away_stay_what_was_sampled(world: Wor
     assert world.text(found).count("<think>") == 1 and found.counts["agent/sequences"] == 1
 
 
-def test_an_answer_that_was_cut_off_is_closed_by_the_template(world: World) -> None:
+def test_a_truncated_response_is_closed_by_the_template(world: World) -> None:
     world.script = {"assistant\n": "long answer"}
 
     async def agent(task: AgentTask) -> None:
@@ -176,7 +176,7 @@ def test_an_answer_that_was_cut_off_is_closed_by_the_template(world: World) -> N
     assert world.trained(found) == ["long", "long answer<|im_end|>"]
 
 
-def test_rewritten_history_begins_another_sequence_and_the_longest_is_trained(world: World) -> None:
+def test_rewritten_history_starts_a_new_sequence_and_the_longest_is_trained(world: World) -> None:
     world.script = {"x<|im_end|>\n<|im_start|>assistant\n": "no", "assistant\n": "a long answer"}
 
     async def agent(task: AgentTask) -> None:
@@ -195,7 +195,7 @@ def test_rewritten_history_begins_another_sequence_and_the_longest_is_trained(wo
     )
 
 
-def test_completions_go_on_by_text_and_by_tokens(world: World) -> None:
+def test_completions_continue_by_text_and_by_tokens(world: World) -> None:
     world.script = {"2+2=": "4", "so 4+4=": "8"}
 
     async def by_text(task: AgentTask) -> None:
@@ -217,7 +217,7 @@ def test_completions_go_on_by_text_and_by_tokens(world: World) -> None:
     assert same(world.play(by_tokens).token_ids, found.token_ids)
 
 
-def test_streams_have_the_same_in_chunks(world: World) -> None:
+def test_streaming_returns_the_same_response_in_chunks(world: World) -> None:
     world.script = {"assistant\n": f"Let me see. {CALL}"}
     events = []
 
@@ -235,7 +235,7 @@ def test_streams_have_the_same_in_chunks(world: World) -> None:
     assert bodies[-2]["choices"][0]["finish_reason"] == "tool_calls" and bodies[-1]["usage"]["completion_tokens"] > 9
 
 
-def test_what_is_no_tool_call_stays_text() -> None:
+def test_invalid_tool_calls_stay_text() -> None:
     for text in ("plain", "<tool_call>{bad}</tool_call>", '<tool_call>{"name": "f"', "<tool_call>[1]</tool_call>"):
         assert split_tool_calls(text) == (text, [])
     assert split_tool_calls(CALL + '<tool_call>{"name": 1}</tool_call>')[1] == []
@@ -258,12 +258,12 @@ def test_what_is_no_tool_call_stays_text() -> None:
         ({"messages": [user("a")], "tools": ["f"]}, "expected a list of objects"),
     ],
 )
-def test_calls_that_are_refused(body: Any, words: str) -> None:
+def test_invalid_requests_are_rejected(body: Any, words: str) -> None:
     with pytest.raises(CallError, match=words):
         read_chat(body)
 
 
-def test_settings_of_sampling_that_differ_are_counted() -> None:
+def test_different_sampling_settings_are_counted() -> None:
     body = {"messages": [user("a")], "temperature": 0.3, "top_p": None, "stop": [], "frequency_penalty": 0.0}
     assert read_chat(body).ignored == 1
     assert read_chat(body | {"tools": TOOLS, "tool_choice": "required", "stop": "x"}).ignored == 3
@@ -273,7 +273,7 @@ def test_settings_of_sampling_that_differ_are_counted() -> None:
         read_completion({"prompt": ["a", "b"]})
 
 
-def test_keys_are_of_running_episodes_and_rewards_count(world: World) -> None:
+def test_keys_are_valid_only_during_their_episode_and_rewards_count(world: World) -> None:
     world.script = {"assistant\n": "ok"}
     tasks = []
 
@@ -302,7 +302,7 @@ def test_keys_are_of_running_episodes_and_rewards_count(world: World) -> None:
     assert [(c.reward, c.failure) for c in found] == [(-0.5, "")] * 2
 
 
-def test_an_episode_whose_budget_is_spent_is_cut_off_and_has_not_failed(world: World) -> None:
+def test_an_episode_with_an_exhausted_budget_is_truncated_and_has_not_failed(world: World) -> None:
     world.script = {"assistant\n": "a long answer"}
 
     async def agent(task: AgentTask) -> None:
@@ -328,7 +328,7 @@ def test_an_episode_whose_budget_is_spent_is_cut_off_and_has_not_failed(world: W
         ({"reward": "call"}, "ValueError: bad luck"),
     ],
 )
-def test_an_agent_that_fails_costs_its_sample(world: World, settings: Any, failure: str, tmp_path: Path) -> None:
+def test_a_failing_agent_loses_only_its_sample(world: World, settings: Any, failure: str, tmp_path: Path) -> None:
     world.script = {"assistant\n": "ok"}
     order = iter(range(9))
 
@@ -352,7 +352,7 @@ def test_an_agent_that_fails_costs_its_sample(world: World, settings: Any, failu
     assert again.content.rollouts[0].completion.failure == failure and same(again.content, groups[0])
 
 
-def test_an_agent_that_always_fails_ends_the_run(world: World) -> None:
+def test_an_agent_that_always_fails_stops_the_run(world: World) -> None:
     async def agent(task: AgentTask) -> None:
         raise ValueError("no such tool")
 
@@ -380,7 +380,7 @@ def program(rest: str) -> list[str]:
     return [sys.executable, "-c", PROGRAM + rest]
 
 
-def test_programs_get_a_task_and_end_by_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_receive_a_task_and_report_by_exit_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.script = {"assistant\n": "ok"}
     monkeypatch.setenv("RANK", "0")
     found = world.play(program("sys.exit(answer != 'ok' or task['label'] != '3')"), reward="exit")
@@ -395,7 +395,7 @@ def test_programs_get_a_task_and_end_by_status(world: World, monkeypatch: pytest
     assert found.failure == "the agent ended without POST /v1/reward" and len(found.token_ids) == 2
 
 
-def test_a_program_that_takes_too_long_is_killed_but_waiting_for_the_policy_is_not_its_time(world: World) -> None:
+def test_a_slow_program_is_killed_but_waiting_for_the_policy_does_not_count(world: World) -> None:
     world.script = {"assistant\n": "ok"}
     world.server.token_seconds = 0.5
 
@@ -411,7 +411,7 @@ LONG = "a very long answer " * 40
 
 
 @pytest.mark.slow
-def test_stopped_episodes_end_their_agents_and_go_on_later(world: World) -> None:
+def test_stopped_episodes_cancel_their_agents_and_continue_later(world: World) -> None:
     world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": LONG}
     world.server.token_seconds = 0.002
     ended = []
@@ -447,7 +447,7 @@ def test_stopped_episodes_end_their_agents_and_go_on_later(world: World) -> None
         assert [span.policy_version for span in completion.policy_versions][:2] == [4, 5]
 
 
-def test_templates_that_change_what_is_behind_are_not_gone_on_with(tokenizer: Any) -> None:
+def test_templates_that_change_earlier_tokens_have_no_continuation(tokenizer: Any) -> None:
     other = byte_tokenizer(["<pad>", "<|im_start|>", "<|im_end|>"])
     other.chat_template = (
         "{{ messages | length }}{% for m in messages %}<{{ m.content }}>{{ messages | length }}{% endfor %}"
@@ -464,7 +464,7 @@ def test_templates_that_change_what_is_behind_are_not_gone_on_with(tokenizer: An
         ChatTemplate(other, {}).opening(known, [])
 
 
-def test_rows_for_agents_keep_their_messages_and_give_the_sequence_no_beginning(tokenizer: Any) -> None:
+def test_agent_rows_keep_their_messages_and_start_without_tokens(tokenizer: Any) -> None:
     chats = [{"role": "system", "content": "s"}, user("b")]
     rows = [DataRow("f:1", "a?", "1", is_problem=True), DataRow("f:2", chats, "2")]
     settings = {"max_prompt_tokens": 99, "max_new_tokens": 8, "context_length": 200}
@@ -474,7 +474,7 @@ def test_rows_for_agents_keep_their_messages_and_give_the_sequence_no_beginning(
         assert first.start == (() if are_tasks else first.token_ids) and len(first.token_ids) > 20
 
 
-def test_files_of_an_agent_are_relative_to_the_configuration() -> None:
+def test_agent_files_are_relative_to_the_configuration() -> None:
     example = Path(__file__).parents[3] / "examples/agents"
     command = load_config(example / "calculator.toml").agent.command
     assert command is not None and command[0] == "python" and Path(command[1]).resolve() == example / "calculator.py"
@@ -493,13 +493,13 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize("place", range(len(REFUSED)))
-def test_settings_that_are_refused(place: int) -> None:
+def test_invalid_agent_settings_are_rejected(place: int) -> None:
     make, words = REFUSED[place]
     with pytest.raises((ValueError, ConfigError, GenerateError), match=words):
         make()
 
 
-def test_a_program_gets_no_key_of_any_server() -> None:
+def test_a_program_receives_no_server_key() -> None:
     names = {"MY_SERVERS", "MY_ADMIN", "MY_TEACHER"}
     found = config(
         agent={"command": ["true"]},

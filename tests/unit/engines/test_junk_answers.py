@@ -121,7 +121,7 @@ def check_types(found: Generation, request: GenerateRequest) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_junk_value_anywhere(name: str) -> None:
+def test_one_invalid_value_anywhere(name: str) -> None:
     case = CASES[name]()
     request, answer = case[1:]
     assert outcome(case, answer) is not None
@@ -154,7 +154,7 @@ def test_any_part_missing_or_twice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_several_junk_values_at_once(name: str) -> None:
+def test_several_invalid_values_at_once(name: str) -> None:
     case = CASES[name]()
     answer = case[2]
     everywhere = list(places(answer))[1:]
@@ -173,7 +173,7 @@ def test_several_junk_values_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sglang flat", "sglang nested", "vllm"])
-def test_a_token_that_is_exchanged_in_one_place_is_found(name: str) -> None:
+def test_a_token_changed_in_one_field_is_detected(name: str) -> None:
     case = CASES[name]()
     answer = case[2]
     exchanged = 0
@@ -213,7 +213,7 @@ class Canned:
     ],
     ids=["sglang", "vllm"],
 )
-def test_junk_in_what_a_server_says_of_itself(kind: Any, answers: dict[str, Any]) -> None:
+def test_invalid_values_in_server_info(kind: Any, answers: dict[str, Any]) -> None:
     paths = ("/server_info", "/model_info", "/version", "/weight_info", "/get_world_size", "/tokenize")
     answers = {path: answers[path] for path in paths if path in answers}
 

@@ -99,7 +99,7 @@ def check_numbers(prompt: Prompt, found: Completion, temperature: float = 1.0) -
 
 
 @pytest.mark.parametrize("max_batch", [512, 5])
-def test_all_groups_are_what_generate_gives_to_repeated_prompts(max_batch: int) -> None:
+def test_all_groups_equal_generate_on_repeated_prompts(max_batch: int) -> None:
     settings = {"topk_logprobs": 3, "routed_experts": True}
     repeated = [prompt for prompt in PROMPTS for _ in range(SIBLINGS)]
     expected = engine(max_batch=max_batch).generate(repeated, params(**settings))
@@ -110,7 +110,7 @@ def test_all_groups_are_what_generate_gives_to_repeated_prompts(max_batch: int) 
 
 
 @pytest.mark.parametrize(("enough", "room"), [(1, 1), (1, 5), (2, 2), (4, 1)])
-def test_sampling_stops_at_the_token_that_makes_enough_groups_complete(enough: int, room: int) -> None:
+def test_sampling_stops_at_the_token_that_completes_enough_groups(enough: int, room: int) -> None:
     """``room`` = tokens that the others may still sample."""
     expected = whole(topk_logprobs=3, routed_experts=True)
     longest = [max(len(c.token_ids) for c in group) for group in expected]
@@ -139,7 +139,7 @@ def test_sampling_stops_at_the_token_that_makes_enough_groups_complete(enough: i
     assert any(isinstance(s, Completion) for state in held.values() for s in state) or enough == 1
 
 
-def test_batches_that_were_never_begun_have_no_tokens_and_go_on_later() -> None:
+def test_batches_that_never_started_have_no_tokens_and_continue_later() -> None:
     one = engine(max_batch=2 * SIBLINGS)
     found = submitted(one, 1, range(6))
     held = one.unfinished()
@@ -151,7 +151,7 @@ def test_batches_that_were_never_begun_have_no_tokens_and_go_on_later() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_stopped_response_goes_on_under_new_weights_and_every_number_is_of_its_own(temperature: float) -> None:
+def test_a_stopped_response_continues_with_new_weights_and_each_value_has_its_version(temperature: float) -> None:
     settings = {"topk_logprobs": 3, "routed_experts": True, "temperature": temperature}
     one = engine()
     first = submitted(one, 1, range(6), **settings)
@@ -178,7 +178,7 @@ def test_a_stopped_response_goes_on_under_new_weights_and_every_number_is_of_its
     assert any(group is not None for group in first) and (1,) in versions
 
 
-def test_another_engine_goes_on_from_what_was_held_as_the_first_one_does() -> None:
+def test_another_engine_continues_held_responses_like_the_first() -> None:
     settings = {"topk_logprobs": 2, "routed_experts": True}
     one, other = engine(), engine(version=1)
     submitted(one, 2, range(6), **settings)
@@ -191,7 +191,7 @@ def test_another_engine_goes_on_from_what_was_held_as_the_first_one_does() -> No
         assert one.unfinished().keys() == other.unfinished().keys()
 
 
-def test_what_goes_on_does_not_draw_again_what_it_drew_before() -> None:
+def test_a_continued_response_uses_new_random_numbers() -> None:
     def continued(seed: int) -> list[list[int]]:
         one = engine()
         submitted(one, 1, range(6))
@@ -208,7 +208,7 @@ def test_what_goes_on_does_not_draw_again_what_it_drew_before() -> None:
     assert repeated < 32
 
 
-def test_held_groups_are_dropped_when_they_are_asked_for_and_not_to_be_kept() -> None:
+def test_held_groups_are_dropped_when_requested_unless_retained() -> None:
     one = engine()
     submitted(one, 1, range(6))
     held = set(one.unfinished())
@@ -219,7 +219,7 @@ def test_held_groups_are_dropped_when_they_are_asked_for_and_not_to_be_kept() ->
     assert set(one.unfinished()) == {third, *rest}, "those that were not asked for stay"
 
 
-def test_a_held_response_that_has_all_its_tokens_is_complete() -> None:
+def test_a_held_response_with_all_its_tokens_is_complete() -> None:
     one = engine()
     submitted(one, 1, range(6))
     length = max(len(s.token_ids) for state in one.unfinished().values() for s in state)
@@ -232,7 +232,7 @@ def test_a_held_response_that_has_all_its_tokens_is_complete() -> None:
     assert full is not None and full[0].token_ids.tolist() == [9] and other is None, "it counts"
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_submissions_are_rejected() -> None:
     one = LocalEngine(CONFIG, TOKENIZER, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="before the first update_weights"):
         one.submit(requests(), params(), 6)[0].result()

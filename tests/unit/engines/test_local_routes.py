@@ -52,7 +52,7 @@ def generate(config: Any, **params: Any) -> tuple[Any, list[tuple[Prompt, Comple
 
 
 @pytest.mark.parametrize("dense_layers", [[], [1]])
-def test_every_token_s_experts_in_every_layer_are_reported(dense_layers: list[int]) -> None:
+def test_experts_of_every_token_in_every_layer_are_reported(dense_layers: list[int]) -> None:
     config = read_hf_config(MODEL)
     config.mlp_only_layers = dense_layers
     model, answers = generate(config, routed_experts=True)
@@ -71,7 +71,7 @@ def test_every_token_s_experts_in_every_layer_are_reported(dense_layers: list[in
                 assert torch.equal(found.long(), one_pass(model, read, layer))
 
 
-def test_recording_changes_no_answer_and_nothing_is_recorded_unasked() -> None:
+def test_recording_changes_no_response_and_is_off_by_default() -> None:
     config = read_hf_config(MODEL)
     _, plain = generate(config)
     _, recorded = generate(config, routed_experts=True)
@@ -79,7 +79,7 @@ def test_recording_changes_no_answer_and_nothing_is_recorded_unasked() -> None:
     assert same(plain, [(prompt, replace(c, routed_experts=None)) for prompt, c in recorded])
 
 
-def test_a_dense_model_has_no_routes_to_ask_for() -> None:
+def test_a_dense_model_has_no_routes() -> None:
     from tests.distributed.parity import hf_config
 
     config = hf_config(tied=False, dense=True)

@@ -68,7 +68,7 @@ def greedy_turn(tokens: list[int], limit: int, ends: set[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("max_batch", [512, 2])
-def test_turns_are_those_of_each_response_alone_and_tool_text_stands_between_them(max_batch: int) -> None:
+def test_turns_equal_those_of_each_response_alone_with_tool_text_between_them(max_batch: int) -> None:
     found = engine(with_tool, max_batch=max_batch).generate(PROMPTS, params(temperature=0))
     for prompt, completion in zip(PROMPTS, found, strict=True):
         tokens: list[int] = []
@@ -84,7 +84,7 @@ def test_turns_are_those_of_each_response_alone_and_tool_text_stands_between_the
         assert same(completion.loss_mask, None if all(sampled) else mask([*sampled, *[True] * len(turn)]))
 
 
-def test_under_filters_every_sampled_token_has_its_set_and_given_ones_have_none() -> None:
+def test_with_filters_sampled_tokens_have_a_mask_and_appended_tokens_have_none() -> None:
     found = engine(with_tool).generate(PROMPTS, params(top_p=0.7, min_p=0.01, return_sampling_mask=True))
     for prompt, completion in zip(PROMPTS, found, strict=True):
         assert completion.sampling_mask is not None and len(completion.sampling_mask) == len(completion.token_ids)
@@ -98,7 +98,7 @@ def test_under_filters_every_sampled_token_has_its_set_and_given_ones_have_none(
                 torch.testing.assert_close(completion.logprobs[i : i + 1], own, atol=2e-5, rtol=0)
 
 
-def test_a_turn_ends_at_its_own_stop_token_which_stays() -> None:
+def test_a_turn_ends_with_its_stop_token() -> None:
     plain = engine().generate(PROMPTS, params())
     mine = [int(plain[0].token_ids[1]), STOP]
 
@@ -115,7 +115,7 @@ def test_a_turn_ends_at_its_own_stop_token_which_stays() -> None:
     assert same(tokens_of(found[1:]), tokens_of(plain[1:])), "the stop tokens of one turn are no others'"
 
 
-def test_a_function_of_one_turn_gives_what_no_function_gives() -> None:
+def test_a_one_turn_function_equals_plain_generation() -> None:
     async def one_turn(prompt: Prompt, turns: Turns) -> Completion:
         await turns.sample()
         return turns.finish()
@@ -129,7 +129,7 @@ def test_a_function_of_one_turn_gives_what_no_function_gives() -> None:
     one.close()
 
 
-def test_a_function_is_stopped_between_turns_and_goes_on_by_being_run_again() -> None:
+def test_a_function_is_stopped_between_turns_and_continues_when_it_is_rerun() -> None:
     stopped, begun = [], []
 
     async def watched(prompt: Prompt, turns: Turns) -> Completion:
@@ -168,7 +168,7 @@ def test_a_function_is_stopped_between_turns_and_goes_on_by_being_run_again() ->
             assert completion.policy_version == 1 and completion.loss_mask is not None
 
 
-def test_stopping_and_going_on_gives_what_is_given_without_a_stop() -> None:
+def test_stopping_and_continuing_equals_an_uninterrupted_run() -> None:
     expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
     one = engine(with_tool)
     groups = [GroupRequest(key, prompt, 1) for key, prompt in enumerate(PROMPTS)]
@@ -187,7 +187,7 @@ def test_stopping_and_going_on_gives_what_is_given_without_a_stop() -> None:
         assert own.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
 
 
-def test_what_else_a_function_waits_for_changes_nothing() -> None:
+def test_other_awaits_of_a_function_change_nothing() -> None:
     async def slow(prompt: Prompt, turns: Turns) -> Completion:
         place = TEXTS.index(prompt.text)
         await asyncio.sleep(0.03 * (5 - place))
@@ -212,7 +212,7 @@ def test_what_else_a_function_waits_for_changes_nothing() -> None:
     one.close()
 
 
-def test_functions_that_wait_for_each_other_go_on_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_wait_for_each_other_continue_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "_PATIENCE_SECONDS", 0.05)
     room = asyncio.Semaphore(4)
 
@@ -225,7 +225,7 @@ def test_functions_that_wait_for_each_other_go_on_after_a_while(monkeypatch: pyt
     assert same(tokens_of(found), tokens_of(expected))
 
 
-def test_a_failure_is_named_cancels_the_others_and_loses_nothing_that_was_held() -> None:
+def test_a_failure_is_reported_cancels_all_functions_and_loses_no_held_response() -> None:
     cancelled = []
 
     async def fails(prompt: Prompt, turns: Turns) -> Completion:
@@ -255,7 +255,7 @@ def test_a_failure_is_named_cancels_the_others_and_loses_nothing_that_was_held()
     one.close()
 
 
-def test_a_function_that_ends_in_spite_of_being_stopped_is_not_complete() -> None:
+def test_a_function_that_returns_although_it_was_stopped_is_not_complete() -> None:
     async def stubborn(prompt: Prompt, turns: Turns) -> Completion:
         await turns.sample(max_new_tokens=2)
         try:
@@ -269,7 +269,7 @@ def test_a_function_that_ends_in_spite_of_being_stopped_is_not_complete() -> Non
     assert [group is not None for group in found] == [True, False, False] * 2 and set(one.unfinished()) == {1, 2, 4, 5}
 
 
-def test_two_turns_of_a_response_at_the_same_time_are_refused_and_one_that_nobody_awaits_does_no_harm() -> None:
+def test_two_concurrent_turns_of_a_response_are_rejected_and_an_unawaited_turn_is_harmless() -> None:
     async def both(prompt: Prompt, turns: Turns) -> Completion:
         await asyncio.gather(turns.sample(), turns.sample())
         return turns.finish()
@@ -302,7 +302,7 @@ async def two_completions(task: AgentTask) -> float:
     return 0.5
 
 
-def test_what_agents_call_for_is_what_a_function_of_the_same_turns_samples() -> None:
+def test_agents_sample_the_same_as_a_function_with_the_same_turns() -> None:
     async def two_turns(prompt: Prompt, turns: Turns) -> Completion:
         await turns.sample(max_new_tokens=4)
         turns.append(TOOL)
@@ -335,7 +335,7 @@ async def many_completions(task: AgentTask) -> None:
                 text = body["prompt"] + (await response.json())["choices"][0]["text"]
 
 
-def test_agents_are_stopped_between_turns_and_play_again() -> None:
+def test_agents_are_stopped_between_turns_and_rerun() -> None:
     agents = AgentFunction(AgentConfig(function=f"{__name__}:many_completions"), {})
     one = engine(agents)
     tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]

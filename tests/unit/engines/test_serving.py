@@ -99,7 +99,9 @@ def serve(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_urls_are_written_when_all_are_healthy_and_a_signal_ends_all(serve: Any, number: signal.Signals) -> None:
+def test_urls_are_written_when_all_servers_are_healthy_and_a_signal_stops_all(
+    serve: Any, number: signal.Signals
+) -> None:
     running = serve(count=2)
     urls = running.until_file("urls").read_text().split()
     assert urls == [f"http://127.0.0.1:{port}" for port in running.ports]
@@ -110,7 +112,7 @@ def test_urls_are_written_when_all_are_healthy_and_a_signal_ends_all(serve: Any,
     assert running.left_behind() == []
 
 
-def test_no_urls_before_every_server_is_healthy_and_the_wait_has_an_end(serve: Any) -> None:
+def test_no_urls_before_every_server_is_healthy_and_the_wait_times_out(serve: Any) -> None:
     running = serve("slow", "--start-timeout", "1")
     code, output = running.end()
     assert code == 2 and "not healthy after 1 seconds" in output and "| loading" in output
@@ -123,7 +125,7 @@ def test_a_stale_file_of_urls_is_removed_first(serve: Any, tmp_path: Path) -> No
     assert running.end()[0] == 2 and not (tmp_path / "urls").exists()
 
 
-def test_a_server_that_dies_at_start_is_shown_with_its_last_words(serve: Any) -> None:
+def test_a_server_that_dies_at_startup_is_shown_with_its_last_output(serve: Any) -> None:
     running = serve("die")
     code, output = running.end()
     assert code == 2
@@ -131,7 +133,7 @@ def test_a_server_that_dies_at_start_is_shown_with_its_last_words(serve: Any) ->
     assert "  | no such model" in output and "logs/server_0.log" in output
 
 
-def test_a_dead_server_is_started_again_as_it_was_and_the_other_is_left_alone(serve: Any) -> None:
+def test_a_dead_server_is_restarted_unchanged_and_the_other_keeps_running(serve: Any) -> None:
     running = serve("die-once", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
     running.until_file("urls")
     before = [running.started(i) for i in range(2)]
@@ -155,7 +157,7 @@ def test_a_dead_server_is_started_again_as_it_was_and_the_other_is_left_alone(se
 
 
 @pytest.mark.slow
-def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) -> None:
+def test_a_server_that_becomes_healthy_is_restarted_without_a_limit(serve: Any) -> None:
     running = serve("die-once")
     running.until_file("urls")
     for _ in range(processes.MAX_RESTARTS + 1):
@@ -170,7 +172,7 @@ def test_a_server_that_becomes_healthy_may_die_as_often_as_it_likes(serve: Any) 
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_at_each_start_ends_the_others_and_shows_no_key(serve: Any) -> None:
+def test_a_server_that_dies_at_each_start_stops_all_and_shows_no_key(serve: Any) -> None:
     running = serve("die-later", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
     running.until_file("urls")
     (running.folder / "die").touch()
@@ -181,7 +183,7 @@ def test_a_server_that_dies_at_each_start_ends_the_others_and_shows_no_key(serve
 
 
 @pytest.mark.slow
-def test_a_server_that_is_never_healthy_again_is_given_up(serve: Any) -> None:
+def test_a_server_that_stays_unhealthy_is_abandoned(serve: Any) -> None:
     running = serve("slow-later", "--start-timeout", "2")
     running.until_file("urls")
     (running.folder / "die").touch()
@@ -218,7 +220,7 @@ def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
 
 
 @pytest.mark.slow
-def test_grace_outlives_a_first_sigterm_and_ends_at_the_second(serve: Any) -> None:
+def test_grace_survives_a_first_sigterm_and_ends_at_the_second(serve: Any) -> None:
     running = serve("serve", "--grace", "60")
     running.until_file("urls")
     running.process.terminate()
@@ -241,7 +243,7 @@ def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
 
 
 @pytest.mark.slow
-def test_grace_has_an_end(serve: Any) -> None:
+def test_grace_times_out(serve: Any) -> None:
     running = serve("serve", "--grace", "1")
     running.until_file("urls")
     running.process.terminate()
@@ -249,7 +251,7 @@ def test_grace_has_an_end(serve: Any) -> None:
 
 
 @pytest.mark.slow
-def test_keys_reach_the_server_in_a_private_file_that_is_gone_afterwards(serve: Any) -> None:
+def test_keys_reach_the_server_in_a_private_file_that_is_deleted(serve: Any) -> None:
     running = serve("serve", "--rollout.servers.api_key_env", "STUB_KEY", STUB_KEY='a"b: c')
     running.until_file("urls")
     started = running.started()
@@ -263,7 +265,7 @@ def test_keys_reach_the_server_in_a_private_file_that_is_gone_afterwards(serve: 
     assert not file.exists() and not file.parent.exists()
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_starts(serve: Any, tmp_path: Path) -> None:
+def test_an_occupied_port_is_rejected_before_anything_starts(serve: Any, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -274,7 +276,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(serve: Any, tmp_
     assert not list(tmp_path.glob("started-*"))
 
 
-def test_a_command_that_does_not_exist_is_named(serve: Any) -> None:
+def test_a_missing_command_is_reported(serve: Any) -> None:
     running = serve("serve", "--rollout.servers.command", '["/nowhere/sglang"]')
     code, output = running.end()
     assert code == 2 and "rollout.servers.command = '/nowhere/sglang' cannot be started" in output
@@ -303,7 +305,7 @@ def test_given_urls_are_checked_and_nothing_is_started(serve: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_server_of_another_engine_is_named(serve: Any) -> None:
+def test_a_server_of_another_engine_is_reported(serve: Any) -> None:
     url = serve().until_file("urls").read_text().strip()
     argv = [sys.executable, "-m", "megatron_dppo.commands.main", "serve", str(ROOT / "examples/chain_sum/vllm.toml")]
     done = subprocess.run(
@@ -324,7 +326,7 @@ def test_a_server_of_another_engine_is_named(serve: Any) -> None:
         ("vllm.toml", ["--rollout.servers.urls", '["http://a:1"]'], "attach"),
     ],
 )
-def test_scripts_can_ask_what_serve_would_do(
+def test_scripts_can_print_the_plan_of_serve(
     config: str, arguments: list[str], mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_dppo.commands.main import main
@@ -333,7 +335,7 @@ def test_scripts_can_ask_what_serve_would_do(
     assert capsys.readouterr().out == f"{mode}\n"
 
 
-def test_serve_needs_no_torch_and_local_is_refused() -> None:
+def test_serve_needs_no_torch_and_rejects_the_local_engine() -> None:
     program = (
         "import sys\nfrom megatron_dppo.commands.main import main\n"
         f"code = main(['serve', {str(CONFIG)!r}, '--dry-run'])\n"

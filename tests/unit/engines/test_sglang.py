@@ -42,7 +42,7 @@ def decode(request: GenerateRequest, answer: Any) -> Generation:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_answer_becomes_a_generation(version: str) -> None:
+def test_a_response_becomes_a_generation(version: str) -> None:
     request, answer = recorded(version)
     result = decode(request, answer)
     assert same(result.token_ids, ids(answer["output_ids"])) and len(result.token_ids) == 6
@@ -60,7 +60,7 @@ def test_an_answer_becomes_a_generation(version: str) -> None:
     assert result.routed_experts.shape == (len(request.token_ids) + 5, 2, 2)
 
 
-def test_a_sampled_token_that_is_one_of_the_k_leaves_the_last_slot_unused() -> None:
+def test_a_sampled_token_among_the_top_k_leaves_the_last_slot_unused() -> None:
     request, answer = recorded("0.5.20")
     first = answer["output_ids"][0]
     answer["meta_info"]["output_top_logprobs"][0][1][1] = first
@@ -95,7 +95,7 @@ def test_an_aborted_request_keeps_its_tokens(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_of_a_request_that_was_aborted_in_the_queue_nothing_incomplete_is_taken(version: str) -> None:
+def test_an_aborted_response_with_missing_fields_is_empty(version: str) -> None:
     def is_empty(found: Generation) -> bool:
         return same(replace(found, echo=None), Generation.empty(FinishReason.ABORT))
 
@@ -153,20 +153,20 @@ def routed(values: list[int]) -> Callable[[Any], None]:
         (lambda a: a.pop("meta_info"), "expected an object with output_ids and meta_info"),
     ],
 )
-def test_an_answer_that_does_not_fit_the_request_is_refused(damage: Callable[[Any], Any], message: str) -> None:
+def test_a_response_that_does_not_match_the_request_is_rejected(damage: Callable[[Any], Any], message: str) -> None:
     request, answer = recorded("0.5.23")
     damage(answer)
     with pytest.raises(ServerError, match=message):
         decode(request, answer)
 
 
-def test_fewer_top_tokens_than_asked_for_are_refused() -> None:
+def test_fewer_top_tokens_than_requested_are_rejected() -> None:
     request, answer = recorded("0.5.20")
     with pytest.raises(ServerError, match="a row that is not an array of 4 tokens"):
         decode(replace(request, params=replace(request.params, topk_logprobs=4)), answer)
 
 
-def test_versions_of_ours_are_read_and_the_lowest_float_is_minus_infinity() -> None:
+def test_weight_versions_are_parsed_and_the_lowest_float_is_minus_infinity() -> None:
     request, answer = recorded("0.5.20")
     meta = answer["meta_info"]
     meta["weight_versions"] = [
@@ -180,7 +180,7 @@ def test_versions_of_ours_are_read_and_the_lowest_float_is_minus_infinity() -> N
     assert result.topk_logprobs is not None and result.topk_logprobs[0, 2] == float("-inf")
 
 
-def test_many_experts_need_a_wider_type_and_255_still_means_not_known() -> None:
+def test_many_experts_need_a_wider_type_and_255_still_means_unknown() -> None:
     for experts, dtype in ((255, torch.uint8), (256, torch.int16)):
         request, answer = recorded("0.5.23")
         routed([experts - 1, 1] * 44)(answer)
@@ -190,7 +190,7 @@ def test_many_experts_need_a_wider_type_and_255_still_means_not_known() -> None:
         assert int(result.routed_experts.max()) == experts - 1
 
 
-def test_the_request_states_every_sampling_setting_and_asks_for_what_the_server_can_encode() -> None:
+def test_the_request_has_every_sampling_setting_and_an_encoding_that_the_server_supports() -> None:
     request, _ = recorded("0.5.23")
     request = replace(request, routing_start=4, stop_token_ids=(2, 9))
     body = wire.generate_body(request, flat=True)
@@ -203,7 +203,7 @@ def test_the_request_states_every_sampling_setting_and_asks_for_what_the_server_
     assert "return_routed_experts" not in plain
 
 
-def test_no_request_id_starts_with_another_one() -> None:
+def test_no_request_id_is_a_prefix_of_another() -> None:
     ids = [wire.wire_id(name) for name in ("a", "ab", "1", "1:a", "", "aa:b", "10:aaaaaaaaaa")]
     assert not [(x, y) for x in ids for y in ids if x != y and y.startswith(x)]
 
@@ -249,7 +249,7 @@ async def update(server: SGLangServer) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_update_drops_the_caches_before_the_new_version_is_said_in_both_generations_of_the_protocol(
+def test_an_update_flushes_caches_before_it_sets_the_version_in_both_protocol_generations(
     version: str,
 ) -> None:
     stub = Stub(server_answers(version))
@@ -294,7 +294,7 @@ def test_a_refused_flush_leaves_the_version_incomplete() -> None:
         ("Failed to update weights: boom.", "half old and half new", ["incomplete"]),
     ],
 )
-def test_a_folder_that_cannot_be_loaded_is_an_error_that_says_what_is_served_now(
+def test_a_folder_that_cannot_be_loaded_is_an_error_with_the_served_version(
     detail: str, state: str, said: list[str]
 ) -> None:
     stub = Stub(server_answers("0.5.23", **{"/update_weights_from_disk": (400, {"message": detail})}))
@@ -304,14 +304,14 @@ def test_a_folder_that_cannot_be_loaded_is_an_error_that_says_what_is_served_now
     assert stub.paths[-1] == "/continue_generation"
 
 
-def test_a_success_that_says_it_failed_is_an_error() -> None:
+def test_a_success_status_with_a_failure_body_is_an_error() -> None:
     answer = {"success": False, "message": "Weights were updated, but the cache was not flushed"}
     stub = Stub(server_answers("0.5.23", **{"/update_weights_from_tensor": answer}))
     with pytest.raises(ServerError, match="cache was not flushed"):
         use_server(stub, update)
 
 
-def test_a_session_that_was_left_open_is_closed_and_a_new_one_begun() -> None:
+def test_an_open_session_is_closed_and_a_new_one_started() -> None:
     states = iter([(400, {"message": "a weight-update session is already open"}), {"success": True}])
 
     async def begin(call: Any) -> Any:
@@ -324,14 +324,14 @@ def test_a_session_that_was_left_open_is_closed_and_a_new_one_begun() -> None:
 
 
 @pytest.mark.parametrize("key", ["dp_size", "pp_size"])
-def test_replicas_inside_a_server_are_refused_for_transfers(key: str) -> None:
+def test_replicas_inside_a_server_are_rejected_for_transfers(key: str) -> None:
     info = RECORDED["0.5.23"]["server_info"] | {key: 2}
     stub = Stub(server_answers("0.5.23", **{"/server_info": info}))
     with pytest.raises(ConfigError, match="weight sync method disk"):
         use_server(stub, lambda server: server.join_group("127.0.0.1", 1, 1, 2, "gloo"))
 
 
-def test_a_paused_server_is_not_asked_to_generate_for_its_health() -> None:
+def test_the_health_check_of_a_paused_server_does_not_generate() -> None:
     async def use(server: SGLangServer) -> list[bool]:
         before = await server.health()
         await server.pause()
@@ -342,7 +342,7 @@ def test_a_paused_server_is_not_asked_to_generate_for_its_health() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_server_says_what_it_is(version: str) -> None:
+def test_server_info_is_parsed(version: str) -> None:
     stub = Stub(server_answers(version))
     info = use_server(stub, lambda server: server.info())
     assert (info.engine, info.engine_version, info.model) == ("sglang", version, "/folder/model")
@@ -351,7 +351,7 @@ def test_the_server_says_what_it_is(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_digests_of_the_weights_are_those_of_each_rank_in_order(version: str) -> None:
+def test_weight_digests_are_listed_by_rank(version: str) -> None:
     (first,) = RECORDED[version]["checksum"]["ranks"]
     second = copy.deepcopy(first)
     second["checksums"]["lm_head.weight"] = "0"
@@ -381,7 +381,7 @@ def test_the_digests_of_the_weights_are_those_of_each_rank_in_order(version: str
         *[({"device": "xpu"}, False), ({"version": "0.6.0"}, False), ({"device": "cuda", "tp_size": 4}, True)],
     ],
 )
-def test_digests_are_foretold_only_of_servers_whose_tensors_are_ours(changes: dict[str, Any], plain: bool) -> None:
+def test_digests_are_predicted_only_for_servers_with_matching_tensors(changes: dict[str, Any], plain: bool) -> None:
     answers = server_answers("0.5.23")
     answers["/server_info"] = {"device": "cpu", **answers["/server_info"], **changes}
     layout = use_server(Stub(answers), lambda server: server.weight_layout())
@@ -389,14 +389,14 @@ def test_digests_are_foretold_only_of_servers_whose_tensors_are_ours(changes: di
     assert layout.algorithm == ("words" if changes.get("device") else "sha256")
 
 
-def test_something_else_at_the_url_is_named() -> None:
+def test_another_service_at_the_url_is_reported() -> None:
     with pytest.raises(ServerError, match=r"/model_info: .*404"):
         use_server(Stub({}), lambda server: server.info())
     with pytest.raises(ServerError, match=r"/server_info: expected an SGLang server's"):
         use_server(Stub({"/model_info": {}, "/server_info": "hello"}), lambda server: server.info())
 
 
-def test_concurrent_first_requests_all_get_their_answers() -> None:
+def test_concurrent_first_requests_all_get_a_response() -> None:
     request, answer = recorded("0.5.23")
 
     async def use(server: SGLangServer) -> list[Generation]:

@@ -58,7 +58,7 @@ def test_allowed_ids_are_read_and_all_log_probabilities_are_those_over_them() ->
         assert found.echo.best_token_ids is not None and found.echo.best_token_ids[row] == sets[row][0]
 
 
-def test_the_request_asks_for_them_and_evaluation_has_filters_without_them() -> None:
+def test_training_requests_sampling_masks_and_evaluation_does_not() -> None:
     request, _, _ = filtered()
     body = wire.generate_body(request, flat=True)
     assert {name: body["sampling_params"][name] for name in FILTERS} == FILTERS
@@ -102,14 +102,14 @@ def _put(place: int, value: Any) -> Callable[[list[Any]], None]:
         (_in("logprobs", _put(1, [-1.0])), r"sampling_logprobs\[1\] is \[-1.0\], expected a number"),
     ],
 )
-def test_junk_is_named_by_field_and_place(damage: Callable[[Any], Any], message: str) -> None:
+def test_invalid_masks_are_reported_with_field_and_position(damage: Callable[[Any], Any], message: str) -> None:
     request, answer, _ = filtered()
     damage(answer["meta_info"])
     with pytest.raises(ServerError, match=rf"the response to request r .*{message}"):
         decode(request, answer)
 
 
-def test_a_request_that_is_aborted_in_the_queue_lacks_them() -> None:
+def test_a_request_aborted_in_the_queue_has_no_masks() -> None:
     request, answer, _ = filtered()
     del answer["meta_info"]["output_token_sampling_mask"]
     answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "x"}
@@ -118,7 +118,7 @@ def test_a_request_that_is_aborted_in_the_queue_lacks_them() -> None:
 
 
 @pytest.mark.slow
-def test_sampling_masks_come_through_a_process_as_they_were_read() -> None:
+def test_sampling_masks_pass_through_a_client_process_unchanged() -> None:
     case = Case("sglang")
     request, answer, _ = filtered()
     meta = answer["meta_info"]

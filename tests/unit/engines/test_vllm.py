@@ -55,7 +55,7 @@ def routed(rows: int = 22, dtype: str = "uint8") -> Any:
     return np.stack([first, first + 1], -1).astype(dtype)
 
 
-def test_an_answer_becomes_a_generation() -> None:
+def test_a_response_becomes_a_generation() -> None:
     request, answer = recorded()
     result, choice = decode(request, answer), answer["choices"][0]
     assert same(result.token_ids, ids(choice["token_ids"])) and len(result.token_ids) == 6
@@ -73,7 +73,7 @@ def test_an_answer_becomes_a_generation() -> None:
     assert result.routed_experts is None
 
 
-def test_a_sampled_token_that_is_one_of_the_k_leaves_the_last_slot_unused_wherever_the_server_puts_it() -> None:
+def test_a_sampled_token_among_the_top_k_leaves_the_last_slot_unused_at_any_position() -> None:
     request, answer = recorded()
     entry = answer["choices"][0]["logprobs"]["content"][0]
     ranked = [{"token_id": 100 + rank, "logprob": -float(rank), "rank": rank} for rank in (1, 2, 3, 4)]
@@ -85,7 +85,7 @@ def test_a_sampled_token_that_is_one_of_the_k_leaves_the_last_slot_unused_wherev
     assert result.topk_logprobs[0].tolist() == [-1.0, -2.0, -3.0, 0.0]
 
 
-def test_an_aborted_request_keeps_its_tokens_unless_its_routed_experts_were_wanted() -> None:
+def test_an_aborted_request_keeps_its_tokens_unless_it_needs_routed_experts() -> None:
     request, answer = recorded("aborted")
     result = decode(request, answer)
     assert result.finish_reason == "abort" and 0 < len(result.token_ids) == len(result.logprobs)
@@ -94,7 +94,7 @@ def test_an_aborted_request_keeps_its_tokens_unless_its_routed_experts_were_want
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [("uint8", 8), ("uint16", 300), ("int32", 8)])
-def test_routed_experts_come_as_a_numpy_file_of_small_integers(dtype: str, experts: int) -> None:
+def test_routed_experts_are_decoded_from_a_numpy_file_of_small_integers(dtype: str, experts: int) -> None:
     request, answer = recorded()
     shape = replace(ROUTING, num_experts=experts)
     answer["choices"][0]["routed_experts"] = npy(routed(dtype=dtype))
@@ -106,7 +106,7 @@ def test_routed_experts_come_as_a_numpy_file_of_small_integers(dtype: str, exper
     assert rest is not None and len(rest) == 18
 
 
-def test_what_stands_in_dense_layers_is_not_looked_at() -> None:
+def test_routes_of_dense_layers_are_ignored() -> None:
     request, answer = recorded()
     values = routed(dtype="uint16")
     values[:, 0] = 60000
@@ -131,7 +131,7 @@ def test_what_stands_in_dense_layers_is_not_looked_at() -> None:
         ("", "not a NumPy file of integers"),
     ],
 )
-def test_routed_experts_that_do_not_fit_are_refused_and_nothing_is_unpickled(sent: str, message: str) -> None:
+def test_mismatched_routed_experts_are_rejected_and_nothing_is_unpickled(sent: str, message: str) -> None:
     request, answer = recorded()
     answer["choices"][0]["routed_experts"] = sent
     with pytest.raises(ServerError, match=message):
@@ -167,7 +167,7 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(field: str, cau
         (lambda c: c["logprobs"]["content"][2].update(top_logprobs=[]), r"content\[2\]\.top_logprobs has no token of"),
     ],
 )
-def test_an_answer_that_does_not_fit_the_request_is_refused(damage: Callable[[Any], Any], message: str) -> None:
+def test_a_response_that_does_not_match_the_request_is_rejected(damage: Callable[[Any], Any], message: str) -> None:
     request, answer = recorded()
     damage(answer["choices"][0])
     with pytest.raises(ServerError, match=message):
@@ -175,12 +175,12 @@ def test_an_answer_that_does_not_fit_the_request_is_refused(damage: Callable[[An
 
 
 @pytest.mark.parametrize("answer", ["hello", {}, {"choices": []}])
-def test_another_kind_of_answer_is_refused(answer: Any) -> None:
+def test_another_kind_of_response_is_rejected(answer: Any) -> None:
     with pytest.raises(ServerError, match="expected an object with one of choices"):
         decode(recorded()[0], answer)
 
 
-def test_versions_of_ours_are_read_and_the_lowest_number_is_minus_infinity() -> None:
+def test_weight_versions_are_parsed_and_the_lowest_number_is_minus_infinity() -> None:
     request, answer = recorded()
     choice = answer["choices"][0]
     choice["weight_versions"] = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 6}]
@@ -192,7 +192,7 @@ def test_versions_of_ours_are_read_and_the_lowest_number_is_minus_infinity() -> 
     assert result.topk_logprobs is not None and result.topk_logprobs[0, 2] == float("-inf") == result.logprobs[0]
 
 
-def test_the_request_states_every_sampling_setting_but_the_seed_that_kills_a_server_on_a_cpu() -> None:
+def test_the_request_has_every_sampling_setting_except_the_seed_that_crashes_a_cpu_server() -> None:
     request, _ = recorded()
     body = wire.generate_body(replace(request, routing=ROUTING, routing_start=4, stop_token_ids=(2, 9)))
     sampling = body["sampling_params"]
@@ -224,7 +224,7 @@ def filtered() -> tuple[GenerateRequest, Any, Generation]:
     return replace(request, params=replace(request.params, return_sampling_mask=True, **FILTERS)), answer, plain
 
 
-def test_the_ids_that_filters_left_are_read_and_the_others_leave_the_topk() -> None:
+def test_allowed_ids_are_parsed_and_filtered_ids_leave_the_topk() -> None:
     request, answer, plain = filtered()
     found, sets = decode(request, answer), answer["choices"][0]["sampling_mask"]
     assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
@@ -252,7 +252,7 @@ def test_the_ids_that_filters_left_are_read_and_the_others_leave_the_topk() -> N
         (lambda c: c["sampling_mask"].__setitem__(1, [3, "4"]), r"sampling_mask\[1\]\[1\] is '4', expected an integer"),
     ],
 )
-def test_junk_among_the_allowed_ids_is_named(damage: Callable[[Any], Any], message: str) -> None:
+def test_invalid_allowed_ids_are_reported(damage: Callable[[Any], Any], message: str) -> None:
     request, answer, _ = filtered()
     damage(answer["choices"][0])
     with pytest.raises(ContractViolation, match=message):
@@ -321,7 +321,7 @@ def said(stub: Stub) -> list[str]:
     return [call.body["new_version"] for call in stub.calls if call.path == "/update_weight_version"]
 
 
-def test_an_update_drops_the_caches_before_the_new_version_is_said() -> None:
+def test_an_update_flushes_caches_before_it_sets_the_version() -> None:
     stub = Stub(server_answers())
     use_server(stub, update)
     calls = [call for call in stub.calls if call.path not in ("/server_info", "/weight_info")]
@@ -356,7 +356,7 @@ def test_a_refused_flush_leaves_the_version_incomplete() -> None:
         ("Worker failed with error 'boom'", "half old and half new", ["incomplete"]),
     ],
 )
-def test_a_folder_that_cannot_be_loaded_is_an_error_that_says_what_is_served_now(
+def test_a_folder_that_cannot_be_loaded_is_an_error_with_the_served_version(
     detail: str, state: str, versions: list[str]
 ) -> None:
     stub = Stub(server_answers(**{"/collective_rpc": (500, {"error": {"message": detail}})}))
@@ -366,7 +366,7 @@ def test_a_folder_that_cannot_be_loaded_is_an_error_that_says_what_is_served_now
     assert stub.paths[-1] == "/resume"
 
 
-def test_a_stock_server_loads_from_disk_by_its_own_call_and_refuses_transfers_with_what_to_do() -> None:
+def test_a_stock_server_loads_from_disk_and_rejects_transfers_with_a_fix() -> None:
     stub = Stub(server_answers(PLAIN))
     use_server(stub, lambda server: server.update_from_disk("/folder", 3))
     rpc = [call.body for call in stub.calls if call.path == "/collective_rpc"]
@@ -377,14 +377,14 @@ def test_a_stock_server_loads_from_disk_by_its_own_call_and_refuses_transfers_wi
 
 
 @pytest.mark.parametrize("case", [RIGHT, PLAIN])
-def test_resuming_closes_an_update_that_was_left_open_where_the_server_can(case: dict[str, Any]) -> None:
+def test_resuming_closes_an_open_update_if_the_server_supports_it(case: dict[str, Any]) -> None:
     stub = Stub(server_answers(case, **{"/weight_info": {"weight_version": "incomplete"}}))
     use_server(stub, lambda server: server.resume())
     closed = [call.body for call in stub.calls if call.path == "/collective_rpc"]
     assert closed == ([{"method": "megatron_dppo_close_update"}] if case is RIGHT else [])
 
 
-def test_a_server_without_control_calls_is_named_with_the_variable_to_set() -> None:
+def test_a_server_without_control_endpoints_is_reported_with_the_variable_to_set() -> None:
     refusal = (CLOSED["no_control"]["status"], {"detail": CLOSED["no_control"]["detail"]})
     calls: list[Callable[[VLLMServer], Awaitable[Any]]] = [
         lambda server: server.info(),
@@ -401,13 +401,13 @@ def test_a_server_without_control_calls_is_named_with_the_variable_to_set() -> N
     ("answer", "fix"),
     [(PLAIN["no_scale_out"], "--enable-scale-out"), (CLOSED["few_logprobs"], "--max-logprobs 4 or more")],
 )
-def test_a_refusal_of_a_request_is_named_with_the_flag_to_set(answer: dict[str, Any], fix: str) -> None:
+def test_a_rejected_request_is_reported_with_the_flag_to_set(answer: dict[str, Any], fix: str) -> None:
     stub = Stub({"/inference/v1/generate": (answer["status"], {"error": {"message": answer["detail"]}})})
     with pytest.raises(ServerError, match=f"HTTP {answer['status']}: .*start the server with {fix}"):
         use_server(stub, lambda server: server.generate(recorded()[0]))
 
 
-def test_the_server_says_what_it_is() -> None:
+def test_server_info_is_parsed() -> None:
     stub = Stub(server_answers())
     info = use_server(stub, lambda server: server.info())
     assert (info.engine, info.engine_version, info.model) == ("vllm", "0.32.0", "/folder/model")
@@ -417,12 +417,12 @@ def test_the_server_says_what_it_is() -> None:
     assert not use_server(Stub(server_answers(**{"/health": (503, None)})), lambda server: server.health())
 
 
-def test_something_else_at_the_url_is_named() -> None:
+def test_another_service_at_the_url_is_reported() -> None:
     with pytest.raises(ServerError, match=r"/server_info.*: expected a vLLM server's"):
         use_server(Stub({"/version": {}, "/server_info": "hello"}), lambda server: server.info())
 
 
-def test_the_digests_of_the_weights_are_those_of_each_rank() -> None:
+def test_weight_digests_are_listed_for_each_rank() -> None:
     stock = {
         "dp0:pp0:pcp0:tp1:model.layers.0.mlp.experts.routed_experts.w2_weight": "b" * 64,
         "dp0:pp0:pcp0:tp0:model.norm.weight": "a" * 64,
@@ -448,7 +448,7 @@ def test_the_digests_of_the_weights_are_those_of_each_rank() -> None:
             use_server(Stub(server_answers(case, **{path: junk})), lambda server: server.weight_digests())
 
 
-def test_only_the_named_request_is_aborted_and_without_a_name_all_are() -> None:
+def test_an_abort_with_an_id_stops_one_request_and_without_an_id_all() -> None:
     stub = Stub(server_answers())
 
     async def use(server: VLLMServer) -> None:
@@ -459,7 +459,7 @@ def test_only_the_named_request_is_aborted_and_without_a_name_all_are() -> None:
     assert [call.body for call in stub.calls] == [{"request_ids": ["generate-tokens-a"]}, {}]
 
 
-def test_concurrent_first_requests_all_get_their_answers() -> None:
+def test_concurrent_first_requests_all_get_a_response() -> None:
     request, answer = recorded()
 
     async def use(server: VLLMServer) -> list[Generation]:
