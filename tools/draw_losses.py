@@ -114,7 +114,7 @@ def draw(entry: dict[str, Any], picture: Path) -> None:
         bar = figure.colorbar(image, ax=panels, ticks=[-4, -2, 0, 2, 4])
         bar.ax.set_yticklabels(["1/16", "1/4", "1", "4", "16"])
         bar.set_label("factor of A ∇ log π")
-        figure.suptitle(f"{entry['title']} (dark: dropped; purple: turned around)", fontsize=8)
+        figure.suptitle(f"{entry['title']} (dark: masked; purple: turned around)", fontsize=8)
         figure.savefig(picture, dpi=90, metadata={"Software": None}, pil_kwargs={"optimize": True})
         plt.close(figure)
 

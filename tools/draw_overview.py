@@ -56,7 +56,7 @@ def main() -> None:
         axis.set_ylabel("held-out accuracy")
         axis.grid(alpha=0.2)
         axis.set_title(
-            "Rollouts of 4 steps ago: DPPO holds the accuracy\nand masks less than half as many tokens as GRPO",
+            "Rollouts of 4 steps ago: DPPO and GRPO hold the accuracy;\nDPPO masks less than half as many tokens",
             loc="left",
             fontsize=14,
             fontweight="bold",

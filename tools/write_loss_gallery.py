@@ -43,7 +43,7 @@ trainer recomputes with the rollout's weights.
 {{axes}}
 
 Each picture has μ, the probability that the token was sampled with, across, and π, the one it has now, upwards, both in
-log-odds; the diagonal is π = μ. Colour is the factor of A ∇ log π: white 1, red more, blue less, dark = dropped,
+log-odds; the diagonal is π = μ. Color is the factor of A ∇ log π: white 1, red more, blue less, dark = masked,
 purple = the update leads the other way. Left for A > 0, where an update raises π, right for A < 0. Some losses need
 more than (μ, π):
 

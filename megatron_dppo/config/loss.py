@@ -54,7 +54,7 @@ class LossConfig(Section):
     default is DPPO with the binary total variation, which needs no Top-K."""
     mask: str | None = None
     """User function ``path/to/file.py:function`` that masks tokens in addition to the loss. It returns a bool per token
-    (False drops the token) or a weight of its term. null adds no mask."""
+    (False masks the token) or a weight of its term. null adds no mask."""
     mask_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of ``mask``, in addition to its inputs."""
     topk: int = Field(20, ge=1)
@@ -65,7 +65,7 @@ class LossConfig(Section):
     ``ratio``."""
     mismatch: Mismatch = "none"
     """Correction for the mismatch between trainer and engine: ``truncate`` truncates the weights, the ``mask_*`` modes
-    drop tokens or sequences outside the limits."""
+    mask tokens or sequences outside the limits."""
     mismatch_low: float | None = Field(None, ge=0)
     """Lower limit of the ratio. null uses 0.5 for the masks and 0 for ``truncate``."""
     mismatch_high: float | None = Field(None, gt=0)

@@ -117,11 +117,13 @@ class TrainConfig(Section):
     """Stop the run after this many updates in a row with a non-finite gradient."""
     max_first_prob_diff: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
     """Stop before the first update of a step if the mean |pi - mu| exceeds this limit, which points to a bug rather
-    than to rounding. ``auto``: 0.001 in fp32, 0.06 if engine or training use bf16, no limit with
-    ``rollout.perturbation``. ``off`` disables the check. It runs only if the current weights sampled every token."""
+    than to rounding. ``auto``: 0.001 in fp32, 0.015 if engine or training use fp16, 0.06 if one of them uses bf16, 0
+    with ``rollout.batch_invariant``, no limit with ``rollout.perturbation``. ``off`` disables the check. It runs only
+    if the current weights sampled every token."""
     max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
     """Stop before the first update of a step if more than this fraction of the sampled tokens has no finite rollout
-    log-probability. ``off`` disables the check."""
+    log-probability. These tokens are a part of ``rollout/dropped_token_fraction``, which also counts those of failed
+    rewards. ``off`` disables the check."""
     layer_noise: LayerNoiseConfig = LayerNoiseConfig()
 
     @property

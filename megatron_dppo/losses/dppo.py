@@ -13,8 +13,9 @@ Terms, with the same meaning everywhere in this package:
 - *Anchor*: log mu, the log-probability that the engine reported when it sampled the token (``rollout_logprobs``).
   Trust region and weight are both anchored on it. The trainer never recomputes it.
 - *Loss mask*: the tokens that are trained, usually those that the policy sampled (``loss_mask``).
-- *Masked* (or *dropped*): a token of the loss mask whose update the trust region removes. It has no gradient, and
-  stays in the token count that the loss is divided by. All other tokens are *kept* (``keep_mask``).
+- *Masked*: a token of the loss mask whose update the trust region removes. It has no gradient, and stays in the token
+  count that the loss is divided by. All other tokens are *kept* (``keep_mask``). A token that leaves the loss mask
+  before the loss is *dropped*, which is something else.
 - *Sampling mask*: the ids that a sampling filter (top-p, top-k, min-p) allows at a position (``SamplingMask``).
 """
 

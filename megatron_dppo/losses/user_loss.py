@@ -57,7 +57,7 @@ class UserLoss(Loss):
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
 
     def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
-        """Call the function; a token that the mask drops has the term 0."""
+        """Call the function; a masked token has the term 0."""
         keep = decision.keep & tokens.mask
         terms, keep_by_user = losses.call_user_loss(self.user_loss, self.options, inputs, tokens)
         return keep & keep_by_user, terms.where(keep, 0.0)

@@ -38,11 +38,11 @@ def decide(tokens: Tokens, loss: Loss) -> Decision:
         loss.mismatch_limits,
         tokens.sequence_ids,
     )
-    return drop(decision, inside)
+    return mask_outside(decision, inside)
 
 
-def drop(decision: Decision, inside: Tensor) -> Decision:
-    """Drop the tokens that are not ``inside`` (``[T]`` bool); they report 0."""
+def mask_outside(decision: Decision, inside: Tensor) -> Decision:
+    """Mask the tokens that are not ``inside`` (``[T]`` bool); they report 0."""
     clipped = torch.where(inside, decision.clipped_weight, 0.0)
     return decision._replace(keep=decision.keep & inside, clipped_weight=clipped)
 

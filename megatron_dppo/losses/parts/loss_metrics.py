@@ -31,14 +31,14 @@ def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float)
     def largest(values: Tensor) -> Metric:
         return Metric(masked_max(values, tokens.mask), kind="max")
 
-    def dropped(among: Tensor) -> Metric:
+    def masked_fraction(among: Tensor) -> Metric:
         return Metric((among & ~keep).sum(), among.sum())
 
     ratio = tokens.log_ratio.exp()
     metrics = {
-        "mask_fraction": dropped(up | down),
-        "mask_fraction_positive": dropped(up),
-        "mask_fraction_negative": dropped(down),
+        "mask_fraction": masked_fraction(up | down),
+        "mask_fraction_positive": masked_fraction(up),
+        "mask_fraction_negative": masked_fraction(down),
         "divergence": mean(decision.divergence),
         "divergence_max": largest(decision.divergence),
         "abs_prob_diff": mean(rise.abs()),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.parts.counterfactuals import counterfactual_metrics
-from megatron_dppo.losses.parts.decision import decide, drop
+from megatron_dppo.losses.parts.decision import decide, mask_outside
 from megatron_dppo.losses.parts.loss import as_loss
 from megatron_dppo.losses.parts.loss_metrics import common_metrics, policy_metrics
 from megatron_dppo.losses.parts.reduce import masked_sum, statistics_dtype
@@ -52,7 +52,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         counterfactuals: also report what other losses would have done (``losses.counterfactuals``).
 
     Returns:
-        ``loss_sum`` (connected to ``inputs.logprobs`` even when no token is left), ``num_tokens`` (dropped tokens
+        ``loss_sum`` (connected to ``inputs.logprobs`` even when no token is left), ``num_tokens`` (masked tokens
         stay in it), ``keep_mask`` and metrics. Statistics are fp32, or float64 for float64 log-probabilities.
         ``loss_sum`` summed over all micro-batches, divided once by the global ``num_tokens``, is the aggregated loss.
 
@@ -71,7 +71,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     decision = decide(tokens, loss)
     factor = None if loss.user_mask is None else call_user_mask(loss.user_mask, loss.mask_options, inputs, tokens)
     if factor is not None:
-        decision = drop(decision, factor != 0)
+        decision = mask_outside(decision, factor != 0)
 
     # Terms: the only part with a gradient.
     keep, token_loss = loss.terms(inputs, tokens, decision)

@@ -43,18 +43,18 @@ def mismatch_keep_mask(
 ) -> Tensor:
     """Return the mask against disagreement of trainer and engine (masked importance sampling).
 
-    ``token`` drops the tokens whose ratio is outside the limits (IcePop, arXiv 2510.18855). ``sequence`` drops whole
+    ``token`` masks the tokens whose ratio is outside the limits (IcePop, arXiv 2510.18855). ``sequence`` masks whole
     sequences by the product of their ratios, ``geometric`` by its geometric mean. A limit itself is inside.
 
     Args:
         log_ratio: For example log pi'(a_t) - log mu(a_t), both at the rollout's weights. Shape [num_tokens].
         mask: Tokens that count for their sequence, bool. Shape [num_tokens].
-        level: Unit that is dropped.
+        level: Unit that is masked.
         limits: Low and high limit of the ratio; low may be 0.
         sequence_ids: Int64, shape [num_tokens]. Required for the two sequence levels. Each sequence must be complete.
 
     Returns:
-        Bool, shape [num_tokens]. A NaN is dropped.
+        Bool, shape [num_tokens]. A NaN is masked.
 
     Raises:
         ValueError: If a sequence level has no ``sequence_ids``.
@@ -63,7 +63,7 @@ def mismatch_keep_mask(
     if level != "token":
         if sequence_ids is None:
             raise ValueError(
-                f"The mismatch mask of level {level!r} drops whole sequences, but sequence_ids is None. Fix: pass "
+                f"The mismatch mask of level {level!r} masks whole sequences, but sequence_ids is None. Fix: pass "
                 "sequence_ids."
             )
         log_ratio = per_sequence(log_ratio, mask, sequence_ids, "sum" if level == "sequence" else "mean")

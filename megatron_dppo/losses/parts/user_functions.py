@@ -3,7 +3,7 @@
 The contract, of which docs/loss.md tells the user:
 
     loss(inputs: LossInputs, **options) -> [T], or ([T], keep [T] bool)
-    mask(inputs: LossInputs, **options) -> [T] bool (False = dropped), or [T] float (a weight of the token's term)
+    mask(inputs: LossInputs, **options) -> [T] bool (False = masked), or [T] float (a weight of the token's term)
 
 Checking that numbers are finite reads them: on CUDA one synchronisation for each call.
 """
