@@ -1,4 +1,4 @@
-"""The rollout engine of a run, what keeps its weights current and what scores, by the configuration."""
+"""Construction of the rollout engine, the weight publisher and the reward scorer from the configuration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def open_scorer(config: Config) -> RewardScorer:
 
 
 def rollout_sampling_params(config: Config) -> SamplingParams:
-    """Return how ``[rollout]`` samples and what engines report; the seed is that of the run."""
+    """Return the sampling parameters of ``[rollout]`` with the seed of the run and the columns that training needs."""
     routed_experts = config.train.needs_engine_routing
     return sampling_params(
         config.rollout,

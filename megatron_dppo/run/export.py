@@ -23,7 +23,7 @@ def export_hf(trainer: PolicyTrainer, inputs: Inputs, config: Config, target: Pa
     """Write the current weights, adapters merged, as a Hugging Face folder; a collective, each rank writes some files.
 
     Raises:
-        DiskError: on all ranks, when it cannot be written.
+        DiskError: On all ranks, if the folder cannot be written.
     """
     agreed(lambda: require_space(target, inputs.num_parameters * dtype.itemsize, "the export"), trainer.groups.world)
     save_hf_folder(target, config.model.path, trainer.export_weights(), dtype, group=trainer.groups.world)
@@ -33,17 +33,17 @@ def export_adapter(trainer: PolicyTrainer, config: Config, target: Path) -> None
     """Write the adapters as a folder for PEFT (a collective).
 
     Raises:
-        DiskError: on all ranks, when it cannot be written.
+        DiskError: On all ranks, if the folder cannot be written.
     """
     base = str(Path(config.model.path).absolute())
     save_adapter(target, trainer.export_adapters(), config.lora, base, group=trainer.groups.world)
 
 
 def export_results(trainer: PolicyTrainer, inputs: Inputs, config: Config) -> None:
-    """Write what a run leaves behind: the model where ``checkpoint.export_hf`` asks for it, and adapters; a collective.
+    """Write the model if ``checkpoint.export_hf`` is set, and the adapters of LoRA. A collective.
 
     Raises:
-        DiskError: on all ranks, when it cannot be written.
+        DiskError: On all ranks, if the folder cannot be written.
     """
     folder = Path(config.run.output_dir)
     if config.checkpoint.export_hf:

@@ -32,7 +32,7 @@ from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 
 @dataclass
 class Start:
-    """Input of the checks, and what they read for the run."""
+    """Input of the checks, and the data that they read for the run."""
 
     config: Config
     world_size: int

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepRecord:
-    """Samples of one step and what the updates compute for their tokens, on this rank.
+    """Samples of one step and the results of the updates for their tokens, on this rank.
 
     Args:
         policy_version: Policy version before the first update of the step.
@@ -52,7 +52,7 @@ class StepRecord:
         return list(self._samples)
 
     def pop_sample_records(self, trainer: PolicyTrainer) -> dict[int, SampleRecord]:
-        """Return what the updates computed since the last call, by ``TrainingSample.number``.
+        """Return the results of the updates since the last call, by ``TrainingSample.number``.
 
         Tensor- and context-parallel ranks compute the same loss: the first of them on the last pipeline stage returns
         it, the others return nothing.

@@ -100,9 +100,9 @@ def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int)
     """Return counts of this step's requests, to be summed over the ranks; empty without servers.
 
     Args:
-        engine: of this rank; None on ranks that get their rollouts from another one.
-        has_servers: whether the run samples with servers. Every rank must have the same metrics.
-        dp: number of data-parallel ranks.
+        engine: Engine of this rank. None on ranks that receive their rollouts from another rank.
+        has_servers: True if the run samples with servers. Every rank must have the same metrics.
+        dp: Number of data-parallel ranks.
     """
     if not has_servers:
         return {}
@@ -126,10 +126,10 @@ class Records:
     """Reports of a run: metrics to files and trackers, lines to the console, a summary at the end.
 
     Args:
-        config: configuration of the run.
-        layout: parallel layout of the run.
-        groups: parallel groups of this rank.
-        console: the terminal.
+        config: Configuration of the run.
+        layout: Parallel layout of the run.
+        groups: Parallel groups of this rank.
+        console: Output to the terminal.
         started: ``time.time()`` at the start of the program.
     """
 
@@ -175,7 +175,7 @@ class Records:
         """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing.
 
         Raises:
-            DiskError: on all ranks, when they cannot be written: a run does not go on without its records.
+            DiskError: On all ranks, if the metrics cannot be written. A run stops if it cannot record its metrics.
         """
         if not values:
             return
@@ -183,7 +183,7 @@ class Records:
 
         def write() -> None:
             if writer is not None:
-                # TensorBoard writes in a thread of its own, whose failure would be a traceback.
+                # Checked here because TensorBoard writes in a separate thread, whose failure would be a traceback.
                 require_space(writer.path, _RECORD_BYTES, "the log of a step")
                 with disk_errors(writer.path, "the metrics"):
                     writer.write(step, values)
@@ -201,16 +201,16 @@ class Records:
             self.console.print(f"held-out {evaluated} {when}: {values['eval/accuracy']:.3f}")
 
     def show_servers(self, notes: Sequence[str]) -> None:
-        """Show what the user should know of the servers."""
+        """Print notes about the servers."""
         for note in notes:
             self.console.print(f"servers  {note}")
 
     def summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``summary.json`` and the curves, show what changed; a collective.
+        """Write ``summary.json`` and the curves, and print the change of the results. A collective.
 
         Args:
-            policy_updates: optimizer updates of the run.
-            answers_before: answers from before training.
+            policy_updates: Number of optimizer updates of the run.
+            answers_before: Answers from before training.
         """
         agreed(lambda: self._summarize(policy_updates, answers_before), self._groups.world)
 

@@ -17,42 +17,45 @@ STOPPED_BY_HAND = 130
 """Exit code after a second SIGINT."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAME_REQUEST_SECONDS = 1.0
-"""A launcher may forward a SIGINT that the terminal has sent to all: that is no second one."""
+"""Seconds in which a further SIGINT counts as the same one: a launcher may forward what the terminal sent to all."""
 
 
 class Stopped(Exception):
-    """The run ends as asked; the message says where it goes on."""
+    """End of a run after a stop signal; the message says from which step it resumes."""
 
 
 class StopSignal:
-    """Remembers a signal, so that a step can end and be saved; a context manager for the main thread.
+    """Context manager of the main thread that records a stop signal, so that the step can finish and be saved.
 
-    Inside, the signals are blocked in this thread and so in all that it starts: threads and, over fork and exec,
-    processes. A signal to the process group (a terminal's Ctrl-C, a scheduler) therefore does not take away the
-    helpers that the step needs: scoring processes, compilers, loggers. One thread receives.
+    In the context, the signals are blocked in this thread, and so in all threads and processes that it starts. A signal
+    to the process group (Ctrl-C in a terminal, a scheduler) therefore does not end the processes that the step needs:
+    scoring processes, compilers, loggers. One thread receives the signals.
 
-    While ``deferring`` is False, a signal ends the process at once with exit code 0: there is nothing to save yet.
+    Attributes:
+        deferring: True if a signal waits for ``requested``. While it is False, a signal ends the process at once with
+            exit code 0: there is nothing to save yet.
+        name: Signal that ``requested`` has reported, such as ``SIGTERM``. Empty before.
     """
 
     def __init__(self) -> None:
-        self._number, self._interrupted = 0, 0.0
+        self._number = 0
+        self._interrupted = 0.0
         self.deferring = False
-        """whether signals wait for ``requested``"""
         self.name = ""
-        """the signal that ``requested`` has found, such as ``SIGTERM``"""
 
     def __enter__(self) -> StopSignal:
-        # What is ignored stays so: nohup, and SIGINT for a job in the background.
-        taken = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
-        # It unblocks the signals in the thread that starts it, so it must not start later.
+        # Ignored signals stay ignored: nohup, and SIGINT for a background job.
+        handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        # The resource tracker unblocks the signals in the thread that starts it. So it starts here, before they are
+        # blocked once more.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, taken)
-        self._previous = {number: signal.signal(number, _leave_to_the_thread) for number in taken}
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        self._previous = {number: signal.signal(number, _ignore_in_main_thread) for number in handled}
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._receive, args=(taken,), name="stop signal", daemon=True)
+        self._thread = threading.Thread(target=self._receive, args=(handled,), name="stop signal", daemon=True)
         self._thread.start()
         return self
 
@@ -75,34 +78,36 @@ class StopSignal:
             self.name = signal.Signals(int(number)).name
         return bool(number)
 
-    def _receive(self, taken: list[signal.Signals]) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, taken)
+    def _receive(self, handled: list[signal.Signals]) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         while (number := os.read(self._read, 1)[0]) != 0:
-            if number in taken:
-                self._note(signal.Signals(number))
+            if number in handled:
+                self._handle(signal.Signals(number))
 
-    def _note(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         if not self.deferring:
-            _say(f"stopped  by {number.name} before the training began; nothing had to be saved")
+            _write_message(f"stopped  by {number.name} before the training began; nothing had to be saved")
             os._exit(0)
         now = time.monotonic()
         if number == signal.SIGINT and self._interrupted and now > self._interrupted + _SAME_REQUEST_SECONDS:
-            _say("stopped  by a second SIGINT, without a save")
+            _write_message("stopped  by a second SIGINT, without a save")
             os._exit(STOPPED_BY_HAND)
         if number == signal.SIGINT and not self._interrupted:
             self._interrupted = now
-            _say("SIGINT   the run ends after this step and saves it; a second Ctrl-C ends it at once, without a save")
+            _write_message(
+                "SIGINT   the run ends after this step and saves it; a second Ctrl-C ends it at once, without a save"
+            )
         elif not self._number:
-            _say(f"{number.name:8} the run ends after this step and saves it")
+            _write_message(f"{number.name:8} the run ends after this step and saves it")
         self._number = self._number or number
 
 
-def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Python calls handlers in the main thread, which may be in a long computation; see ``set_wakeup_fd``."""
+def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
+    """Do nothing: Python calls handlers in the main thread, which may be busy. The thread reads ``set_wakeup_fd``."""
 
 
-def _say(text: str) -> None:
+def _write_message(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        # Not print: the main thread may be in the middle of one. The terminal may be gone, which is no reason to die.
+        # Not print: the main thread may be in a print call. A closed terminal must not end the run.
         with suppress(OSError):
             os.write(2, f"{text}\n".encode())

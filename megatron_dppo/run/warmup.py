@@ -63,19 +63,19 @@ def is_warm(folder: Path, warmup: Warmup) -> bool:
         return False
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{folder / MARKER} cannot be read ({type(error).__name__}: {error}): expected what a finished warm-up has "
-            f"written there. Put a copy back, or delete {folder} to warm up again"
+            f"{folder / MARKER} cannot be read ({type(error).__name__}: {error}): expected the marker of a finished "
+            f"warm-up. Restore a copy of it, or delete {folder} to run the warm-up again"
         ) from error
     return bool(identity == warmup.identity)
 
 
 def mark_warm(folder: Path, warmup: Warmup, checkpoints: Path) -> None:
-    """Remember which warm-up made the weights in ``folder``, and remove the checkpoint of an interrupted one.
+    """Write the marker of a finished warm-up, and remove the checkpoint of an interrupted one.
 
     Args:
-        folder: the warmed-up weights.
-        warmup: the finished warm-up.
-        checkpoints: checkpoints of the run.
+        folder: Folder of the warmed-up weights.
+        warmup: Finished warm-up.
+        checkpoints: Folder of the run's checkpoints.
     """
     write_synced(folder / MARKER, json.dumps({"identity": warmup.identity}) + "\n")
     shutil.rmtree(checkpoints / _UNFINISHED, ignore_errors=True)
@@ -91,20 +91,20 @@ def run_warmup(
     report: Callable[[int, float], None],
     stop: StopSignal,
 ) -> None:
-    """Do ``warmup.num_steps`` supervised updates; every data-parallel rank takes its share of each batch.
+    """Run ``warmup.num_steps`` supervised updates. Every data-parallel rank trains on its part of each batch.
 
     Args:
-        trainer: a trainer whose optimizer has the warm-up's schedule.
-        data: the stream of samples.
-        warmup: the warm-up.
-        checkpoints: checkpoints of the run.
-        resume: whether a stopped warm-up continues, and whether unverified checkpoints are accepted.
-        report: gets the step and its loss.
-        stop: a signal ends the warm-up after a step; the same warm-up then goes on from there. It goes on deferring
-            signals afterwards: until the weights are exported, the warm-up would be lost.
+        trainer: Trainer whose optimizer has the schedule of the warm-up.
+        data: Stream of samples.
+        warmup: Warm-up to run.
+        checkpoints: Folder of the run's checkpoints.
+        resume: Settings for an interrupted warm-up and for unverified checkpoints.
+        report: Called with the step and its loss.
+        stop: Stop signal. It ends the warm-up after a step, from which the same command resumes. It stays deferring
+            after the warm-up, which would be lost before the weights are exported.
 
     Raises:
-        Stopped: after such a signal.
+        Stopped: The warm-up ended after a stop signal.
     """
     batch = warmup.settings.batch_size
     share = batch // trainer.layout.dp
@@ -122,7 +122,7 @@ def run_warmup(
         if stop.requested():
             trainer.save(folder, step + 1, state, keep=1)
             raise Stopped(
-                f"by {stop.name} after step {step + 1} of {num_steps} of the warm-up; the same command continues it"
+                f"by {stop.name} after step {step + 1} of {num_steps} of the warm-up; run the same command to resume it"
             )
     PROGRESS.enter("start", 0)
 

@@ -30,7 +30,7 @@ def test_all_2916_problems_are_in_exactly_one_split() -> None:
     assert held_out == {q for q in train | held_out if zlib.crc32(q.encode()) % 10 == 0}
 
 
-def test_answers_and_work_are_right_by_pythons_own_arithmetic() -> None:
+def test_answers_and_solutions_agree_with_python_arithmetic() -> None:
     for problem in [*problems("train"), *problems("eval")]:
         assert problem.answer == eval(problem.question[:-1])
         first, second = problem.work.split(",")
@@ -71,7 +71,7 @@ def test_a_worked_answer_earns_the_reward_and_a_wrong_guess_does_not() -> None:
 
 
 @pytest.mark.parametrize(("folder", "head_dim"), [(FOLDER, 16), (FOLDER.parent / "model_vllm", 32)])
-def test_the_committed_folders_are_what_the_tool_writes(tmp_path: Path, folder: Path, head_dim: int) -> None:
+def test_the_committed_folders_equal_the_output_of_the_tool(tmp_path: Path, folder: Path, head_dim: int) -> None:
     write_model_folder("chain_sum", tmp_path, head_dim)
     written = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert set(written) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -79,7 +79,7 @@ def test_the_committed_folders_are_what_the_tool_writes(tmp_path: Path, folder: 
         assert content == (folder / name).read_bytes(), f"{name} differs: run tools/make_task_model.py"
 
 
-def test_every_problem_and_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:
+def test_every_problem_and_demonstration_round_trips_through_the_tokenizer(tokenizer: Any) -> None:
     rng = random.Random(1)
     for problem in [*problems("train"), *problems("eval")]:
         for text in (problem.question, demonstration(problem, rng)):

@@ -56,7 +56,7 @@ def test_the_embedded_task_gives_its_split_with_labels() -> None:
         assert [(r.prompt, int(r.label)) for r in rows] == [(p.question, p.answer) for p in problems(split)]
 
 
-def test_a_jsonl_row_keeps_its_place_its_label_as_text_and_its_other_columns(tmp_path: Path) -> None:
+def test_a_jsonl_row_keeps_its_index_label_and_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path, {"q": "1+1=", "a": 2, "level": 3}, "", {"q": "2+2=", "a": "04"})
     assert load_rows(path, "train", prompt_key="q", label_key="a").rows == [
         DataRow("rows.jsonl:1", "1+1=", "2", {"level": 3}),
@@ -80,13 +80,13 @@ def test_a_jsonl_row_keeps_its_place_its_label_as_text_and_its_other_columns(tmp
         ({"prompt": "1+1=", "label": True}, ["rows.jsonl:2", "'label'", "True"]),
     ],
 )
-def test_a_bad_row_is_named_by_line_field_and_content(tmp_path: Path, line: Any, parts: list[str]) -> None:
+def test_the_error_of_a_bad_row_has_line_field_and_content(tmp_path: Path, line: Any, parts: list[str]) -> None:
     with pytest.raises(DataError) as error:
         load_rows(write(tmp_path, GOOD, line), "train")
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_a_source_that_is_no_data_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_source_without_data_is_rejected_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xff", "label": "1"}\n')
     for source, part in (
         (str(tmp_path / "nowhere.jsonl"), "does not exist"),
@@ -102,7 +102,7 @@ def test_a_source_that_is_no_data_is_refused_with_the_reason(tmp_path: Path) -> 
             SupervisedDataset(source, None, seed=0)
 
 
-def test_a_prompt_that_is_too_long_keeps_its_last_tokens_when_it_is_cut(tokenizer: Any) -> None:
+def test_a_truncated_prompt_keeps_its_last_tokens(tokenizer: Any) -> None:
     rows = [DataRow("a:1", "1+2+3+4=", "10"), DataRow("a:2", "1+1=", "2")]
     whole = dataset(rows, tokenizer)
     for limit, changes in ((5, {"max_prompt_tokens": 5}), (6, {"context_length": 46})):
@@ -113,7 +113,7 @@ def test_a_prompt_that_is_too_long_keeps_its_last_tokens_when_it_is_cut(tokenize
         dataset(rows, tokenizer, overlong="truncate_left", context_length=40)
 
 
-def test_each_epoch_of_the_stream_is_another_permutation_of_all_rows(tokenizer: Any) -> None:
+def test_each_epoch_is_a_different_permutation_of_all_rows(tokenizer: Any) -> None:
     rows = load_rows("task:chain_sum", "eval").rows
     data = dataset(rows, tokenizer, seed=5)
     n = len(data)
@@ -147,7 +147,7 @@ def test_a_prompt_carries_its_tokens_label_and_metadata(tokenizer: Any) -> None:
     assert prompt.token_ids == tuple(tokenizer("1+1=").input_ids) and prompt.token_ids[0] == tokenizer.bos_token_id
 
 
-def test_a_prompt_that_does_not_fit_is_refused_at_load_time_with_the_numbers(tokenizer: Any) -> None:
+def test_a_prompt_that_does_not_fit_is_rejected_when_it_is_loaded(tokenizer: Any) -> None:
     rows = [DataRow("a.jsonl:1", "1+1=", "2"), DataRow("a.jsonl:2", "1+1+1+1=", "4")]  # 5 and 9 tokens with <bos>
     dataset(rows, tokenizer, max_prompt_tokens=9, max_new_tokens=40, context_length=49)
     with pytest.raises(DataError, match=r"a\.jsonl:2: .* 9 tokens, .*data\.max_prompt_tokens = 8\. .*raise"):
@@ -225,7 +225,7 @@ def test_a_sample_needs_tokens_and_one_logprob_each() -> None:
             to_training_sample(prompt, response, logprobs, advantage=1.0)
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{tmp_path}.*no tokenizer; expected tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{oops")

@@ -47,14 +47,14 @@ def texts(tokenizer: Any, rows: list[DataRow], **options: Any) -> list[str]:
     return [data[i].text for i in range(len(data))]
 
 
-def test_which_prompts_go_through_the_template(plain: Any, templated: Any) -> None:
+def test_prompts_that_go_through_the_template(plain: Any, templated: Any) -> None:
     assert texts(templated, [TEXT, PROBLEM, CHAT]) == ["1+1", "1+1=", "1+1="]
     assert texts(templated, [TEXT, PROBLEM, CHAT], apply=True) == ["1+1="] * 3
     assert texts(templated, [TEXT, PROBLEM], apply=False) == ["1+1", "1+1"]
     assert texts(plain, [TEXT, PROBLEM]) == ["1+1", "1+1"]
 
 
-def test_only_text_without_a_template_gets_the_tokenizers_own_special_tokens(templated: Any) -> None:
+def test_only_text_without_a_template_gets_special_tokens(templated: Any) -> None:
     data = dataset(templated, [TEXT, PROBLEM])
     assert data[0].token_ids[0] == templated.bos_token_id
     assert data[1].token_ids == tuple(templated("1+1=", add_special_tokens=False).input_ids)
@@ -65,7 +65,7 @@ def test_template_variables_change_the_text(templated: Any) -> None:
     assert texts(templated, [CHAT], template_kwargs={"enable_thinking": True}) == ["1+1="]
 
 
-def test_a_system_prompt_goes_first_unless_the_row_has_its_own(templated: Any) -> None:
+def test_a_system_prompt_is_added_unless_the_row_has_one(templated: Any) -> None:
     found = texts(templated, [CHAT, PROBLEM, OWN_SYSTEM], system_prompt="9")
     assert found == ["(9)1+1=", "(9)1+1=", "(7)1+1="]
     assert CHAT.prompt == [{"role": "user", "content": "1+1"}], "the row itself stays as it was"
@@ -85,7 +85,7 @@ def test_a_system_prompt_goes_first_unless_the_row_has_its_own(templated: Any) -
         ({"apply": False}, CHAT, ["a.jsonl:3", "list of messages", "data.apply_chat_template = false"]),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(
+def test_options_without_effect_are_rejected(
     templated: Any, options: dict[str, Any], row: DataRow, parts: list[str]
 ) -> None:
     with pytest.raises(DataError) as error:
@@ -93,14 +93,14 @@ def test_options_that_would_do_nothing_are_refused(
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_a_tokenizer_without_a_template_is_named_with_what_asked_for_one(plain: Any) -> None:
+def test_a_missing_template_is_an_error_with_the_key_that_needs_it(plain: Any) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:3: the prompt is a list of messages, but .* no chat template"):
         texts(plain, [CHAT])
     with pytest.raises(DataError, match=r"a\.jsonl:1: data\.apply_chat_template = true, but .* no chat template"):
         texts(plain, [TEXT], apply=True)
 
 
-def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(plain: Any) -> None:
+def test_prompts_that_are_too_long_are_rejected_or_dropped_and_counted(plain: Any) -> None:
     rows = [DataRow(f"a.jsonl:{n}", "1+" * n + "1=", str(n + 1)) for n in (1, 2, 3, 4)]  # 5, 7, 9, 11 tokens with <bos>
     with pytest.raises(DataError, match=r"a\.jsonl:4: .*11 tokens.*= 9\. .*data\.overlong_prompts = 'drop'"):
         dataset(plain, rows, max_prompt_tokens=9)

@@ -20,14 +20,14 @@ def places(rows: list[DataRow], mode: str) -> list[str]:
     return [row.location for row in kept]
 
 
-def test_a_problem_repeated_a_hundred_times_is_kept_once_in_its_first_place() -> None:
+def test_the_first_of_a_hundred_repeated_problems_remains() -> None:
     rows = [verl(f"f:{100 * i + j}", f"{j}+1=", str(j + 1), f"uuid-{j}") for i in range(100) for j in range(7)]
     assert places(rows, "auto") == [f"f:{j}" for j in range(7)]
     assert places(rows, "extra_info.index") == [f"f:{j}" for j in range(7)]
     assert len(places(rows, "off")) == 700
 
 
-def test_auto_finds_the_same_prompt_under_another_index_and_the_same_index_with_another_prompt() -> None:
+def test_auto_detects_repeated_prompts_and_repeated_indices() -> None:
     rows = [verl("f:1", "1+1=", "2", 0), verl("f:2", "1+1=", "2", 1), verl("f:3", "1 + 1 =", "2", 1)]
     assert places(rows, "auto") == ["f:1"]
     assert places(rows, "prompt") == ["f:1", "f:3"]
@@ -44,7 +44,7 @@ def test_an_index_counts_inside_one_file_and_one_data_source() -> None:
     assert len(places(rows, "auto")) == 5
 
 
-def test_text_and_messages_are_different_prompts_and_an_own_column_may_decide() -> None:
+def test_text_and_messages_differ_and_a_column_can_identify_prompts() -> None:
     rows = [DataRow("f:1", "1+1=", "2", {"uid": 7}), verl("f:2", "1+1=", "2", 0)]
     assert len(places(rows, "auto")) == 2
     rows = [DataRow("f:1", "a", "2", {"uid": [1, 2]}), DataRow("f:2", "b", "2", {"uid": [1, 2]})]
@@ -66,7 +66,7 @@ def test_contradicting_labels_name_both_rows(mode: str, what: str) -> None:
     assert len(places(rows, "off")) == 3
 
 
-def test_a_contradiction_by_the_second_key_is_found_too() -> None:
+def test_a_contradiction_in_the_second_key_is_detected() -> None:
     rows = [verl("f:1", "1+1=", "2", 0), verl("f:2", "2+2=", "4", 1), verl("f:3", "1+1=", "2", 1)]
     with pytest.raises(DataError, match=r"f:3: the label '2' contradicts f:2.*extra_info\.index = 1.*label '4'"):
         drop_duplicates(rows, "auto")

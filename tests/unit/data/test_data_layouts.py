@@ -46,7 +46,7 @@ def test_a_reward_function_finds_the_columns_of_its_framework(tmp_path: Path) ->
     assert slime == {"metadata": {"level": 1}}
 
 
-def test_named_columns_win_over_what_is_recognised(tmp_path: Path) -> None:
+def test_configured_columns_take_precedence_over_detected_ones(tmp_path: Path) -> None:
     row = {
         "prompt": "no",
         "label": "no",
@@ -76,7 +76,9 @@ def test_named_columns_win_over_what_is_recognised(tmp_path: Path) -> None:
         (write_parquet, "aime25 of math-ai", "problem (text) + answer"),
     ],
 )
-def test_a_file_that_mixes_layouts_names_its_first_odd_row(tmp_path: Path, write: Any, odd: str, looks: str) -> None:
+def test_the_error_of_a_file_with_mixed_layouts_has_the_first_odd_row(
+    tmp_path: Path, write: Any, odd: str, looks: str
+) -> None:
     usual = LAYOUTS["slime messages"]
     message = message_of(write(tmp_path / "rows.file", [*usual[:2], LAYOUTS[odd][2], LAYOUTS[odd][3]]))
     assert f"rows.file:3: this row looks like {looks}, the rows before it (from rows.file:1) like " in message
@@ -94,14 +96,14 @@ def test_two_files_may_have_two_layouts_but_not_one_name(tmp_path: Path) -> None
         load_rows([first, third], "train")
 
 
-def test_a_worked_solution_is_never_taken_for_the_answer(tmp_path: Path) -> None:
+def test_a_worked_solution_is_never_used_as_the_answer(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "1+1=", "solution": "Add. \\boxed{2}"}])
     assert "field 'label' is missing; the row has ['problem', 'solution']" in message_of(path)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "x", "solution": " \\boxed{\\frac{1}{2}} "}])
     assert load_rows(path, "train").rows[0].label == "\\frac{1}{2}"
 
 
-def test_a_row_that_has_nothing_known_lists_columns_and_known_names(tmp_path: Path) -> None:
+def test_the_error_of_a_row_without_known_columns_lists_all_names(tmp_path: Path) -> None:
     message = message_of(write_jsonl(tmp_path / "rows.jsonl", [{"text": "1+1=", "value": "2"}]))
     assert "rows.jsonl:1: field 'prompt' is missing; the row has ['text', 'value']" in message
     assert "prompt, problem, question" in message and "data.prompt_key" in message

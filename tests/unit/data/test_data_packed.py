@@ -128,7 +128,7 @@ def plain(given: list[DataRow], tokenizer: Any) -> list[Prompt]:
     return made
 
 
-def test_each_prompt_is_the_one_of_a_plain_list_with_the_same_types() -> None:
+def test_each_packed_prompt_equals_the_original_with_the_same_types() -> None:
     given, tokenizer = rows(), Bytes()
     expected = plain(given, tokenizer)
     found = PromptDataset(given, tokenizer, **LIMITS)
@@ -142,13 +142,13 @@ def test_each_prompt_is_the_one_of_a_plain_list_with_the_same_types() -> None:
     assert (received.fingerprint(), received.num_dropped) == (found.fingerprint(), 0)
 
 
-def test_a_prompt_that_somebody_changes_is_unchanged_when_it_is_asked_for_again() -> None:
+def test_changing_a_returned_prompt_does_not_change_the_data_set() -> None:
     data = PromptDataset([DataRow("a:1", "1", "1", {"list": [1]})], TOKENIZER, **LIMITS)
     data[0].metadata["list"].append(2)
     assert data[0].metadata == {"list": [1]}
 
 
-def test_the_order_and_the_digest_are_those_of_the_plain_list() -> None:
+def test_the_order_and_the_digest_equal_those_of_a_list() -> None:
     """The digest below was written by the program that held a list of prompts: checkpoints have it."""
     given = [DataRow(f"rows.jsonl:{i}", f"{i}+{i + 1}=", str(2 * i + 1), {"level": i}) for i in range(5)]
     data = PromptDataset(given, TOKENIZER, max_prompt_tokens=16, max_new_tokens=40, context_length=256, seed=3)
@@ -171,7 +171,7 @@ ORDER = [1, 0, 2, 3, 4, 1, 2, 0, 3, 4, 2, 1, 0, 4, 3]
 DIGEST = "5 prompts, 858296c9dacb"
 
 
-def test_what_is_dropped_is_counted_and_leaves_no_trace() -> None:
+def test_dropped_prompts_are_counted_and_not_stored() -> None:
     given = [DataRow("r:1", "1+1=", "2"), DataRow("r:2", "1+1+1+1+1=", "5"), DataRow("r:3", "2+2=", "4")]
     data = PromptDataset(given, TOKENIZER, max_prompt_tokens=6, max_new_tokens=1, context_length=99, overlong="drop")
     kept = PromptDataset([given[0], given[2]], TOKENIZER, **LIMITS)
@@ -202,12 +202,12 @@ def values() -> st.SearchStrategy[Any]:
 
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 @given(st.lists(values(), max_size=3))
-def test_any_values_come_back(given: list[Any]) -> None:
+def test_any_values_round_trip(given: list[Any]) -> None:
     for packed in (PackedList(given), from_message(to_message(PackedList(iter(given))))):
         assert len(packed) == len(given) and exact(list(packed)) == exact(given)
 
 
-def test_every_type_of_a_parquet_file_comes_back(tmp_path: Path) -> None:
+def test_every_type_of_a_parquet_file_round_trips(tmp_path: Path) -> None:
     a, file = pyarrow.array, str(tmp_path / "rows.parquet")
     columns = {
         "prompt": a(["1+1=", "1+2="]),
@@ -240,7 +240,7 @@ def test_every_type_of_a_parquet_file_comes_back(tmp_path: Path) -> None:
     assert {"Timestamp", "Timedelta", "Decimal", "bytes", "datetime"} <= kinds
 
 
-def test_an_object_that_cannot_be_packed_is_refused_with_its_row() -> None:
+def test_an_object_that_cannot_be_packed_is_rejected_with_its_row() -> None:
     class Mine:
         pass
 
@@ -254,7 +254,7 @@ def test_an_object_that_cannot_be_packed_is_refused_with_its_row() -> None:
             PromptDataset([DataRow("a.jsonl:3", "1", "1", {"x": [odd]})], TOKENIZER, **LIMITS)
 
 
-def test_warm_up_samples_are_drawn_from_packed_pairs_as_from_a_list(tmp_path: Path) -> None:
+def test_warm_up_samples_of_packed_pairs_equal_those_of_a_list(tmp_path: Path) -> None:
     pairs = [{"prompt": f"{i}+1=", "response": "" if i == 3 else f"{i + 1}"} for i in range(9)]
     source = write_jsonl(tmp_path / "pairs.jsonl", pairs)
     here = SupervisedDataset(source, TOKENIZER, 5)

@@ -30,7 +30,7 @@ def stream(path: str, tokenizer: Any) -> PromptDataset:
     return PromptDataset(rows, tokenizer, max_prompt_tokens=16, max_new_tokens=40, context_length=256, seed=3)
 
 
-def test_a_parquet_stream_is_the_jsonl_stream_and_a_cursor_resumes_it(tmp_path: Path, tokenizer: Any) -> None:
+def test_parquet_and_jsonl_give_the_same_stream_that_a_cursor_resumes(tmp_path: Path, tokenizer: Any) -> None:
     rows = LAYOUTS["slime text"]
     jsonl = stream(write_jsonl(tmp_path / "rows.jsonl", rows), tokenizer)
     parquet = stream(write_parquet(tmp_path / "rows.parquet", rows), tokenizer)
@@ -51,7 +51,7 @@ def test_rows_are_numbered_over_all_parts_of_a_parquet_file(tmp_path: Path) -> N
     assert records[8999][1] == {"prompt": "8999+1=", "label": 9000}
 
 
-def test_parquet_is_known_by_its_content_and_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_parquet_is_detected_by_its_content_and_a_broken_file_is_an_error(tmp_path: Path) -> None:
     write_parquet(tmp_path / "rows.parquet", LAYOUTS["slime text"])
     (tmp_path / "rows.data").write_bytes((tmp_path / "rows.parquet").read_bytes())
     assert len(load_rows(str(tmp_path / "rows.data"), "train").rows) == 4
@@ -72,7 +72,7 @@ def test_supervised_pairs_come_from_parquet_too(tmp_path: Path, tokenizer: Any) 
 @pytest.mark.parametrize(
     ("source", "module"), [("rows.parquet", "pyarrow"), ("hf:math-ai/aime25", "datasets")], ids=["parquet", "hub"]
 )
-def test_a_missing_package_names_its_extra(
+def test_the_error_of_a_missing_package_has_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, module: str
 ) -> None:
     write_parquet(tmp_path / "rows.parquet", LAYOUTS["verl"])
@@ -113,7 +113,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[Any, ..
     return calls
 
 
-def test_a_hub_name_says_owner_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_has_owner_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = LAYOUTS["aime25 of math-ai"]
     calls = fake_hub(monkeypatch, Split(rows))
     for source in ("hf:math-ai/aime25:test", "hf:openai/gsm8k/main:train", "hf:a/b"):
@@ -123,7 +123,7 @@ def test_a_hub_name_says_owner_name_configuration_and_split(monkeypatch: pytest.
     assert calls == [("math-ai/aime25", None, "test"), ("openai/gsm8k", "main", "train"), ("a/b", None, None)]
 
 
-def test_without_a_split_the_only_one_is_taken_and_several_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_split_is_the_only_one_and_several_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Split(LAYOUTS["verl"])
     fake_hub(monkeypatch, {"train": one})
     assert len(load_rows("hf:BytedTsinghua-SIA/DAPO-Math-17k", "train").rows) == 4
@@ -132,7 +132,7 @@ def test_without_a_split_the_only_one_is_taken_and_several_are_listed(monkeypatc
         load_rows("hf:a/b", "train")
 
 
-def test_a_hub_name_that_cannot_be_loaded_says_why_and_what_else_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_hub_name_has_the_reason_and_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch, ConnectionError("no network"))
     with pytest.raises(DataError, match=r"hf:a/b .*ConnectionError: no network\. .*HF_TOKEN.*give its path"):
         load_rows("hf:a/b", "train")

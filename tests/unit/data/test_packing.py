@@ -57,7 +57,7 @@ def test_a_row_that_fits_the_multiple_gets_no_padding() -> None:
     assert batch.cu_seqlens.tolist() == [0, 3, 8] and batch.max_seqlen == 5
 
 
-def test_a_row_of_nothing_is_padding_outside_the_loss() -> None:
+def test_an_empty_row_is_padding_outside_the_loss() -> None:
     batch = pack([], RowShape(row_multiple=4), like=sample(3))
     assert batch.cu_seqlens.tolist() == [0, 4] and not batch.loss_mask.any()
     for field in (batch.tokens, batch.labels, batch.advantages, batch.rollout_logprobs):
@@ -66,7 +66,7 @@ def test_a_row_of_nothing_is_padding_outside_the_loss() -> None:
     assert dtypes == (torch.int64, torch.bool, torch.float32)
 
 
-def test_missing_rollout_logprobs_stay_missing_and_are_never_made_up() -> None:
+def test_missing_rollout_logprobs_stay_missing() -> None:
     without = pack([sample(3, with_logprobs=False), sample(2, with_logprobs=False)], RowShape(row_multiple=8))
     assert without.rollout_logprobs is None
     for mixed in ([sample(3), sample(2, with_logprobs=False)], [sample(2, with_logprobs=False), sample(3)]):
@@ -74,7 +74,7 @@ def test_missing_rollout_logprobs_stay_missing_and_are_never_made_up() -> None:
             pack(mixed)
 
 
-def test_bins_are_filled_longest_first_and_a_long_sample_stands_alone() -> None:
+def test_bins_are_filled_longest_first_and_a_long_sample_gets_a_separate_bin() -> None:
     samples = [sample(n) for n in (4, 4, 3, 20, 2, 8, 1)]
     bins = fill_bins(samples, budget=10)
     assert [[samples[i].num_tokens for i in part] for part in bins] == [[20], [8, 2], [4, 4, 1], [3]]
@@ -92,7 +92,7 @@ def test_spare_micro_batches_get_samples_before_they_get_padding() -> None:
     assert [len(without_padding(b)) for b in micro_batches(samples, 100, 3, RowShape())] == [2, 1, 2]
 
 
-def test_more_micro_batches_than_the_count_are_refused() -> None:
+def test_more_micro_batches_than_the_count_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"2 micro-batches are needed, more than count = 1"):
         micro_batches([sample(4), sample(4)], 4, 1, RowShape())
 
@@ -104,7 +104,7 @@ def test_more_micro_batches_than_the_count_are_refused() -> None:
     extra=st.integers(0, 5),
     multiples=st.sampled_from([(1, 1), (5, 1), (4, 4), (8, 4), (12, 6)]),
 )
-def test_packing_loses_nothing_and_holds_its_promises(
+def test_packing_loses_no_sample_and_satisfies_its_invariants(
     lengths: list[int], budget: int, extra: int, multiples: tuple[int, int]
 ) -> None:
     shape = RowShape(row_multiple=multiples[0], sequence_multiple=multiples[1])
@@ -131,7 +131,7 @@ def test_packing_loses_nothing_and_holds_its_promises(
         torch.testing.assert_close(batch.rollout_logprobs, expected)
 
 
-def test_topk_and_recomputed_fields_are_padded_with_what_does_nothing() -> None:
+def test_topk_and_recomputed_fields_are_padded_with_neutral_values() -> None:
     topk = (torch.tensor([[3, 4, -1], [5, 6, 2]], dtype=torch.int32), torch.full((2, 3), -1.0))
     first = to_training_sample([5, 6], [3, 2], [-0.5, -0.25], 2.0, topk)
     first = replace(first, recomputed_logprobs=torch.full((3,), -2.0))
@@ -153,7 +153,7 @@ def test_samples_with_other_shapes_or_types_of_a_column_do_not_share_a_row() -> 
         pack([one, other])
 
 
-def test_a_top_k_stands_at_the_response_and_unused_slots_everywhere_else() -> None:
+def test_topk_values_are_at_response_tokens_and_unused_slots_elsewhere() -> None:
     ids = torch.tensor([[7, 8], [9, -1]], dtype=torch.int32)
     one_sample = to_training_sample([1, 2, 3], [7, 9], [-0.5, -0.25], 1.0, (ids, -ids.float()))
     found = pack([one_sample, one_sample], RowShape(sequence_multiple=3, row_multiple=4))
@@ -165,7 +165,7 @@ def test_a_top_k_stands_at_the_response_and_unused_slots_everywhere_else() -> No
     )
 
 
-def test_micro_batches_are_made_when_they_are_asked_for_and_the_last_one_is_kept() -> None:
+def test_micro_batches_are_built_on_access_and_the_last_one_is_cached() -> None:
     made: list[int] = []
     one_sample = to_training_sample([1], [2], [-0.5], 1.0)
 

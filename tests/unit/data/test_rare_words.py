@@ -36,7 +36,7 @@ def test_each_key_has_one_fixed_answer_of_rare_words(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_warm_up_corpus_has_a_right_word_as_often_as_it_says_and_else_a_zipf_word(name: str) -> None:
+def test_the_warm_up_corpus_has_the_configured_rate_of_correct_words_and_zipf_words(name: str) -> None:
     task, rng, right, others = TASKS[f"task:{name}"], random.Random(5), 0, Counter[str]()
     answers, number = dict(task.rows("train")), 20_000
     for _ in range(number):
@@ -66,21 +66,21 @@ def test_a_sample_of_the_warm_up_depends_on_seed_and_number_alone() -> None:
     ("completion", "expected"),
     [("w1 w2 w3 w4", 1.0), ("w1 w9 w3", 0.5), ("w2 w1 w4 w3", 0.0), ("", 0.0), ("w1 w2 w3 w4 w5", 1.0)],
 )
-def test_the_reward_is_the_share_of_words_that_are_right_at_their_places(completion: str, expected: float) -> None:
+def test_the_reward_is_the_fraction_of_correct_words_by_position(completion: str, expected: float) -> None:
     assert words_reward(prompt="k", completion=completion, label="w1 w2 w3 w4", metadata={}) == expected
     scorer = RewardScorer(FunctionSpec("words"), 10.0, 1)
     item = RewardItem(prompt="k", completion=completion, label="w1 w2 w3 w4", metadata={}, token_ids=(4, 5, 6, 7))
     assert [result.reward for result in scorer.score([item])] == [expected]
 
 
-def test_the_committed_folder_is_what_the_tool_writes(tmp_path: Path) -> None:
+def test_the_committed_folder_equals_the_output_of_the_tool(tmp_path: Path) -> None:
     for task in SIZES:
         write_model_folder(task, tmp_path)
         for file in tmp_path.iterdir():
             assert file.read_bytes() == (FOLDER / file.name).read_bytes(), f"{file.name}: run tools/make_task_model.py"
 
 
-def test_words_survive_the_tokenizer_one_token_each_and_the_model_is_tiny() -> None:
+def test_each_word_is_one_token_and_the_model_is_tiny() -> None:
     tokenizer, config = load_tokenizer(FOLDER), read_hf_config(FOLDER)
     assert config.vocab_size == len(tokenizer) == 4092
     for key, label in TASKS["task:rare_chain"].rows("train"):
@@ -91,7 +91,7 @@ def test_words_survive_the_tokenizer_one_token_each_and_the_model_is_tiny() -> N
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
 
 
-def test_an_unknown_task_names_those_that_there_are() -> None:
+def test_the_error_of_an_unknown_task_lists_the_available_ones() -> None:
     with pytest.raises(DataError, match="'task:chain_sum', 'task:rare_words', 'task:rare_chain'"):
         list(iter_rows("task:rare_wrds", "train"))
 

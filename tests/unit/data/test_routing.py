@@ -56,7 +56,7 @@ def test_every_integer_type_of_an_engine_gives_the_same_routes(shape: RoutingSha
     assert found.dtype == shape.dtype and torch.equal(found.long(), values) and not is_missing(found).any()
 
 
-def test_of_256_experts_the_last_one_is_an_expert_and_not_a_missing_value() -> None:
+def test_expert_255_of_256_is_not_a_missing_value() -> None:
     values = torch.tensor([[[255, 0]] * 3], dtype=torch.uint8)
     assert compact(values, WIDE).tolist() == [[[255, 0]] * 3]
 
@@ -87,12 +87,12 @@ def test_dense_layers_are_missing_whether_the_engine_reports_them_or_not() -> No
         (lambda v: v.index_put((torch.tensor(2), torch.tensor(1)), torch.tensor([5, -1])), "hole in a row: 255"),
     ],
 )
-def test_a_bad_value_is_named_with_its_request_row_layer_and_value(change, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_error_of_a_bad_value_has_request_row_layer_and_value(change, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=rf"request 7: routed experts, row 2, layer 1: .*{message}"):
         compact(change(routes(4)))
 
 
-def test_experts_that_stand_twice_are_found_at_every_distance() -> None:
+def test_repeated_experts_are_detected_at_every_distance() -> None:
     shape = replace(SHAPE, topk=5)
     for first in range(5):
         for second in range(first + 1, 5):
@@ -111,19 +111,19 @@ def test_experts_that_stand_twice_are_found_at_every_distance() -> None:
         (routes(4).float(), "type torch.float32, expected integers"),
     ],
 )
-def test_another_number_of_tokens_layers_or_experts_is_refused(values: torch.Tensor, message: str) -> None:
+def test_a_wrong_number_of_tokens_layers_or_experts_is_rejected(values: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"request 7: .*{message}"):
         compact_routes(values, SHAPE, tokens=4, request="request 7")
 
 
-def test_a_dense_layer_with_a_choice_is_refused_in_compact_routes() -> None:
+def test_a_dense_layer_with_routes_is_rejected_in_compact_routes() -> None:
     with pytest.raises(ValueError, match="row 0, layer 1: dense layer"):
         check_routes(routes(2).to(torch.uint8), MIXED, tokens=2, request="r")
 
 
 @settings(max_examples=50, deadline=None)
 @given(turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4))
-def test_a_sequence_that_grows_keeps_what_was_known_of_each_token(turns: list[tuple[int, int]]) -> None:
+def test_a_growing_sequence_keeps_the_routes_of_each_token(turns: list[tuple[int, int]]) -> None:
     """Each turn adds (tool or prompt tokens, sampled tokens); a request reads all that is there but its last token."""
     found = GrowingColumn(ROUTES, compact(routes(0)), turns[0][0])
     expected: list[list[list[int]]] = []
@@ -136,7 +136,7 @@ def test_a_sequence_that_grows_keeps_what_was_known_of_each_token(turns: list[tu
     assert found.tensor.tolist() == expected and len(found.rows) == total - 1
 
 
-def test_tokens_that_nobody_reported_are_missing_and_other_models_are_refused() -> None:
+def test_unreported_tokens_are_missing_and_other_models_are_rejected() -> None:
     first, second = compact(routes(2)), compact(routes(3, seed=1))
     found = GrowingColumn(ROUTES, first[:0], 4)
     found.append(first)
@@ -146,7 +146,7 @@ def test_tokens_that_nobody_reported_are_missing_and_other_models_are_refused() 
     whole = found.complete(4)
     assert isinstance(whole, torch.Tensor) and torch.equal(whole[:5], found.tensor)
     assert is_missing(whole).all(1).tolist() == [False] * 5 + [True] * 2
-    with pytest.raises(ValueError, match="cannot go on"):
+    with pytest.raises(ValueError, match="Expected routed_experts of form"):
         found.append(compact(routes(1), WIDE))
 
 
@@ -172,7 +172,7 @@ def test_packed_rows_carry_the_routes_of_their_tokens_and_padding_is_missing(sha
     assert empty.routed_experts is not None and is_missing(empty.routed_experts).all() and empty.num_padding == 4
 
 
-def test_samples_without_routes_get_missing_rows_but_not_all_may_be_without() -> None:
+def test_samples_without_routes_get_missing_rows_if_another_sample_has_routes() -> None:
     known = to_training_sample([5], [7, 2], None, 0.0, routed_experts=compact(routes(2)))
     lost = to_training_sample([5, 6], [7, 2], None, 0.0)
     first, second = with_all_routes([known, lost], SHAPE)
@@ -183,7 +183,7 @@ def test_samples_without_routes_get_missing_rows_but_not_all_may_be_without() ->
         with_all_routes([lost, known], replace(SHAPE, num_layers=4))
 
 
-def test_a_checkpoint_s_rollouts_keep_their_routes_to_the_bit(tmp_path: Path) -> None:
+def test_rollouts_of_a_checkpoint_keep_their_routes_bitwise(tmp_path: Path) -> None:
     prompt = Prompt(prompt_id="p", text="", token_ids=(1, 2), label="")
     for shape in (SHAPE, WIDE):
         completion = Completion(

@@ -39,7 +39,7 @@ def inputs(tmp_path: Path, data: str) -> Inputs:
     return read_inputs(example(tmp_path, data), 1)
 
 
-def test_sources_beside_the_configuration_are_found_in_lists_and_tables(tmp_path: Path) -> None:
+def test_sources_next_to_the_configuration_are_resolved_in_lists_and_tables(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
     found = example(
         tmp_path,
@@ -62,13 +62,13 @@ def test_sources_beside_the_configuration_are_found_in_lists_and_tables(tmp_path
         ({"overlong_prompts": "cut"}, "'error', 'drop' or 'truncate_left'"),
     ],
 )
-def test_impossible_values_of_the_section_are_refused(data: dict[str, Any], part: str) -> None:
+def test_invalid_values_of_the_data_section_are_rejected(data: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError) as error:
         config(data={"train": "task:chain_sum", **data})
     assert part in str(error.value)
 
 
-def test_the_summary_counts_what_was_read_dropped_and_kept(tmp_path: Path) -> None:
+def test_the_summary_counts_read_dropped_and_remaining_rows(tmp_path: Path) -> None:
     rows = LAYOUTS["slime text"]
     write_jsonl(tmp_path / "a.jsonl", [*rows, *rows, {**rows[0], "prompt": "1+" * 30 + "1="}])
     write_parquet(tmp_path / "b.parquet", [{"question": "5+5=", "answer": "10"}])
@@ -91,7 +91,7 @@ def test_the_dry_run_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
     assert "data     train: 2626 prompts; from task:chain_sum (2626 rows)" in capsys.readouterr().out
 
 
-def test_each_process_of_a_dry_run_reads_the_data_since_none_can_receive_them(
+def test_each_process_of_a_dry_run_reads_the_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl", [*LAYOUTS["slime text"], {"prompt": "1+1="}])
@@ -104,7 +104,7 @@ def test_each_process_of_a_dry_run_reads_the_data_since_none_can_receive_them(
     assert capsys.readouterr() == ("", ""), "rank 0 speaks for all"
 
 
-def test_named_sets_are_reported_apart_and_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_named_sets_are_reported_separately_and_combined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two ranks share both sets; the answer of each prompt is right when a coin of its own says so."""
     write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
     write_jsonl(tmp_path / "b.jsonl", [{"problem": f"{i}+1=", "answer": i + 1} for i in range(2, 9)])
@@ -141,7 +141,7 @@ def test_a_set_without_a_name_is_reported_once(tmp_path: Path) -> None:
     assert inputs(tmp_path, 'train = "a.jsonl"').eval_prompts == {}
 
 
-def test_a_mixed_file_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mixed_file_is_rejected_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [LAYOUTS["slime text"][0], LAYOUTS["aime25 of math-ai"][1]]
     write_jsonl(tmp_path / "a.jsonl", rows)
     example(tmp_path, 'train = "a.jsonl"')
@@ -149,7 +149,7 @@ def test_a_mixed_file_is_refused_before_anything_starts(tmp_path: Path, capsys: 
     assert "a.jsonl:2: this row looks like problem (text) + answer" in capsys.readouterr().err
 
 
-def test_the_sources_are_part_of_what_a_checkpoint_must_agree_with(tmp_path: Path) -> None:
+def test_a_checkpoint_must_have_the_same_sources(tmp_path: Path) -> None:
     from megatron_dppo.run.resume import run_identity
 
     identities = []

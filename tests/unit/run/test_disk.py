@@ -112,7 +112,7 @@ def write_rollouts(folder: Path) -> tuple[Callable[[], None], Callable[[], objec
 
 
 @pytest.mark.parametrize("kind", [write_metrics, write_answers, write_model, write_checkpoint, write_rollouts])
-def test_a_full_disk_is_one_line_and_what_was_there_stays(
+def test_a_full_disk_is_a_one_line_error_that_leaves_old_files_intact(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
@@ -129,7 +129,7 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(
         assert older() == before
 
 
-def test_closing_the_log_on_a_full_disk_hides_no_other_error(tmp_path: Path) -> None:
+def test_closing_the_log_on_a_full_disk_does_not_hide_another_error(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as make_full:
         sink = MetricsWriter(tmp_path / "disk", {}, tensorboard=True, wandb_project=None, resumed_step=None)
         make_full()
@@ -138,7 +138,7 @@ def test_closing_the_log_on_a_full_disk_hides_no_other_error(tmp_path: Path) -> 
         sink.close()
 
 
-def test_the_kernels_own_message_of_a_full_device_is_named(tmp_path: Path) -> None:
+def test_the_error_of_a_full_device_has_the_message_of_the_kernel(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="the disk is full"), disk_errors(Path("/dev/full"), "nothing"):
         Path("/dev/full").write_text("x")
 
@@ -148,7 +148,7 @@ def test_the_kernels_own_message_of_a_full_device_is_named(tmp_path: Path) -> No
     [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EMFILE, errno.ENAMETOOLONG],
 )
 @pytest.mark.parametrize("wrap", ["plain", "cause", "text", "rust", "failures", "argument"])
-def test_the_reason_is_found_however_a_library_wraps_it(number: int, wrap: str, tmp_path: Path) -> None:
+def test_the_cause_is_extracted_from_wrapped_errors(number: int, wrap: str, tmp_path: Path) -> None:
     cause = OSError(number, os.strerror(number))
     failed = type("CheckpointException", (BaseException,), {"failures": {0: (cause, "trace")}})
     errors: dict[str, BaseException] = {
@@ -165,7 +165,7 @@ def test_the_reason_is_found_however_a_library_wraps_it(number: int, wrap: str, 
     assert disk._REASONS[number] in str(raised.value)
 
 
-def test_what_a_library_says_without_a_reason_is_passed_on_in_one_line(tmp_path: Path) -> None:
+def test_a_library_error_without_a_cause_is_shown_in_one_line(tmp_path: Path) -> None:
     """A rank whose own writes went well gets such an exception too: it has no cause."""
     raised_there = RuntimeError("unexpected pos 64\nvs 0")
     failed = type("CheckpointException", (BaseException,), {"failures": {1: (raised_there, "trace")}})
@@ -176,7 +176,7 @@ def test_what_a_library_says_without_a_reason_is_passed_on_in_one_line(tmp_path:
     assert "\n" not in message and "Traceback" not in message
 
 
-def test_the_reason_is_found_in_what_was_handled_when_the_error_rose_and_circles_end(tmp_path: Path) -> None:
+def test_the_cause_is_extracted_from_the_context_and_cycles_end(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"full \(.*free"), disk_errors(tmp_path, "it"):
         try:
             raise OSError(errno.ENOSPC, "full")
@@ -191,15 +191,13 @@ def test_the_reason_is_found_in_what_was_handled_when_the_error_rose_and_circles
 
 
 @pytest.mark.parametrize("text", ["PytorchStreamWriter failed writing file data/0", "unexpected pos 64 vs 0", None])
-def test_a_writer_that_does_not_say_why_is_told_so(text: str | None, tmp_path: Path) -> None:
+def test_an_error_without_a_reason_says_so(text: str | None, tmp_path: Path) -> None:
     untold = type("CheckpointException", (BaseException,), {})("write")
     with pytest.raises(DiskError, match="its library does not report"), disk_errors(tmp_path, "it"):
         raise untold if text is None else RuntimeError(text)
 
 
-def test_the_message_names_the_file_and_does_without_the_free_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_message_has_the_file_even_without_the_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(_: Path) -> int:
         raise OSError(errno.EIO, "broken")
 
@@ -225,7 +223,7 @@ def test_other_errors_pass(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "full")
 
 
-def test_space_is_asked_of_the_folder_above_that_exists(tmp_path: Path) -> None:
+def test_free_space_is_read_from_the_nearest_existing_parent(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk"):
         require_space(tmp_path / "disk/not/there", 1000, "a file")
         with pytest.raises(DiskError, match=r"a model needs about 10.0 TB in .*not/there, but .* free"):
@@ -234,7 +232,7 @@ def test_space_is_asked_of_the_folder_above_that_exists(tmp_path: Path) -> None:
     assert [format_bytes(n) for n in (3, 1500, 2_000_000, 10**16)] == ["3 bytes", "1.5 kB", "2.0 MB", "10000.0 TB"]
 
 
-def test_the_command_line_says_it_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_line_prints_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised, disk_errors(tmp_path, "the metrics"):
         raise OSError(errno.ENOSPC, "full")
     assert report_error(raised.value) == 2

@@ -26,14 +26,14 @@ def group(*answers: tuple[str, float]) -> RolloutGroup:
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
-def test_pass_at_k_is_the_share_of_subsets_with_a_solved_answer(n: int) -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_response(n: int) -> None:
     for solved in range(n + 1):
         scores = [i < solved for i in range(n)]
         for k in range(1, n + 1):
             assert pass_at_k(n, solved, k) == pytest.approx(mean(any(s) for s in combinations(scores, k)))
 
 
-def test_the_majority_counts_answers_and_not_texts() -> None:
+def test_the_majority_vote_counts_answers_and_not_texts() -> None:
     box = "so \\boxed{{{}}}".format
     assert majority_score(group((box(12), 1.0), ("x", 0.0), (box(12) + "!", 1.0), ("y", 0.0)).rollouts) == 1.0
     assert majority_score(group((box(3), 0.0), ("Answer: 3", 0.0), (box(12), 1.0)).rollouts) == 0.0
@@ -41,7 +41,7 @@ def test_the_majority_counts_answers_and_not_texts() -> None:
     assert majority_score(group((" same ", 1.0), ("same", 0.5), ("other", 0.0)).rollouts) == 0.75
 
 
-def test_all_ranks_report_the_same_names_also_without_prompts() -> None:
+def test_all_ranks_report_the_same_names_even_without_prompts() -> None:
     groups = [group(*(("a", 1.0), ("b", 0.0), ("b", 0.0), ("b", 0.0), ("c", 0.0), ("d", 0.0)))]
     values, empty = eval_metrics(groups, 6), eval_metrics([], 6)
     assert list(values) == list(empty)

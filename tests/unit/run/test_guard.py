@@ -46,21 +46,21 @@ def test_the_limit_follows_the_coarser_dtype_or_the_configuration(sections: dict
         assert caught.value.exit_code == 3
 
 
-def test_noise_on_the_layers_is_named_where_there_is_some() -> None:
+def test_the_message_mentions_layer_noise_only_if_it_is_on() -> None:
     for std, told in ((0.25, True), (0.0, False)):
         with pytest.raises(TrainingStopped) as caught:
             guard(train={"layer_noise": {"std": std}})({"abs_prob_diff": 0.5})
         assert ("train.layer_noise.std = 0.25" in str(caught.value)) == told
 
 
-def test_tokens_of_older_weights_have_no_limit_and_off_is_off() -> None:
+def test_tokens_of_older_weights_have_no_limit_and_off_disables_the_guard() -> None:
     guard(on_policy=False)({"abs_prob_diff": 0.9})
     guard(train={"max_first_prob_diff": "off"})({"abs_prob_diff": math.nan})
     guard(1.0, train={"max_dropped_fraction": "off"})({"abs_prob_diff": 0.0})
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_dropped_tokens_stop_the_run_also_where_there_is_no_other_limit(on_policy: bool) -> None:
+def test_dropped_tokens_stop_the_run_even_without_another_limit(on_policy: bool) -> None:
     guard(0.01, on_policy=on_policy)({"abs_prob_diff": 0.0})
     with pytest.raises(TrainingStopped, match=r"100\.00% of the sampled tokens .*max_dropped_fraction = 0\.01"):
         guard(1.0, on_policy=on_policy)({"abs_prob_diff": 0.0})
@@ -68,7 +68,7 @@ def test_dropped_tokens_stop_the_run_also_where_there_is_no_other_limit(on_polic
         guard(0.002, train={"max_dropped_fraction": 0.001})({"abs_prob_diff": 0.0})
 
 
-def test_both_problems_are_told_at_once() -> None:
+def test_both_problems_are_reported_at_once() -> None:
     with pytest.raises(TrainingStopped, match=r"(?s)50\.00% of the sampled.*by 0\.5 on average"):
         guard(0.5)({"abs_prob_diff": 0.5})
 
@@ -76,7 +76,7 @@ def test_both_problems_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     "train", [{"max_first_prob_diff": "none"}, {"max_first_prob_diff": 0.0}, {"max_dropped_fraction": 1.0}]
 )
-def test_other_values_of_the_keys_are_refused(train: dict[str, Any]) -> None:
+def test_other_values_of_the_keys_are_rejected(train: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="max_"):
         guard(train=train)
 
@@ -114,7 +114,7 @@ def updates(check: Any) -> tuple[Recorder, Any]:
     return recorder, updater.run(cast(Any, [1, 2, 3, 4]), 0, Clock(), check)
 
 
-def test_the_first_update_is_looked_at_before_it_is_applied_and_no_other() -> None:
+def test_only_the_first_update_is_checked_before_it_is_applied() -> None:
     seen: list[Mapping[str, float]] = []
     recorder, results = updates(seen.append)
     assert list(results) == ["applied"] * 4
@@ -129,7 +129,7 @@ def test_the_first_update_is_looked_at_before_it_is_applied_and_no_other() -> No
     assert recorder.calls == ["accumulate"]
 
 
-def test_dropped_tokens_are_those_without_a_finite_number_among_the_sampled_ones() -> None:
+def test_dropped_tokens_are_sampled_tokens_without_a_finite_logprob() -> None:
     prompt = Prompt(prompt_id="p", text="p", token_ids=(1,), label="")
 
     def group(logprobs: tuple[float, ...], sampled: tuple[bool, ...] | None = None) -> RolloutGroup:

@@ -53,7 +53,7 @@ def bullets(message: str) -> list[str]:
     return [line.removeprefix("  - ") for line in message.splitlines() if line.startswith("  - ")]
 
 
-def test_one_message_has_everything_that_is_wrong(dry: Any, tmp_path: Path) -> None:
+def test_one_message_has_all_problems(dry: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "\\ud800"}\n')
     code, out, error = dry(
@@ -91,7 +91,7 @@ def test_one_message_has_everything_that_is_wrong(dry: Any, tmp_path: Path) -> N
     assert not out.strip()
 
 
-def test_a_wrong_value_is_told_and_what_depends_on_it_is_not_judged_by_its_default(dry: Any) -> None:
+def test_checks_that_depend_on_an_invalid_value_are_skipped(dry: Any) -> None:
     options = ("--rollout.max_new_tokens", "many", "--optimizer.lr", "-1", "--recompute-granularty", "full", *SINGLE)
     code, out, error = dry(*options)
     assert code == 2
@@ -103,7 +103,7 @@ def test_a_wrong_value_is_told_and_what_depends_on_it_is_not_judged_by_its_defau
     assert "not checked" in out and "model and data" in out and "servers" in out
 
 
-def test_a_missing_section_leaves_the_others_to_be_looked_at(tmp_path: Path) -> None:
+def test_the_other_sections_are_checked_if_one_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('[run]\nnum_steps = 2\n[model]\npath = "m"\nrandom_init = true\n[warmup]\nnum_steps = 1\n')
     found = read_config(path, ["--loss.name", "grpo"])
@@ -125,7 +125,9 @@ def test_the_layout_of_a_larger_run_is_checked_on_one_process(dry: Any) -> None:
     assert train_main([str(EXAMPLE / "dppo.toml"), "--world-size", "2"]) == 2, "only for --dry-run"
 
 
-def test_the_run_and_the_dry_run_have_one_list(dry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_run_and_the_dry_run_have_the_same_checks(
+    dry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def find(start: Start) -> list[UserError]:
         return [ConfigError("the moon is full")]
 
@@ -135,7 +137,7 @@ def test_the_run_and_the_dry_run_have_one_list(dry: Any, monkeypatch: pytest.Mon
     assert not (tmp_path / "run").exists()
 
 
-def test_megatrons_own_refusal_is_a_problem_like_others(dry: Any) -> None:
+def test_an_error_of_megatron_is_reported_like_other_problems(dry: Any) -> None:
     code, _, error = dry("--recompute-granularity", "full", "--recompute-method", "uniform", *SINGLE)
     assert code == 2 and "Megatron's TransformerConfig rejects" in error and "recompute_num_layers" in error
     code, _, error = dry("--model.transformer.activation_func_clamp_value", "true", *SINGLE)
@@ -188,7 +190,7 @@ def other_shape(folder: Path) -> None:
         (other_shape, "model.norm.weight has shape (3,), expected (64,)"),
     ],
 )
-def test_incomplete_weights_are_found_by_their_headers(
+def test_incomplete_weights_are_detected_from_their_headers(
     dry: Any, weights: Path, tmp_path: Path, damage: Any, words: str
 ) -> None:
     options = ("--model.random_init", "false", "--warmup.num_steps", "0", *SINGLE)
@@ -205,13 +207,13 @@ def test_the_parameters_are_counted_without_allocating_them() -> None:
     assert parameter_count(read_hf_config(MODEL)) == sum(p.numel() for p in model.parameters())
 
 
-def test_a_disk_that_is_too_small_for_the_run_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_for_the_run_is_reported(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "free_bytes", lambda path: 3_000_000)
     code, _, error = dry(*SINGLE)
     assert code == 2 and "the run needs about" in error and "3.0 MB free" in error
 
 
-def test_an_output_folder_below_a_file_is_told(dry: Any, tmp_path: Path) -> None:
+def test_an_output_folder_below_a_file_is_reported(dry: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert "is a file" in dry("--run.output_dir", "file/deeper/run", *SINGLE)[2]
     servers = ("--rollout.engine", "sglang", "--rollout.servers.urls", '["http://127.0.0.1:9"]')
@@ -220,7 +222,7 @@ def test_an_output_folder_below_a_file_is_told(dry: Any, tmp_path: Path) -> None
     assert "rollout.weight_sync.folder = 'file/weights': " in weights and "is a file" in weights
 
 
-def test_the_warm_ups_base_counts_in_the_space_of_a_run() -> None:
+def test_the_space_of_a_run_includes_the_base_of_the_warm_up() -> None:
     inputs: Any = SimpleNamespace(num_parameters=1000)
 
     config = read_config(EXAMPLE / "dppo.toml", ["--run.output_dir", "run"]).config
@@ -229,7 +231,7 @@ def test_the_warm_ups_base_counts_in_the_space_of_a_run() -> None:
     assert run_bytes(config, inputs) - run_bytes(without, inputs) == 4000
 
 
-def test_recorded_rollouts_count_in_the_space_of_a_run_and_need_pyarrow(
+def test_the_space_of_a_run_includes_recorded_rollouts_which_need_pyarrow(
     dry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs: Any = SimpleNamespace(num_parameters=1000, hf_config=read_hf_config(MODEL))
@@ -244,13 +246,13 @@ def test_recorded_rollouts_count_in_the_space_of_a_run_and_need_pyarrow(
     assert code == 2 and "log.rollouts_every = 3 needs the package pyarrow: pip install" in error
 
 
-def test_an_output_folder_that_cannot_be_written_is_told(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_output_folder_is_reported(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dppo.run.output_checks.os.access", lambda *_: False)  # root may write everywhere
     code, _, error = dry(*SINGLE)
     assert code == 2 and "run.output_dir = 'run': " in error and "cannot be written (no permission" in error
 
 
-def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_with_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from megatron_dppo.report import sinks
 
     monkeypatch.setattr(sinks, "require_wandb", lambda project: object())
@@ -269,7 +271,7 @@ def test_a_run_that_asks_for_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch
         sinks.require_sinks(tensorboard=True, wandb_project=None)
 
 
-def test_several_errors_are_one_error_whose_parts_are_told_once() -> None:
+def test_several_errors_are_one_error_without_repeated_parts() -> None:
     from megatron_dppo.errors import ErrorCollector
 
     problems = ErrorCollector()

@@ -129,7 +129,7 @@ def test_another_engine_a_dead_server_and_junk_are_each_reported(servers: Any) -
         assert found and "Traceback" not in found[0]
 
 
-def test_a_run_goes_on_with_the_servers_that_work_and_a_dry_run_tells_of_the_others(servers: Any) -> None:
+def test_a_run_continues_with_usable_servers_and_a_dry_run_reports_the_others(servers: Any) -> None:
     urls = json.dumps([servers(sglang()), "http://127.0.0.1:9"])
     fits = ["--data.max_prompt_tokens", "200", *SINGLE]
     config = read_config(EXAMPLE / "dppo.toml", ["--rollout.engine", "sglang", "--rollout.servers.urls", urls, *fits])
@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_the_servers_that_work_and_a_dry_run_tells_of_the_oth
     assert "127.0.0.1:9" in str(find_problems(Start(config.config, 1, dry_run=True))[0])
 
 
-def test_a_server_that_a_dead_trainer_left_paused_does_not_hold_up_the_next_one(servers: Any) -> None:
+def test_a_server_that_a_killed_trainer_left_paused_does_not_block_the_next_run(servers: Any) -> None:
     paused = sglang()
     del paused["/health"]  # a paused SGLang fails its own check, which generates a token
     urls, fits = json.dumps([servers(paused)]), ["--data.max_prompt_tokens", "200", *SINGLE]

@@ -25,7 +25,7 @@ with no_orphans():
 """
 
 
-def test_a_forked_copy_dies_with_the_process_that_made_it() -> None:
+def test_a_forked_child_is_killed_when_its_parent_exits() -> None:
     """Its environment is the one that its maker was started with, so that no mark shows whose it is."""
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -67,7 +67,7 @@ def test_every_key_has_a_class_and_every_pattern_a_key() -> None:
     assert change_kind("new_section.key") == "results"
 
 
-def test_in_sections_with_both_kinds_each_key_was_looked_at() -> None:
+def test_sections_with_both_kinds_list_each_key() -> None:
     """A new key of these sections has to be put into one class here."""
     mixed = [key for key in keys() if key.split(".")[0] in MIXED]
     assert {key for key in mixed if change_kind(key) == "free"} == FREE
@@ -87,7 +87,7 @@ def other(value: Any) -> Any:
     return f"{value}-other"
 
 
-def test_a_change_of_any_key_is_seen_and_needs_the_flag_exactly_when_it_changes_results() -> None:
+def test_every_changed_key_is_reported_and_needs_the_flag_if_it_changes_results() -> None:
     base = config(optimizer={"lr_decay_style": "linear"})
     for key in keys():
         before = base.model_dump(mode="json")
@@ -106,7 +106,7 @@ def test_a_change_of_any_key_is_seen_and_needs_the_flag_exactly_when_it_changes_
         check_changes([change], Path("step_000001"), accepted=True)
 
 
-def test_all_changed_keys_are_named_at_once() -> None:
+def test_all_changed_keys_are_reported_at_once() -> None:
     before = config().model_dump(mode="json")
     now = config(loss={"name": "grpo"}, rollout={"temperature": 0.5}, model={"transformer": {"x": 1}})
     with pytest.raises(CheckpointError) as caught:

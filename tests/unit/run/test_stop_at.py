@@ -20,7 +20,7 @@ def config(*overrides: str) -> Config:
     return load_config(EXAMPLE, list(overrides))
 
 
-def test_it_needs_an_evaluation_whose_result_is_there_at_once() -> None:
+def test_stop_at_needs_an_evaluation_with_an_immediate_result() -> None:
     assert config().eval.stop_at_accuracy is None
     assert config("--eval.stop_at_accuracy", "0.9").eval.stop_at_accuracy == 0.9
     for overrides, text in (
@@ -57,7 +57,7 @@ def test_every_0_never_evaluates_or_saves_early() -> None:
         (9, 0.9, None, True),
     ],
 )
-def test_a_run_is_over_when_it_is_solved_or_at_its_last_step(
+def test_a_run_ends_when_it_is_solved_or_at_its_last_step(
     step: int, goal: float | None, best: Any, over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluation = {} if goal is None else {"stop_at_accuracy": goal}  # an older version did not have the key

@@ -81,7 +81,7 @@ SIGNALS = [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
-def test_it_ends_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_run_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, LOADING)
     process.send_signal(number)
     _, error = process.communicate(timeout=30)
@@ -90,7 +90,7 @@ def test_it_ends_at_once_while_there_is_nothing_to_save(tmp_path: Path, number: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
-def test_no_helper_dies_of_a_signal_to_the_group(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_the_process_group_ends_no_child(tmp_path: Path, number: signal.Signals) -> None:
     """A manager of multiprocessing, a fork, a program."""
     process = start(tmp_path, HELPERS)
     group(process, number)
@@ -99,7 +99,7 @@ def test_no_helper_dies_of_a_signal_to_the_group(tmp_path: Path, number: signal.
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_and_one_that_is_forwarded_does_not(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_the_run_and_a_forwarded_one_does_not(tmp_path: Path) -> None:
     process = start(tmp_path, TRAINING)
     group(process, signal.SIGINT)
     process.send_signal(signal.SIGINT)
@@ -112,7 +112,7 @@ def test_a_second_ctrl_c_ends_it_and_one_that_is_forwarded_does_not(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_is_ignored_at_start_stays_ignored(tmp_path: Path) -> None:
+def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path: Path) -> None:
     process = start(tmp_path, LOADING, "nohup")
     process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
