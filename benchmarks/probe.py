@@ -35,7 +35,7 @@ from megatron_dppo.weights.probe_requests import (
     send_probe,
 )
 from megatron_dppo.weights.verdict import verify_response
-from tests.engines.inprocess import make_model, prepare, trainer_of, weights_of
+from tests.engines.inprocess import build_trainer, load_weights, make_model, prepare
 from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, SPECIAL, byte_tokenizer
 
@@ -170,7 +170,7 @@ def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
     ids = tuple(byte_tokenizer(SPECIAL).encode(TEXT))
     with server(engine_name, models[0, 1.0], folder, options) as engine:
         for temperature in TEMPERATURES:
-            trainer = trainer_of(models[0, 1.0], dtype, temperature, TOPK)
+            trainer = build_trainer(models[0, 1.0], dtype, temperature, TOPK)
             expected = ProbeExpectation(
                 prompt=TEXT,
                 prompt_token_ids=ids,
@@ -189,16 +189,16 @@ def measure(name: str, folder: Path, seeds: int) -> Iterator[dict[str, Any]]:
                     return compute_readings(trainer, [other], expected, 4096)[0]
 
                 common = {"server": name, "temperature": temperature, "sharpness": sharpness, "seed": seed}
-                trainer.bridge.load(weights_of(model))
+                trainer.bridge.load(load_weights(model))
                 for lie, corrupt in lies(read(answer)).items():
                     if "routes" in lie and expected.routing is None:
                         continue
                     corrupted = corrupt(answer)
                     yield {**common, "case": lie, **numbers(corrupted, expected, read(corrupted))}
                 for size in STEP_SIZES:
-                    trainer.bridge.load(weights_of(make_model(folder / "moved", seed, sharpness, size)))
+                    trainer.bridge.load(load_weights(make_model(folder / "moved", seed, sharpness, size)))
                     yield {**common, "case": f"a step of {size:g} ago", **numbers(answer, expected, read(answer))}
-                trainer.bridge.load(weights_of(make_model(folder / "other", seed + 100, sharpness)))
+                trainer.bridge.load(load_weights(make_model(folder / "other", seed + 100, sharpness)))
                 yield {**common, "case": "another seed", **numbers(answer, expected, read(answer))}
 
 

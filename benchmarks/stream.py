@@ -41,6 +41,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.run.engines import rollout_sampling_params
 from tests.faults.simulation import seams
 from tests.faults.simulation.clock import VirtualLoop
 from tests.faults.simulation.trainer import SimTrainer, Tokenizer
@@ -76,8 +77,8 @@ CASES = (
 class BarrierStream(RolloutScheduler):
     """Waits for all that is sampled before the weights change."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._survives_updates = self._one_by_one = self._requests._one_by_one = False
 
 
@@ -126,7 +127,19 @@ class Run:
         kind = BarrierStream if case.barrier else RolloutScheduler
         scorer: Any = self.population
         self._engine = engine
-        self.stream = kind(config, self.population, SimTrainer.groups, 0, 1, engine, scorer)
+        prompts: Any = self.population
+        self.stream = kind(
+            rollout=config.rollout,
+            params=rollout_sampling_params(config),
+            prompts=prompts,
+            groups=SimTrainer.groups,
+            dp_rank=0,
+            dp=1,
+            engine=engine,
+            scorer=scorer,
+            num_steps=config.run.num_steps,
+            max_staleness=config.train.max_staleness,
+        )
 
     def steps(self) -> Iterator[Step]:
         """Yield all steps, including the warm-up."""

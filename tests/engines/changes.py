@@ -1,4 +1,4 @@
-"""What a gateway can do to the answers of a real SGLang server, on the wire."""
+"""Changes that a gateway could make to the responses of a real SGLang server."""
 
 from __future__ import annotations
 

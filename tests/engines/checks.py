@@ -1,4 +1,4 @@
-"""What a response of any engine has to be, compared with transformers."""
+"""Checks of responses of any engine against transformers."""
 
 from __future__ import annotations
 

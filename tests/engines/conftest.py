@@ -17,36 +17,36 @@ SGLANG_VERSIONS = ("0.5.23", "0.5.20")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs real servers; of the older SGLang a third runs without ``EVERYTHING``."""
-    own = [item for item in items if _HERE in item.path.parents]
-    for item in own:
+    """Mark tests that need real servers; a third of those of the older SGLang runs without ``EVERYTHING``."""
+    engine_tests = [item for item in items if _HERE in item.path.parents]
+    for item in engine_tests:
         item.add_marker("engines")
-    for place, item in enumerate(item for item in own if SGLANG_VERSIONS[1] in item.name):
-        if place % 3:
+    for index, item in enumerate(item for item in engine_tests if SGLANG_VERSIONS[1] in item.name):
+        if index % 3:
             item.add_marker("long")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_end_with_the_tests() -> Iterator[None]:
-    """However those end: servers have sessions of their own."""
+    """Stop servers however the tests end: servers run in separate sessions."""
     with no_orphans():
         yield
 
 
 @pytest.fixture(scope="session")
 def old_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The weights that servers start with."""
+    """Return the weights that servers start with."""
     return Reference(make_tiny(tmp_path_factory.mktemp("models") / "old", seed=0))
 
 
 @pytest.fixture(scope="session")
 def new_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The weights that servers get."""
+    """Return the weights that servers are updated to."""
     return Reference(make_tiny(tmp_path_factory.mktemp("models") / "new", seed=1))
 
 
-def with_weights_of(engine: Engine, model: Reference) -> Engine:
-    """The server as if nobody had used it: a test before may have given it other weights, with a version of its own."""
+def load_initial_weights(engine: Engine, model: Reference) -> Engine:
+    """Restore the initial weights: an earlier test may have loaded other weights with another version."""
     if call(engine, lambda server: server.info()).policy_version != -1:
         call(engine, lambda server: server.update_from_disk(str(model.folder), -1))
     return engine
@@ -90,7 +90,7 @@ def sglang_server(shared_sglang: SharedEngine, request: pytest.FixtureRequest) -
 @pytest.fixture
 def sglang(sglang_server: Engine, old_model: Reference) -> Engine:
     """A server of each supported version of SGLang, with the old weights."""
-    return with_weights_of(sglang_server, old_model)
+    return load_initial_weights(sglang_server, old_model)
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +124,7 @@ def vllm_server(shared_vllm: SharedEngine, request: pytest.FixtureRequest) -> It
 @pytest.fixture
 def vllm(vllm_server: Engine, old_model: Reference) -> Engine:
     """A server as it should be started, with the old weights."""
-    return with_weights_of(vllm_server, old_model)
+    return load_initial_weights(vllm_server, old_model)
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,8 @@ def _groups(layout: Any) -> Any:
     return initialize_megatron(layout, prepare(), seed=1, timeout_minutes=3)
 
 
-def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
-    """A one-process trainer that replays routes and needs a Top-K; the process group must be there."""
+def build_trainer(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
+    """Build a one-process trainer that replays routes and needs a Top-K; the process group must exist."""
     platform = prepare()
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -60,7 +60,7 @@ def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
         rollout=config.rollout,
         seed=config.run.seed,
         hf_config=hf_config,
-        weights=weights_of(folder),
+        weights=load_weights(folder),
         layout=layout,
         groups=_groups(layout),
         platform=platform,
@@ -69,20 +69,20 @@ def trainer_of(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
     )
 
 
-def weights_of(folder: Path) -> Any:
-    """A source for the trainer's bridge."""
+def load_weights(folder: Path) -> Any:
+    """Load a folder as a weight source for the trainer's bridge."""
 
     return DictWeights(stream_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
 
 
 def make_model(folder: Path, seed: int, sharpness: float, moved: float = 0.0) -> Path:
-    """A tiny model on disk.
+    """Write a tiny model and return its folder.
 
     Args:
-        folder: is made.
-        seed: of the weights.
-        sharpness: factor of its output layer; 15 makes a confident policy.
-        moved: each weight goes up or down by that.
+        folder: Folder to create.
+        seed: Seed of the weights.
+        sharpness: Factor of the output layer; 15 makes a confident policy.
+        moved: Amount by which each weight moves up or down.
     """
     make_tiny(folder, seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What a proxy changes in the answers of a real server to generations, so that they are not what they say."""
+"""Corruptions that a proxy applies to the generations of a real server."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tests.engines.proxy import Exchange, Lie
 
 _TOPK = "output_top_logprobs"
 Change = Callable[[Any, Any], None]
-"""(request, answer): changes the answer in place"""
+"""Function ``(request, answer)`` that changes the answer in place."""
 
 
 def generation_lie(change: Change, *, after: int = 0, but: str | None = None) -> Lie:
-    """A lie about every generation of more than two tokens: shorter ones hold nothing to shift.
+    """Return a corruption of every generation of more than two tokens: shorter ones have nothing to shift.
 
     Args:
-        change: of SGLang's ``/generate``.
-        after: so many honest answers, as when a server falls ill.
-        but: requests with this in their id are answered truly, such as probes.
+        change: Change of a response of SGLang's ``/generate``.
+        after: Number of correct responses before the first corrupt one.
+        but: Part of the ids of requests that get correct responses, such as probes.
     """
-    seen = 0
+    count = 0
 
     def lie(exchange: Exchange) -> None:
-        nonlocal seen
+        nonlocal count
         if exchange.path != "/generate" or (but is not None and but in exchange.request["rid"]):
             return
         if isinstance(exchange.answer, dict):
-            seen += 1
-            if seen > after and len(exchange.answer.get("output_ids", ())) > 2:
+            count += 1
+            if count > after and len(exchange.answer.get("output_ids", ())) > 2:
                 change(exchange.request, exchange.answer)
 
     return lie
@@ -81,7 +81,7 @@ def positive_logprobs(request: Any, answer: Any) -> None:
 
 
 def truncated(request: Any, answer: Any) -> None:
-    """Ids, log-probabilities, Top-K and routes together, with every count mended."""
+    """Truncate ids, log-probabilities, Top-K and routes, and adjust every count."""
     meta, keep = answer["meta_info"], len(answer["output_ids"]) - 2
     del answer["output_ids"][keep:], meta["output_token_logprobs"][keep:]
     meta["completion_tokens"] = meta["output_token_logprobs_length"] = keep
@@ -97,16 +97,16 @@ def truncated(request: Any, answer: Any) -> None:
 
 
 class Swapped:
-    """Each answer is that to the request before."""
+    """Corruption that returns the response of the previous request."""
 
     def __init__(self) -> None:
         self.last: Any = None
 
     def __call__(self, request: Any, answer: Any) -> None:
-        mine, self.last = self.last, copy.deepcopy(answer)
-        if mine is not None:
+        previous, self.last = self.last, copy.deepcopy(answer)
+        if previous is not None:
             answer.clear()
-            answer.update(mine)
+            answer.update(previous)
 
 
 def id_of_a_million(request: Any, answer: Any) -> None:
@@ -140,4 +140,4 @@ LIES: dict[str, tuple[Callable[[], Change], str]] = {
     "a null": (lambda: null_id, r"output_ids\[1\] is None"),
     "a string": (lambda: text_logprob, r"output_token_logprobs\[1\] is '-1.5'"),
 }
-"""name -> (a new lie, what the breach says)"""
+"""Name -> (factory of a corruption, pattern of the violation message)."""

@@ -40,7 +40,7 @@ def expectation(**changes: object) -> ProbeExpectation:
 
 
 def read(generation: Generation, expected: ProbeExpectation, model: Reference) -> TrainerReading:
-    """What transformers computes for a response; the server's experts are not replayed, only compared."""
+    """Compute the trainer's values with transformers; the server's experts are compared, not replayed."""
     prompt, response = expected.prompt_token_ids, generation.token_ids.tolist()
     at_t, raw = (
         keep(model.distributions(prompt, response, t).double(), generation.sampling_mask)
@@ -49,17 +49,17 @@ def read(generation: Generation, expected: ProbeExpectation, model: Reference) -
     tokens = torch.tensor(response)[:, None]
     assert generation.topk_token_ids is not None
     ids = generation.topk_token_ids[:, :-1].long().clamp(min=0)
-    own, routes = at_t.gather(1, tokens)[:, 0].numpy(), None
+    logprobs, routes = at_t.gather(1, tokens)[:, 0].numpy(), None
     if generation.routed_experts is not None:
         routes = RouteCounts(count_differences(generation.routed_experts, _live(prompt, response, model)).numpy())
     return TrainerReading(
-        logprobs=own,
+        logprobs=logprobs,
         raw_logprobs=raw.gather(1, tokens)[:, 0].numpy(),
         topk_logprobs=at_t.gather(1, ids).numpy(),
         raw_topk_logprobs=raw.gather(1, ids).numpy(),
         best_logprobs=at_t.topk(ids.shape[1]).values.numpy(),
         routes=routes,
-        replayed_logprobs=None if routes is None else own,
+        replayed_logprobs=None if routes is None else logprobs,
     )
 
 

@@ -15,27 +15,29 @@ from aiohttp import web
 
 @dataclass
 class Exchange:
-    """One call and the real server's answer to it; a lie changes the answer in place."""
+    """One call and the response of the real server; a corruption changes the response in place."""
 
     path: str
     request: Any
-    """its JSON; None without a body"""
+    """JSON body; None without a body."""
     status: int = 200
     answer: Any = None
-    """JSON, or text where it is none"""
+    """JSON, or text if the body is not JSON."""
 
 
 Before = Callable[[Exchange], Awaitable[bool]]
-"""Before the server is asked: True = go on with ``exchange.request``, which may be changed in place; False = send
-``exchange.answer`` and never ask the server."""
+"""Hook before the server is called. It may change ``exchange.request`` in place.
+
+True forwards the request; False returns ``exchange.answer`` without calling the server.
+"""
 Lie = Callable[[Exchange], None]
-"""After the server answered."""
+"""Hook after the server responds."""
 
 
 class Proxy:
-    """Forwards everything to ``target``; a context manager with a thread of its own.
+    """Proxy that forwards everything to ``target``; a context manager with its own thread.
 
-    ``before`` and ``lie`` may be exchanged at any time. ``calls`` counts by path.
+    ``before`` and ``lie`` may be replaced at any time. ``calls`` counts by path.
 
     Example::
 
@@ -49,7 +51,10 @@ class Proxy:
     """
 
     def __init__(self, target: str, *, lie: Lie | None = None, before: Before | None = None) -> None:
-        self.target, self.lie, self.before, self.url = target, lie, before, ""
+        self.target = target
+        self.lie = lie
+        self.before = before
+        self.url = ""
         self.calls: dict[str, int] = {}
 
     def __enter__(self) -> Proxy:

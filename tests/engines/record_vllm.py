@@ -53,7 +53,7 @@ class Recorder:
         return {"prompt": list(SHORT), "tokens": tokens, "answer": await running}
 
     async def server(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """Return what the server reports about itself."""
         info = await self.get("/server_info?config_format=json")
         config = {part: {key: info["vllm_config"][part][key] for key in keys} for part, keys in _CONFIG.items()}
         paths = ("version", "weight_info", "get_world_size")

@@ -28,7 +28,7 @@ STEPS = 3
 
 
 def settings(engine: str, model: Path, **more: Any) -> dict[str, Any]:
-    """Of a run with adapters on attention; with experts no engine takes them on a CPU."""
+    """Return the settings of a run with adapters on attention; no engine supports expert adapters on a CPU."""
     values = {
         "model__path": model,
         "model__random_init": "false",
@@ -119,7 +119,7 @@ def write_reward(folder: Path) -> Path:
 
 
 def check_flags(engine: Engine) -> None:
-    """What a server says of its adapters before the start."""
+    """Check the adapter flags that preflight reads from a server."""
 
     def problems(rank: int) -> list[str]:
         needs = ServerRequirements(

@@ -44,10 +44,10 @@ def test_a_tool_loop_and_a_second_question_form_one_sequence(
     assert not found.failure and found.reward == 2
     assert world.trained(found) == [f"{part}<|im_end|>" for part in (CALL, "It is 3", "Yes, I am")]
     assert found.counts["agent/calls"] == 3 and found.counts["agent/sequences"] == 1
-    first, rest = world.text(found).split(f"1+2{ASK}")
+    first, remaining_turns = world.text(found).split(f"1+2{ASK}")
     assert '"add"' in first and ("Use the tool." in first) == (framework != "with_openai")
-    again = f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>3</tool_response>{ASK}It is 3"
-    assert rest == f"{again}<|im_end|>\n<|im_start|>user\nSure?{ASK}Yes, I am<|im_end|>"
+    tool_turns = f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>3</tool_response>{ASK}It is 3"
+    assert remaining_turns == f"{tool_turns}<|im_end|>\n<|im_start|>user\nSure?{ASK}Yes, I am<|im_end|>"
 
 
 def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, tmp_path: Path) -> None:

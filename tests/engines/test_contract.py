@@ -66,8 +66,8 @@ def test_each_corruption_is_avoided_with_two_servers_and_reported_with_one(sglan
             found, counts = over([proxy.url, sglang.url], both)
             assert all(len(g.token_ids) == 24 or g.token_ids[-1] == END for g in found), name
             assert counts.breaches >= 2, name
-            told = [message for message in counts.messages if re.search(said, message)]
-            assert told and all(proxy.url in message for message in counts.messages), (name, counts.messages)
+            matching = [message for message in counts.messages if re.search(said, message)]
+            assert matching and all(proxy.url in message for message in counts.messages), (name, counts.messages)
             proxy.lie = generation_lie(lie())
             message = rf"none of 1 can be used.*{proxy.url}: it violated the contract \d+ times.*({said})"
             with pytest.raises(ServerError, match=message):

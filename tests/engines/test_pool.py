@@ -122,8 +122,8 @@ def check(prompt: Prompt, completion: Completion, models: dict[int, Reference]) 
         top = expected.topk(3).values
         assert difference(completion.topk_logprobs[start:end, :3], top) < 1e-5
         # A row belongs to the token that was read: those of this span end before its last token.
-        own = completion.routed_experts[read : first + end - 1]
-        model.check_experts(own, [*prompt.token_ids, *tokens], read)
+        routes = completion.routed_experts[read : first + end - 1]
+        model.check_experts(routes, [*prompt.token_ids, *tokens], read)
         read = first + end - 1
 
 
@@ -191,12 +191,12 @@ def test_the_slowest_responses_are_stopped_and_continued_with_the_next_weights(
         left = [i for i, group in enumerate(first) if group is None]
         assert 3 <= 20 - len(left) < 20 and set(engine.unfinished()) == set(left)
         update(engine, clients, new_model, 1)
-        rest = first_complete(engine, [asked[i] for i in left], left, enough=len(left), keep=())
+        completed = first_complete(engine, [asked[i] for i in left], left, enough=len(left), keep=())
         for prompt, group in zip(asked, first, strict=True):
             for completion in group or []:
                 check(prompt, completion, {0: old_model})
         both = 0
-        for i, group in zip(left, rest, strict=True):
+        for i, group in zip(left, completed, strict=True):
             assert group is not None
             for completion in group:
                 check(asked[i], completion, {0: old_model, 1: new_model})
@@ -227,15 +227,20 @@ def test_tool_tokens_are_masked_and_model_tokens_are_exact(two: list[Engine], ol
         given = tuple(TOKENIZER.encode(" = 42\n", add_special_tokens=False))
         turns = 0
         for prompt, completion in zip(asked, found, strict=True):
-            tokens, logprobs, own = completion.token_ids.tolist(), completion.logprobs, completion.loss_mask
+            tokens = completion.token_ids.tolist()
+            logprobs = completion.logprobs
+            is_model_token = completion.loss_mask
             assert len(tokens) <= 200 and logprobs is not None
-            own = torch.ones(len(tokens), dtype=torch.bool) if own is None else own
+            is_model_token = torch.ones(len(tokens), dtype=torch.bool) if is_model_token is None else is_model_token
             expected = old_model.logprobs(prompt.token_ids, tokens, 1.0)
-            assert difference(logprobs[own], expected[own]) < 1e-5 and not logprobs[~own].any()
+            assert (
+                difference(logprobs[is_model_token], expected[is_model_token]) < 1e-5
+                and not logprobs[~is_model_token].any()
+            )
             covered = [i for _, start, end in completion.policy_versions for i in range(start, end)]
-            assert covered == own.nonzero().squeeze(1).tolist()
-            assert completion.topk_token_ids is not None and completion.topk_token_ids[~own].eq(-1).all()
-            tool = completion.token_ids[~own].tolist()
+            assert covered == is_model_token.nonzero().squeeze(1).tolist()
+            assert completion.topk_token_ids is not None and completion.topk_token_ids[~is_model_token].eq(-1).all()
+            tool = completion.token_ids[~is_model_token].tolist()
             assert tuple(tool) == (given * (len(tool) // len(given) + 1))[: len(tool)]
             turns += len(tool) // len(given)
             routes = completion.routed_experts

@@ -54,14 +54,14 @@ HOW = Quantization("int4", frozenset(name for name, _ in stream_model(MODELS[0])
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first model with all of its layers in INT4."""
-    place = tmp_path_factory.mktemp("quantised")
-    MODELS[0].save_pretrained(place / "source")
-    byte_tokenizer(SPECIAL).save_pretrained(place / "source")
-    save_hf_folder(place / "int4", place / "source", stream_model(MODELS[0]), torch.bfloat16, quantization=HOW)
-    config = json.loads((place / "int4" / "config.json").read_text())
+    root = tmp_path_factory.mktemp("quantised")
+    MODELS[0].save_pretrained(root / "source")
+    byte_tokenizer(SPECIAL).save_pretrained(root / "source")
+    save_hf_folder(root / "int4", root / "source", stream_model(MODELS[0]), torch.bfloat16, quantization=HOW)
+    config = json.loads((root / "int4" / "config.json").read_text())
     config["quantization_config"]["ignore"] = ["lm_head"]  # for dense layers
-    (place / "int4" / "config.json").write_text(json.dumps(config))
-    return place / "int4"
+    (root / "int4" / "config.json").write_text(json.dumps(config))
+    return root / "int4"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def vllm(folder: Path) -> Iterator[Engine]:
 
 
 def dequantized(folder: Path) -> Any:
-    """transformers in fp32, with the numbers of a quantised folder."""
+    """Load a quantized folder into an fp32 model of transformers."""
     settings = CompressedTensorsConfig(run_compressed=False)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
 

@@ -39,13 +39,15 @@ def test_sampling_masks_and_log_probabilities_equal_those_of_transformers(sglang
         check_generation(found, request, contract, sglang.url)
         assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
         tokens = found.token_ids.tolist()
-        whole = old_model.distributions(request.token_ids, tokens, TEMPERATURE)
-        over = keep(whole, found.sampling_mask)
+        distributions = old_model.distributions(request.token_ids, tokens, TEMPERATURE)
+        over = keep(distributions, found.sampling_mask)
         assert difference(found.logprobs, over.gather(1, torch.tensor(tokens)[:, None])[:, 0]) < 1e-5
         used = found.topk_token_ids >= 0
         expected = over.gather(1, found.topk_token_ids.clamp(min=0).long())
         assert difference(torch.where(used, found.topk_logprobs, 0.0), torch.where(used, expected, 0.0)) < 2e-5
-        for row, ids in zip(whole, found.sampling_mask.ids.split(found.sampling_mask.counts.tolist()), strict=True):
+        for row, ids in zip(
+            distributions, found.sampling_mask.ids.split(found.sampling_mask.counts.tolist()), strict=True
+        ):
             if row.isnan().any():
                 break
             sizes.append(len(ids))

@@ -26,17 +26,17 @@ def test_topk_has_the_most_probable_tokens_and_always_the_sampled_one(sglang: En
 def test_routed_experts_equal_those_of_transformers_from_the_requested_position(
     sglang: Engine, old_model: Reference
 ) -> None:
-    whole = ask(LONG, 20, routing=ROUTING)
-    answer = call(sglang, lambda server: server.generate(whole))
+    full_request = ask(LONG, 20, routing=ROUTING)
+    answer = call(sglang, lambda server: server.generate(full_request))
     assert answer.routed_experts is not None and answer.routed_experts.dtype == torch.uint8
     assert len(answer.routed_experts) == len(LONG) + len(answer.token_ids) - 1
     old_model.check_experts(answer.routed_experts, [*LONG, *answer.token_ids.tolist()])
-    rest = ask((*LONG, *answer.token_ids.tolist()), 5, routing=ROUTING, routing_start=len(LONG) + 19)
-    continued = call(sglang, lambda server: server.generate(rest))
-    start, whole_length = len(LONG) + 19, len(rest.token_ids) + len(continued.token_ids)
+    continuation = ask((*LONG, *answer.token_ids.tolist()), 5, routing=ROUTING, routing_start=len(LONG) + 19)
+    continued = call(sglang, lambda server: server.generate(continuation))
+    start, full_length = len(LONG) + 19, len(continuation.token_ids) + len(continued.token_ids)
     assert continued.routed_experts is not None
-    assert continued.routed_experts.shape == (whole_length - 1 - start, LAYERS, TOP_K)
-    old_model.check_experts(continued.routed_experts, [*rest.token_ids, *continued.token_ids.tolist()], start)
+    assert continued.routed_experts.shape == (full_length - 1 - start, LAYERS, TOP_K)
+    old_model.check_experts(continued.routed_experts, [*continuation.token_ids, *continued.token_ids.tolist()], start)
 
 
 def test_generation_stops_after_a_token_of_the_request(sglang: Engine) -> None:

@@ -17,7 +17,7 @@ from megatron_dppo.weights.probe_requests import ProbeExpectation, send_probe
 from tests.distributed.spawn import run_distributed
 from tests.e2e.runs import records, train
 from tests.engines.changes import logprobs, next_one, routes, telling, topk
-from tests.engines.inprocess import make_model, prepare, trainer_of
+from tests.engines.inprocess import build_trainer, make_model, prepare
 from tests.engines.probes import expectation
 from tests.engines.proxy import Lie, Proxy
 from tests.engines.runs import arguments
@@ -64,7 +64,7 @@ def _judge_all(rank: int, world_size: int, url: str, folder: Path) -> None:
     from megatron_dppo.weights.probe import compute_readings
     from megatron_dppo.weights.verdict import verify_response
 
-    trainer = trainer_of(folder, "bf16", TEMPERATURE, K)
+    trainer = build_trainer(folder, "bf16", TEMPERATURE, K)
     expected = expectation(dtype="bf16", topk_logprobs=K, routing=ROUTING, temperature=TEMPERATURE)
 
     def verdict(lie: Lie | None, expected: ProbeExpectation = expected, asked: ProbeExpectation = expected) -> str:

@@ -140,14 +140,20 @@ def other_folder(folder: Path) -> Lie:
 
 
 def syncs(
-    engine: Engine, model: Reference, other: Reference, place: Path, method: str, dtype: torch.dtype, lies: list[Lie]
+    engine: Engine,
+    model: Reference,
+    other: Reference,
+    weights_folder: Path,
+    method: str,
+    dtype: torch.dtype,
+    lies: list[Lie],
 ) -> Iterator[tuple[SyncResult, SyncResult]]:
     """For each lie: a sync under it, and one more attempt without it. The weights change each time."""
     with Proxy(engine.url) as proxy:
         client: Any = SGLangServer(proxy.url) if engine.kind == "sglang" else VLLMServer(proxy.url)
         config = WeightSyncConfig(method=method, timeout_seconds=60)  # type: ignore[arg-type]
         device = torch.device("cpu")
-        where = {"model_folder": model.folder, "weights_folder": place}
+        where = {"model_folder": model.folder, "weights_folder": weights_folder}
         sharing = None
         if method == "ipc":
             sharing = MemorySharing({client.url: [0]}, 2**20, dtype, tied=False, group=None)
@@ -181,7 +187,7 @@ def by_reference(kind: str) -> list[Lie]:
 
 
 NAMED = ["model.embed_tokens.weight", QKV, DOWN]
-"""by the lies of ``by_reference``"""
+"""Messages for the corruptions of ``by_reference``."""
 
 
 def test_each_corruption_is_detected_for_each_version_of_sglang(

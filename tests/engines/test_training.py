@@ -46,8 +46,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
             stop_engine(engine)
 
 
-def ask(engine: Engine) -> tuple[ServerInfo, str]:
-    """What a server says of itself, and the digest of its weights."""
+def query_server(engine: Engine) -> tuple[ServerInfo, str]:
+    """Return the server info and the digest of its weights."""
 
     async def both() -> tuple[ServerInfo, str]:
         server = SGLangServer(engine.url)
@@ -72,8 +72,8 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Eng
             assert step["train/abs_prob_diff"] < 1e-5
             assert step["train/router_disagreement"] == 0 == step["train/router_missing"]
             assert step["rollout/policy_age"] == 0
-        assert all(ask(engine)[0].policy_version == 4 for engine in pair)
-        assert ask(pair[0])[1] == ask(pair[1])[1]
+        assert all(query_server(engine)[0].policy_version == 4 for engine in pair)
+        assert query_server(pair[0])[1] == query_server(pair[1])[1]
 
 
 def test_stopped_responses_continue_in_the_next_step_with_new_weights(pair: list[Engine], tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ def test_rollouts_continue_with_new_weights_while_the_policy_trains_and_is_evalu
     evaluated = [record["step"] for record in records(folder) if "eval/accuracy" in record]
     assert evaluated == [0, 2, 4, 5]
     assert [record["step"] for record in records(folder)] == sorted(record["step"] for record in records(folder))
-    again = train(
+    resumed = train(
         arguments(pair, folder, **(more | {"run__num_steps": 7, "checkpoint__accept_changes": "true"})), processes=2
     )
-    assert again.returncode == 0 and "resumed" in again.stdout, again.stdout + again.stderr
+    assert resumed.returncode == 0 and "resumed" in resumed.stdout, resumed.stdout + resumed.stderr
     assert [step["step"] for step in step_records(folder)] == list(range(1, 8))
 
 
@@ -171,17 +171,17 @@ def test_a_trainer_killed_during_a_sync_leaves_no_partial_version_and_can_be_res
     )
     wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(records(folder)) > 3, run, tmp_path / "out")
     killed_in_sync(run, pair)
-    assert -1 in {ask(engine)[0].policy_version for engine in pair}
+    assert -1 in {query_server(engine)[0].policy_version for engine in pair}
     time.sleep(1)
     assert shared_memory() <= memory
     done = len(step_records(folder))
     longer = {**more, "run__num_steps": done + 2, "checkpoint__accept_changes": "true"}
-    again = train(arguments(pair, folder, **longer), processes=2)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "resumed" in again.stdout
+    resumed = train(arguments(pair, folder, **longer), processes=2)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed" in resumed.stdout
     assert [step["step"] for step in step_records(folder)] == list(range(1, done + 3))
     assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in step_records(folder))
-    (first, one), (second, other) = map(ask, pair)
+    (first, one), (second, other) = map(query_server, pair)
     assert first.policy_version == second.policy_version > 0 and one == other
     assert shared_memory() <= memory
 
@@ -238,7 +238,7 @@ def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tm
         assert step["rollout/policy_age_max"] == 0
         assert step["train/abs_prob_diff_first"] < 1e-5
         assert step["train/router_missing"] == 0
-    assert ask(pair[1])[0].policy_version == 16
+    assert query_server(pair[1])[0].policy_version == 16
     # Requests of both ranks were under way there, and all of them were asked for again.
     assert sum(step["rollout/lost_servers"] for step in steps) == 1
     assert sum(step["rollout/retried_requests"] for step in steps) > 0
@@ -246,10 +246,10 @@ def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tm
 
 
 def killed_in_sync(run: subprocess.Popen, pair: list[Engine]) -> None:
-    """SIGKILL to all of the trainer while a server has half of the weights.
+    """Kill the trainer while a server has half of the weights.
 
-    Between the server's word and the signal the sync may end. So all stand still first, and the servers are asked again
-    when whatever was sent has arrived.
+    The sync may end between the server's response and the signal. So the trainer is stopped first, and the servers are
+    queried again after pending data has arrived.
     """
     end = time.monotonic() + 120
     while time.monotonic() < end and run.poll() is None:
@@ -265,13 +265,15 @@ def killed_in_sync(run: subprocess.Popen, pair: list[Engine]) -> None:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and all below it."""
+    """Send SIGKILL to a process and its descendants."""
     signal_all(process, signal.SIGKILL)
 
 
 def signal_all(process: subprocess.Popen, number: signal.Signals) -> None:
-    """A signal to a process and all below it, but for what torch puts into a session of its own: its manager of shared
-    memory, which outlives the others to remove theirs."""
+    """Send a signal to a process and its descendants, except torch's shared memory manager.
+
+    The manager outlives the other processes to remove their shared memory.
+    """
     program = psutil.Process(process.pid)
     for member in [program, *program.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -280,24 +282,24 @@ def signal_all(process: subprocess.Popen, number: signal.Signals) -> None:
 
 
 def shared_memory() -> set[str]:
-    """What torch's processes have shared on this machine."""
+    """Return the names of the shared memory files of torch on this machine."""
     return {file.name for file in Path("/dev/shm").glob("torch_*")}
 
 
 def version(engine: Engine) -> int:
-    """The policy version that a server reports."""
+    """Return the policy version that a server reports."""
     with urllib.request.urlopen(engine.url + "/model_info", timeout=30) as answer:
         return parse_policy_version(json.load(answer)["weight_version"])
 
 
 def num_running(engine: Engine) -> int:
-    """Requests that a server is working on."""
+    """Return the number of running requests of a server."""
     with urllib.request.urlopen(engine.url + "/v1/loads", timeout=30) as answer:
         return sum(load["num_running_reqs"] for load in json.load(answer)["loads"])
 
 
 def wait_for(condition: Any, run: subprocess.Popen, out: Path) -> None:
-    """Until the condition holds; the run must go on."""
+    """Wait until the condition holds; the run must keep running."""
     end = time.monotonic() + 240
     while not condition():
         assert run.poll() is None and time.monotonic() < end, out.read_text()

@@ -21,7 +21,10 @@ from transformers import (
 from megatron_dppo.hf.folder import WeightStream, stream_model
 from megatron_dppo.types import RoutingShape
 
-VOCAB, LAYERS, EXPERTS, TOP_K = 512, 2, 8, 2
+VOCAB = 512
+LAYERS = 2
+EXPERTS = 8
+TOP_K = 2
 ROUTING = RoutingShape(num_layers=LAYERS, num_experts=EXPERTS, topk=TOP_K)
 END = 2
 SPECIAL = ["<pad>", "<s>", "</s>"]
@@ -113,11 +116,10 @@ def byte_tokenizer(special: Sequence[str]) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Reference:
-    """transformers, on the weights of a folder.
+    """Reference values of transformers with the weights of a folder.
 
-    Where two experts are equally probable but for rounding another program may take the other one, which moves
-    log-probabilities by tenths: 1 of 100,000 tokens. What it says from such a token on is NaN; ``difference`` leaves
-    that out.
+    If two experts are equally probable up to rounding, another program may choose the other expert, which moves
+    log-probabilities by tenths (1 of 100,000 tokens). From such a token on, values are NaN, which ``difference`` skips.
     """
 
     folder: Path
@@ -127,23 +129,23 @@ class Reference:
 
     @torch.no_grad()
     def distributions(self, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
-        """[R, V] log-probabilities at each response token."""
+        """Return the log-probabilities at each response token. Shape ``[R, V]``."""
         logits, router = self._run([*prompt, *response])
         rows = slice(len(prompt) - 1, -1)
         return torch.where(_is_known(router)[rows, None], (logits[rows] / temperature).log_softmax(-1), torch.nan)
 
     def logprobs(self, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
-        """[R] of the response's own tokens."""
+        """Return the log-probabilities of the response tokens. Shape ``[R]``."""
         return self.distributions(prompt, response, temperature).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
     @torch.no_grad()
     def check_experts(self, routes: Tensor | None, tokens: Sequence[int], start: int = 0) -> None:
-        """Whether routes [N, L, k] are the N tokens' most probable experts, the first ones first.
+        """Check that routes are the most probable experts of the tokens, in decreasing order.
 
         Args:
-            routes: of the tokens from ``start`` on.
-            tokens: the sequence.
-            start: index of the first row's token.
+            routes: Experts of the tokens from ``start`` on. Shape ``[N, L, k]``.
+            tokens: Token ids of the sequence.
+            start: Index of the token of the first row.
         """
         assert routes is not None
         _, router = self._run(tokens)
@@ -153,24 +155,24 @@ class Reference:
         assert difference(router[rows].gather(2, routes.long()), best) < 1e-5
 
     def weights(self) -> WeightStream:
-        """By Hugging Face name, an entry an expert."""
+        """Return the weights by Hugging Face name, one entry per expert."""
         return stream_model(self.model)
 
     def _run(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Logits [S, V], and the routers' [S, L, E]."""
+        """Return the logits ``[S, V]`` and the router logits ``[S, L, E]``."""
         output = self.model(torch.tensor([tokens]), output_router_logits=True)
         return output.logits[0], torch.stack(output.router_logits, 1)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference where the reference knows what to expect."""
+    """Return the largest difference where the reference is not NaN."""
     assert found.shape == expected.shape
     apart = torch.where(expected.isnan(), 0, (found - expected).abs())
     return float(apart.max()) if apart.numel() else 0.0
 
 
 def _is_known(router: Tensor) -> Tensor:
-    """[S] whether rounding can change neither a token's experts nor those of one before it; router [S, L, E]."""
+    """Return True where rounding changes no expert of a token or an earlier one. Shape ``[S]``."""
     last, next_one = router.topk(TOP_K + 1, -1).values[..., -2:].unbind(-1)
     tied = (last - next_one < 1e-5).any(1)
     assert tied.sum() < 4, "ties are rare: one in 10,000 tokens"

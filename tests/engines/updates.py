@@ -69,7 +69,7 @@ async def by_broadcast(server: InferenceServer, model: Reference, version: int) 
 
 
 def off(model: Reference, answer: Generation, prompt: tuple[int, ...]) -> float:
-    """How far an answer is from what a model says of it."""
+    """Return the largest log-probability error of a response against a model."""
     expected = model.logprobs(prompt, answer.token_ids.tolist(), 1.0)
     return difference(answer.logprobs, expected)
 

@@ -77,7 +77,7 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
         "1+2<|im_end|>\n<|im_start|>assistant\n": CALL,
         "3</tool_response><|im_end|>\n<|im_start|>assistant\n": "It is 3",
     }
-    seen = []
+    messages_sent = []
 
     async def agent(task: AgentTask) -> None:
         assert (task.prompt, task.label, list(task.messages)) == ("1+2", "3", [user("1+2")])
@@ -90,7 +90,7 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
         messages += [answer | {"audio": None}, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
         last = await chat(task, messages, tools=TOOLS)
         assert last["content"] == "It is 3" and "tool_calls" not in last
-        seen.append(
+        messages_sent.append(
             [
                 *messages[:1],
                 {
@@ -104,7 +104,7 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
         )
 
     found = world.play(agent, params={"topk_logprobs": 2, "routed_experts": True})
-    rendered = world.tokenizer.apply_chat_template(seen[0], tools=TOOLS, tokenize=False)
+    rendered = world.tokenizer.apply_chat_template(messages_sent[0], tools=TOOLS, tokenize=False)
     assert world.text(found) + "\n" == rendered
     assert world.trained(found) == [f"{CALL}<|im_end|>", "It is 3<|im_end|>"]
     assert found.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not found.failure
@@ -136,10 +136,10 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
 
 
 class Scorer:
-    """Scores by place."""
+    """Scorer that returns the index of each sample."""
 
     def score(self, items: Any, *, is_batch: bool) -> list[RewardResult]:
-        return [RewardResult(reward=float(place)) for place, _ in enumerate(items)]
+        return [RewardResult(reward=float(index)) for index, _ in enumerate(items)]
 
 
 def test_reasoning_that_the_template_removes_stays_as_sampled(world: World) -> None:
@@ -347,9 +347,9 @@ def test_a_failing_agent_loses_only_its_sample(world: World, settings: Any, fail
     metrics = rollout_metrics(groups, to_samples(groups, [[0.0, 1.0]]))
     assert metrics["reward_failed_fraction"].numerator == 1 and metrics["agent/calls"].numerator == 1
     save_groups(tmp_path / "f", [StoredRollouts(0, TASK, groups[0])])
-    (again,) = load_groups(tmp_path / "f", lambda place: TASK)
-    assert isinstance(again.content, RolloutGroup)
-    assert again.content.rollouts[0].completion.failure == failure and same(again.content, groups[0])
+    (stored,) = load_groups(tmp_path / "f", lambda index: TASK)
+    assert isinstance(stored.content, RolloutGroup)
+    assert stored.content.rollouts[0].completion.failure == failure and same(stored.content, groups[0])
 
 
 def test_an_agent_that_always_fails_stops_the_run(world: World) -> None:
@@ -376,8 +376,8 @@ assert "RANK" not in os.environ and "SECRET" not in os.environ
 """
 
 
-def program(rest: str) -> list[str]:
-    return [sys.executable, "-c", PROGRAM + rest]
+def program(code: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM + code]
 
 
 def test_programs_receive_a_task_and_report_by_exit_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +414,7 @@ LONG = "a very long answer " * 40
 def test_stopped_episodes_cancel_their_agents_and_continue_later(world: World) -> None:
     world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": LONG}
     world.server.token_seconds = 0.002
-    ended = []
+    cancelled = []
 
     async def agent(task: AgentTask) -> None:
         try:
@@ -424,7 +424,7 @@ def test_stopped_episodes_cancel_their_agents_and_continue_later(world: World) -
             if task.prompt != "quick":
                 await chat(task, [user(task.prompt), {"role": "assistant", "content": LONG}, user("quick")])
         except asyncio.CancelledError:
-            ended.append(task.prompt)
+            cancelled.append(task.prompt)
             raise
 
     def prompt(text: str) -> Prompt:
@@ -434,7 +434,7 @@ def test_stopped_episodes_cancel_their_agents_and_continue_later(world: World) -
     groups = [GroupRequest(0, prompt("slow"), 2), GroupRequest(1, prompt("quick"), 2)]
     how = SamplingParams(max_new_tokens=1000, seed=1)
     slow, quick = [future.result(30) for future in engine.submit(groups, how, 1, [0, 1])]
-    assert slow is None and quick is not None and ended == ["slow"] * 2
+    assert slow is None and quick is not None and cancelled == ["slow"] * 2
     held = engine.unfinished()[0]
     had = [state.token_ids for state in held]
     assert all(23 < len(tokens) < len(LONG) for tokens in had)
@@ -492,9 +492,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("place", range(len(REFUSED)))
-def test_invalid_agent_settings_are_rejected(place: int) -> None:
-    make, words = REFUSED[place]
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_invalid_agent_settings_are_rejected(index: int) -> None:
+    make, words = REFUSED[index]
     with pytest.raises((ValueError, ConfigError, GenerateError), match=words):
         make()
 

@@ -69,32 +69,32 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value of a JSON tree."""
+def value_paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value of a JSON tree."""
     yield path
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in children:
-        yield from places(child, (*path, key))
+        yield from value_paths(child, (*path, key))
 
 
 @contextlib.contextmanager
-def changed(answer: Any, path: tuple[Any, ...], junk: Any) -> Iterator[Any]:
-    """The answer with another value there, for a while."""
+def with_value(answer: Any, path: tuple[Any, ...], junk: Any) -> Iterator[Any]:
+    """Replace one value of the answer inside the context."""
     if not path:
         yield junk
         return
     parent = answer
     for key in path[:-1]:
         parent = parent[key]
-    kept, parent[path[-1]] = parent[path[-1]], junk
+    original, parent[path[-1]] = parent[path[-1]], junk
     try:
         yield answer
     finally:
-        parent[path[-1]] = kept
+        parent[path[-1]] = original
 
 
 def outcome(case: Case, answer: Any) -> Generation | None:
-    """What comes of it; None = a ServerError with everything in it. Nothing else may be raised."""
+    """Return the generation, or None for a complete ServerError. Nothing else may be raised."""
     decode, request, _ = case
     try:
         found = decode(answer, request, "http://s:1/x")
@@ -110,7 +110,7 @@ def outcome(case: Case, answer: Any) -> Generation | None:
 
 
 def check_types(found: Generation, request: GenerateRequest) -> None:
-    """What follows from the contract: enough to train on it."""
+    """Check the guarantees of the contract that training needs."""
     assert found.token_ids.dtype == torch.int32 and all(0 <= token < 512 for token in found.token_ids.tolist())
     assert found.logprobs.dtype == torch.float32 and found.logprobs.shape == found.token_ids.shape
     assert all(-math.inf < value < 1e-3 for value in found.logprobs.tolist())
@@ -126,9 +126,9 @@ def test_one_invalid_value_anywhere(name: str) -> None:
     request, answer = case[1:]
     assert outcome(case, answer) is not None
     refused = passed = 0
-    for path in list(places(answer)):
+    for path in list(value_paths(answer)):
         for junk in JUNK:
-            with changed(answer, path, junk) as damaged:
+            with with_value(answer, path, junk) as damaged:
                 found = outcome(case, damaged)
             refused, passed = refused + (found is None), passed + (found is not None)
             if found is not None:
@@ -140,7 +140,7 @@ def test_one_invalid_value_anywhere(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_any_part_missing_or_twice(name: str) -> None:
     case = CASES[name]()
-    for path in list(places(case[2]))[1:]:
+    for path in list(value_paths(case[2]))[1:]:
         answer = copy.deepcopy(case[2])
         parent = answer
         for key in path[:-1]:
@@ -157,7 +157,7 @@ def test_any_part_missing_or_twice(name: str) -> None:
 def test_several_invalid_values_at_once(name: str) -> None:
     case = CASES[name]()
     answer = case[2]
-    everywhere = list(places(answer))[1:]
+    everywhere = list(value_paths(answer))[1:]
     rng = np.random.default_rng(0)
     for _ in range(400):
         result = copy.deepcopy(answer)
@@ -177,20 +177,20 @@ def test_a_token_changed_in_one_field_is_detected(name: str) -> None:
     case = CASES[name]()
     answer = case[2]
     exchanged = 0
-    for path in list(places(answer)):
+    for path in list(value_paths(answer)):
         value = answer
         for key in path:
             value = value[key]
         read = {"output_ids", "output_token_logprobs", "token_ids", "token_id", "prompt_token_ids"} & set(path)
         if type(value) is int and read and "top_logprobs" not in path:
-            with changed(answer, path, value + 1) as damaged:
+            with with_value(answer, path, value + 1) as damaged:
                 assert outcome(case, damaged) is None, path
             exchanged += 1
     assert exchanged == 17 + 2 * 6
 
 
 class Canned:
-    """An HTTP client that plays answers by path."""
+    """HTTP client that returns recorded answers by path."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         self.answers = answers
@@ -219,9 +219,9 @@ def test_invalid_values_in_server_info(kind: Any, answers: dict[str, Any]) -> No
 
     async def run() -> int:
         refused = 0
-        for path in list(places(answers))[1:]:
+        for path in list(value_paths(answers))[1:]:
             for junk in JUNK:
-                with changed(answers, path, junk) as damaged:
+                with with_value(answers, path, junk) as damaged:
                     server = kind("http://s:1")
                     server._admin = server._http = Canned(damaged)
                     try:

@@ -22,7 +22,7 @@ from tests.unit.engines.test_local_routes import one_pass
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 CONFIG, TOKENIZER = read_hf_config(MODEL), load_tokenizer(MODEL)
 ENDS = {3, *range(30, 35)}
-"""so many that responses of a random model end early and late"""
+"""Enough end tokens that responses of a random model end early and late."""
 TOKENIZER.eos_token_id, CONFIG.eos_token_id = 3, sorted(ENDS)
 TEXTS = ["7+8-3=", "1=", "9-9-9+4=", "5-5=", "6+1+1=", "2-1="]
 PROMPTS = [Prompt(prompt_id=t, text=t, token_ids=tuple(TOKENIZER(t).input_ids), label="") for t in TEXTS]
@@ -62,8 +62,8 @@ def in_groups(completions: Sequence[Completion]) -> list[list[Completion]]:
     return [list(completions[i : i + SIBLINGS]) for i in range(0, len(completions), SIBLINGS)]
 
 
-def whole(**settings: Any) -> list[list[Completion]]:
-    """What the engine gives when nobody stops it."""
+def generate_uninterrupted(**settings: Any) -> list[list[Completion]]:
+    """Return the groups of an engine that is not stopped."""
     return in_groups(engine().generate([p for p in PROMPTS for _ in range(SIBLINGS)], params(**settings)))
 
 
@@ -71,8 +71,8 @@ def check_numbers(prompt: Prompt, found: Completion, temperature: float = 1.0) -
     """Log-probabilities, Top-K and routes are those of one pass of the weights that each token is said to be from."""
     assert found.topk_token_ids is not None and found.topk_logprobs is not None and found.routed_experts is not None
     assert found.logprobs is not None
-    own = found.token_ids.tolist()
-    tokens, known = [*prompt.token_ids, *own], 0
+    response = found.token_ids.tolist()
+    tokens, known = [*prompt.token_ids, *response], 0
     shape, sampled = routing_shape(CONFIG), set()
     assert shape is not None
     last = max(span.end for span in found.policy_versions)
@@ -84,17 +84,17 @@ def check_numbers(prompt: Prompt, found: Completion, temperature: float = 1.0) -
         expected = (logits / temperature).log_softmax(-1)
         for i in range(start, end):
             sampled.add(i)
-            assert float(found.logprobs[i]) == pytest.approx(float(expected[i, own[i]]), abs=1e-5)
+            assert float(found.logprobs[i]) == pytest.approx(float(expected[i, response[i]]), abs=1e-5)
             slots, values = found.topk_token_ids[i].tolist(), found.topk_logprobs[i].tolist()
             assert slots[:-1] == expected[i].topk(len(slots) - 1).indices.tolist()
-            assert slots[-1] == (-1 if own[i] in slots[:-1] else own[i])
+            assert slots[-1] == (-1 if response[i] in slots[:-1] else response[i])
             for slot, value in zip(slots, values, strict=True):
                 assert slot < 0 or value == pytest.approx(float(expected[i, slot]), abs=1e-5)
         rows = slice(known, known := len(prompt.token_ids) + end - 1)
         for layer in range(CONFIG.num_hidden_layers):
             routes = found.routed_experts[rows, layer].long()
             assert torch.equal(routes, one_pass(model, tokens[:-1], layer)[rows])
-    trained = [True] * len(own) if found.loss_mask is None else found.loss_mask.tolist()
+    trained = [True] * len(response) if found.loss_mask is None else found.loss_mask.tolist()
     assert sampled == {i for i, on in enumerate(trained) if on}
 
 
@@ -112,19 +112,19 @@ def test_all_groups_equal_generate_on_repeated_prompts(max_batch: int) -> None:
 @pytest.mark.parametrize(("enough", "room"), [(1, 1), (1, 5), (2, 2), (4, 1)])
 def test_sampling_stops_at_the_token_that_completes_enough_groups(enough: int, room: int) -> None:
     """``room`` = tokens that the others may still sample."""
-    expected = whole(topk_logprobs=3, routed_experts=True)
+    expected = generate_uninterrupted(topk_logprobs=3, routed_experts=True)
     longest = [max(len(c.token_ids) for c in group) for group in expected]
     steps = sorted(longest)[enough - 1]
     assert steps < LIMIT
     one, keep = engine(), [1, 3, 4, 5, 77]
     found = submitted(one, enough, keep, topk_logprobs=3, routed_experts=True, max_new_tokens=steps + room)
     held = one.unfinished()
-    for key, (group, whole_group) in enumerate(zip(found, expected, strict=True)):
+    for key, (group, expected_group) in enumerate(zip(found, expected, strict=True)):
         if longest[key] <= steps:
-            assert same(group, whole_group)
+            assert same(group, expected_group)
             continue
         assert group is None and (key in held) == (key in keep)
-        for state, completion in zip(held.get(key, ()), whole_group, strict=False):
+        for state, completion in zip(held.get(key, ()), expected_group, strict=False):
             length = len(completion.token_ids)
             if isinstance(state, Completion):
                 assert same([state], [completion]) and length <= steps
@@ -166,9 +166,9 @@ def test_a_stopped_response_continues_with_new_weights_and_each_value_has_its_ve
             check_numbers(PROMPTS[key], completion, temperature)
             versions.add(tuple(span.policy_version for span in completion.policy_versions))
             assert completion.policy_version == max(span.policy_version for span in completion.policy_versions)
-            ended = int(completion.token_ids[-1]) in ENDS
-            assert completion.finish_reason == ("stop" if ended else "length")
-            assert len(completion.token_ids) <= LIMIT and (ended or len(completion.token_ids) == LIMIT)
+            has_end_token = int(completion.token_ids[-1]) in ENDS
+            assert completion.finish_reason == ("stop" if has_end_token else "length")
+            assert len(completion.token_ids) <= LIMIT and (has_end_token or len(completion.token_ids) == LIMIT)
             if (state := held.get(key)) is not None:
                 before = state[i]
                 assert same(completion.token_ids[: len(before.token_ids)], before.token_ids)
@@ -213,10 +213,10 @@ def test_held_groups_are_dropped_when_requested_unless_retained() -> None:
     submitted(one, 1, range(6))
     held = set(one.unfinished())
     assert len(held) >= 4
-    second, third, *rest = sorted(held)
+    second, third, *remaining = sorted(held)
     futures = one.submit(requests([second, third]), params(max_new_tokens=LIMIT), 0, [third])
     assert [f.result() for f in futures] == [None, None]
-    assert set(one.unfinished()) == {third, *rest}, "those that were not asked for stay"
+    assert set(one.unfinished()) == {third, *remaining}, "those that were not asked for stay"
 
 
 def test_a_held_response_with_all_its_tokens_is_complete() -> None:

@@ -22,13 +22,15 @@ MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 
 def router_logits(model: Any, tokens: list[int], layer: int) -> Tensor:
     """``[tokens, experts]``, from the router's own weights and inputs."""
-    seen: list[Tensor] = []
+    inputs_of_gate: list[Tensor] = []
     gate = model.model.layers[layer].mlp.gate
-    handle = gate.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].reshape(len(tokens), -1)))
+    handle = gate.register_forward_pre_hook(
+        lambda _m, inputs: inputs_of_gate.append(inputs[0].reshape(len(tokens), -1))
+    )
     with torch.no_grad():
         model(input_ids=torch.tensor([tokens]))
     handle.remove()
-    return seen[0] @ gate.weight.T
+    return inputs_of_gate[0] @ gate.weight.T
 
 
 def one_pass(model: Any, tokens: list[int], layer: int) -> Tensor:

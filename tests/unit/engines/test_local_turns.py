@@ -41,20 +41,20 @@ from tests.unit.engines.test_local_engine import (
 STOP, TOOL = 6, "=7"
 
 
-def turns_of(prompt: Prompt) -> int:
+def count_turns(prompt: Prompt) -> int:
     return 1 + TEXTS.index(prompt.text) % 3
 
 
 async def with_tool(prompt: Prompt, turns: Turns) -> Completion:
     """One to three turns with a tool between them; the turns are short, or stop at a token of their own."""
-    for _ in range(turns_of(prompt) - 1):
+    for _ in range(count_turns(prompt) - 1):
         await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
         turns.append(TOOL)
     await turns.sample()
     return turns.finish(reward=float(len(turns.token_ids)))
 
 
-def tokens_of(completions: Sequence[Completion]) -> list[Tensor]:
+def list_token_ids(completions: Sequence[Completion]) -> list[Tensor]:
     return [c.token_ids for c in completions]
 
 
@@ -73,7 +73,7 @@ def test_turns_equal_those_of_each_response_alone_with_tool_text_between_them(ma
     for prompt, completion in zip(PROMPTS, found, strict=True):
         tokens: list[int] = []
         sampled: list[bool] = []
-        for _ in range(turns_of(prompt) - 1):
+        for _ in range(count_turns(prompt) - 1):
             turn = greedy_turn([*prompt.token_ids, *tokens], 4, ENDS | {STOP})
             given = TOKENIZER.encode(TOOL, add_special_tokens=False)
             tokens += [*turn, *given]
@@ -91,28 +91,30 @@ def test_with_filters_sampled_tokens_have_a_mask_and_appended_tokens_have_none()
         tokens, sampled = completion.token_ids.tolist(), completion.loss_mask
         with torch.no_grad():
             logits = MODELS[0](input_ids=torch.tensor([[*prompt.token_ids, *tokens]])).logits[0]
-        for i, kept in enumerate(completion.sampling_mask.ids.long().split(completion.sampling_mask.counts.tolist())):
-            assert (tokens[i] in kept) if sampled is None or sampled[i] else not len(kept)
-            if len(kept) and completion.logprobs is not None:
-                own = logits[len(prompt.token_ids) - 1 + i, kept].log_softmax(0)[kept == tokens[i]]
-                torch.testing.assert_close(completion.logprobs[i : i + 1], own, atol=2e-5, rtol=0)
+        for i, mask_ids in enumerate(
+            completion.sampling_mask.ids.long().split(completion.sampling_mask.counts.tolist())
+        ):
+            assert (tokens[i] in mask_ids) if sampled is None or sampled[i] else not len(mask_ids)
+            if len(mask_ids) and completion.logprobs is not None:
+                expected = logits[len(prompt.token_ids) - 1 + i, mask_ids].log_softmax(0)[mask_ids == tokens[i]]
+                torch.testing.assert_close(completion.logprobs[i : i + 1], expected, atol=2e-5, rtol=0)
 
 
 def test_a_turn_ends_with_its_stop_token() -> None:
     plain = engine().generate(PROMPTS, params())
-    mine = [int(plain[0].token_ids[1]), STOP]
+    stop_ids = [int(plain[0].token_ids[1]), STOP]
 
     async def stops(prompt: Prompt, turns: Turns) -> Completion:
-        own = mine if prompt is PROMPTS[0] else []
-        turn = await turns.sample(stop_token_ids=own)
-        assert turn.finish_reason == ("stop" if turn.token_ids[-1] in (*ENDS, *own) else "length")
+        turn_stop_ids = stop_ids if prompt is PROMPTS[0] else []
+        turn = await turns.sample(stop_token_ids=turn_stop_ids)
+        assert turn.finish_reason == ("stop" if turn.token_ids[-1] in (*ENDS, *turn_stop_ids) else "length")
         return turns.finish()
 
     found = engine(stops).generate(PROMPTS, params())
-    cut = next(i for i, token in enumerate(plain[0].token_ids.tolist()) if token in (*mine, *ENDS))
-    assert int(plain[0].token_ids[cut]) in mine and same(found[0].token_ids, plain[0].token_ids[: cut + 1])
-    assert any(set(mine) & set(c.token_ids[:-1].tolist()) for c in plain[1:])
-    assert same(tokens_of(found[1:]), tokens_of(plain[1:])), "the stop tokens of one turn are no others'"
+    cut = next(i for i, token in enumerate(plain[0].token_ids.tolist()) if token in (*stop_ids, *ENDS))
+    assert int(plain[0].token_ids[cut]) in stop_ids and same(found[0].token_ids, plain[0].token_ids[: cut + 1])
+    assert any(set(stop_ids) & set(c.token_ids[:-1].tolist()) for c in plain[1:])
+    assert same(list_token_ids(found[1:]), list_token_ids(plain[1:])), "the stop tokens of one turn are no others'"
 
 
 def test_a_one_turn_function_equals_plain_generation() -> None:
@@ -147,7 +149,7 @@ def test_a_function_is_stopped_between_turns_and_continues_when_it_is_rerun() ->
     one = engine(watched)
     found = submitted(one, 2, range(6), **settings)
     assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
-    assert all(same(tokens_of(found[g]), tokens_of(expected[g])) for g in (0, 3))
+    assert all(same(list_token_ids(found[g]), list_token_ids(expected[g])) for g in (0, 3))
     assert stopped == [TEXTS[i] for i in (1, 2, 4, 5) for _ in range(SIBLINGS)]
     states = one.unfinished()
     assert all(len(s.turn_ends) == 1 and s.parts == 1 for state in states.values() for s in state)  # type: ignore
@@ -155,12 +157,12 @@ def test_a_function_is_stopped_between_turns_and_continues_when_it_is_rerun() ->
     other = engine(with_tool, version=1)
     other.restore(states)
     begun.clear()
-    (groups, again) = (
+    (groups, continued) = (
         [f.result() for f in e.submit(requests([1, 2, 4, 5]), params(**settings), 4)] for e in (one, other)
     )
     assert len(begun) == 12
-    for key, group, group_again in zip([1, 2, 4, 5], groups, again, strict=True):
-        assert group is not None and group_again is not None and same(group, group_again)
+    for key, group, group_in_second_run in zip([1, 2, 4, 5], groups, continued, strict=True):
+        assert group is not None and group_in_second_run is not None and same(group, group_in_second_run)
         for state, completion in zip(states[key], group, strict=True):
             check_numbers(PROMPTS[key], completion)
             assert same(completion.token_ids[: len(state.token_ids)], state.token_ids)
@@ -181,19 +183,19 @@ def test_stopping_and_continuing_equals_an_uninterrupted_run() -> None:
         assert len(found) + len(one.unfinished()) == 6
     assert one.unfinished() == {}
     for key, completion in enumerate(expected):
-        own = found[key]
-        assert same(own.token_ids, completion.token_ids) and same(own.loss_mask, completion.loss_mask)
-        assert own.reward == completion.reward and own.logprobs is not None and completion.logprobs is not None
-        assert own.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
+        actual = found[key]
+        assert same(actual.token_ids, completion.token_ids) and same(actual.loss_mask, completion.loss_mask)
+        assert actual.reward == completion.reward and actual.logprobs is not None and completion.logprobs is not None
+        assert actual.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
 
 
 def test_other_awaits_of_a_function_change_nothing() -> None:
     async def slow(prompt: Prompt, turns: Turns) -> Completion:
-        place = TEXTS.index(prompt.text)
-        await asyncio.sleep(0.03 * (5 - place))
+        index = TEXTS.index(prompt.text)
+        await asyncio.sleep(0.03 * (5 - index))
         turn = await turns.sample(max_new_tokens=4, stop_token_ids=[STOP])
         await asyncio.to_thread(lambda: None)
-        await asyncio.sleep(0.02 * (place % 2))
+        await asyncio.sleep(0.02 * (index % 2))
         turns.append(TOOL)
         await asyncio.wait_for(turns.sample(), 60)
         assert turn.token_ids
@@ -222,7 +224,7 @@ def test_functions_that_wait_for_each_other_continue_after_a_timeout(monkeypatch
 
     found = engine(in_turn).generate(PROMPTS, params(temperature=0))
     expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
-    assert same(tokens_of(found), tokens_of(expected))
+    assert same(list_token_ids(found), list_token_ids(expected))
 
 
 def test_a_failure_is_reported_cancels_all_functions_and_loses_no_held_response() -> None:
@@ -259,7 +261,7 @@ def test_a_function_that_returns_although_it_was_stopped_is_not_complete() -> No
     async def stubborn(prompt: Prompt, turns: Turns) -> Completion:
         await turns.sample(max_new_tokens=2)
         try:
-            for _ in range(turns_of(prompt) - 1):
+            for _ in range(count_turns(prompt) - 1):
                 await turns.sample(max_new_tokens=2)
         finally:
             return turns.finish()  # noqa: B012
@@ -311,12 +313,12 @@ def test_agents_sample_the_same_as_a_function_with_the_same_turns() -> None:
 
     how = params(max_new_tokens=24, topk_logprobs=3, routed_experts=True)
     longest = max(len(prompt.token_ids) for prompt in PROMPTS)
-    own = engine(two_turns).generate(PROMPTS, replace(how, max_new_tokens=24 - longest))
+    by_function = engine(two_turns).generate(PROMPTS, replace(how, max_new_tokens=24 - longest))
     agents = AgentFunction(AgentConfig(function=f"{__name__}:two_completions", reward="exit"), {})
     tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
     found = engine(agents).generate(tasks, how)
     agents.close()
-    for prompt, one, other in zip(PROMPTS, own, found, strict=True):
+    for prompt, one, other in zip(PROMPTS, by_function, found, strict=True):
         start, length = len(prompt.token_ids), len(one.token_ids)
         assert same(other.token_ids[: start + length], ids([*prompt.token_ids, *one.token_ids.tolist()]))
         assert other.loss_mask is not None and not other.loss_mask[:start].any() and other.reward == 0.5
@@ -345,10 +347,10 @@ def test_agents_are_stopped_between_turns_and_rerun() -> None:
     assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
     assert set(one.unfinished()) == {1, 2, 4, 5}
     left = [group for group in groups if group.key % 3]
-    again = [future.result() for future in one.submit(left, how, 4)]
-    whole = [future.result() for future in engine(agents).submit(left, how, 4)]
+    continued = [future.result() for future in one.submit(left, how, 4)]
+    uninterrupted = [future.result() for future in engine(agents).submit(left, how, 4)]
     agents.close()
-    for stopped, straight in zip(again, whole, strict=True):
+    for stopped, straight in zip(continued, uninterrupted, strict=True):
         assert stopped is not None and straight is not None
         for a, b in zip(stopped, straight, strict=True):
             assert not a.failure and same(a.token_ids, b.token_ids) and same(a.loss_mask, b.loss_mask)

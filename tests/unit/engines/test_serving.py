@@ -26,7 +26,7 @@ CONFIG = ROOT / "examples/chain_sum/sglang.toml"
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody uses."""
+    """Return the first of ``count`` consecutive free ports."""
     while True:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
             first = 0
@@ -56,7 +56,7 @@ class Serve:
             env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env,
         )
 
-    def until_file(self, name: str) -> Path:
+    def wait_for_file(self, name: str) -> Path:
         file, end = self.folder / name, time.monotonic() + 30
         while not file.exists():
             assert self.process.poll() is None, self.end()
@@ -71,12 +71,12 @@ class Serve:
     def started(self, index: int = 0) -> dict[str, Any]:
         return json.loads((self.folder / f"started-{self.ports[index]}.json").read_text())
 
-    def left_behind(self) -> list[int]:
-        """Processes of the servers that still run (children of nobody are zombies here and do not count)."""
-        return [p for i in range(len(self.ports)) for p in self.started(i)["pids"] if runs(p)]
+    def surviving_pids(self) -> list[int]:
+        """Return the pids of server processes that still run. Orphans are zombies here and do not count."""
+        return [p for i in range(len(self.ports)) for p in self.started(i)["pids"] if is_running(p)]
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -103,20 +103,20 @@ def test_urls_are_written_when_all_servers_are_healthy_and_a_signal_stops_all(
     serve: Any, number: signal.Signals
 ) -> None:
     running = serve(count=2)
-    urls = running.until_file("urls").read_text().split()
+    urls = running.wait_for_file("urls").read_text().split()
     assert urls == [f"http://127.0.0.1:{port}" for port in running.ports]
-    assert len(running.left_behind()) == 4
+    assert len(running.surviving_pids()) == 4
     running.process.send_signal(number)
     code, output = running.end()
     assert code == 0 and "stopping the servers" in output
-    assert running.left_behind() == []
+    assert running.surviving_pids() == []
 
 
 def test_no_urls_before_every_server_is_healthy_and_the_wait_times_out(serve: Any) -> None:
     running = serve("slow", "--start-timeout", "1")
     code, output = running.end()
     assert code == 2 and "not healthy after 1 seconds" in output and "| loading" in output
-    assert not (running.folder / "urls").exists() and running.left_behind() == []
+    assert not (running.folder / "urls").exists() and running.surviving_pids() == []
 
 
 def test_a_stale_file_of_urls_is_removed_first(serve: Any, tmp_path: Path) -> None:
@@ -135,23 +135,23 @@ def test_a_server_that_dies_at_startup_is_shown_with_its_last_output(serve: Any)
 
 def test_a_dead_server_is_restarted_unchanged_and_the_other_keeps_running(serve: Any) -> None:
     running = serve("die-once", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
-    running.until_file("urls")
+    running.wait_for_file("urls")
     before = [running.started(i) for i in range(2)]
     (running.folder / "die").touch()
-    running.until_file("dead")
-    dead = until_one(lambda: [i for i in range(2) if running.started(i)["pids"] != before[i]["pids"]])
+    running.wait_for_file("dead")
+    dead = wait_for_one(lambda: [i for i in range(2) if running.started(i)["pids"] != before[i]["pids"]])
     url = f"http://127.0.0.1:{running.ports[dead]}"
-    until_one(lambda: [1] if is_healthy(url) else [])
+    wait_for_one(lambda: [1] if is_healthy(url) else [])
     after = [running.started(i) for i in range(2)]
     assert all(after[dead][key] == before[dead][key] for key in ("arguments", "config"))
-    assert after[1 - dead]["pids"] == before[1 - dead]["pids"] and all(map(runs, before[1 - dead]["pids"]))
-    assert not any(map(runs, before[dead]["pids"])), "what the dead launcher had started is left"
+    assert after[1 - dead]["pids"] == before[1 - dead]["pids"] and all(map(is_running, before[1 - dead]["pids"]))
+    assert not any(map(is_running, before[dead]["pids"])), "what the dead launcher had started is left"
     log = (running.folder / f"logs/server_{dead}.log").read_text()
     assert log.count("loading") == 2 and "out of memory" in log
     time.sleep(1)  # serve looks twice a second
     running.process.terminate()
     code, output = running.end()
-    assert code == 0 and "s3cret" not in output and running.left_behind() == []
+    assert code == 0 and "s3cret" not in output and running.surviving_pids() == []
     assert f"serve: {url}: the server exited (exit code 7); restarting it (attempt 1 of 3" in output
     assert output.count(f"serve: {url} is healthy") == 2 and output.count("restarting it") == 1
 
@@ -159,12 +159,12 @@ def test_a_dead_server_is_restarted_unchanged_and_the_other_keeps_running(serve:
 @pytest.mark.slow
 def test_a_server_that_becomes_healthy_is_restarted_without_a_limit(serve: Any) -> None:
     running = serve("die-once")
-    running.until_file("urls")
+    running.wait_for_file("urls")
     for _ in range(processes.MAX_RESTARTS + 1):
         pids = running.started()["pids"]
         (running.folder / "die").touch()
-        until_one(lambda before=pids: [1] if running.started()["pids"] != before else [])
-        until_one(lambda: [1] if is_healthy(f"http://127.0.0.1:{running.port}") else [])
+        wait_for_one(lambda before=pids: [1] if running.started()["pids"] != before else [])
+        wait_for_one(lambda: [1] if is_healthy(f"http://127.0.0.1:{running.port}") else [])
         time.sleep(1)  # serve looks twice a second
     running.process.terminate()
     code, output = running.end()
@@ -174,27 +174,27 @@ def test_a_server_that_becomes_healthy_is_restarted_without_a_limit(serve: Any) 
 @pytest.mark.slow
 def test_a_server_that_dies_at_each_start_stops_all_and_shows_no_key(serve: Any) -> None:
     running = serve("die-later", "--rollout.servers.api_key_env", "STUB_KEY", count=2, STUB_KEY="s3cret")
-    running.until_file("urls")
+    running.wait_for_file("urls")
     (running.folder / "die").touch()
     code, output = running.end()
     assert code == 2 and "exit code 7" in output and "out of memory, key ***" in output
     assert "it did not become healthy in 3 restarts either" in output and "attempt 3 of 3" in output
-    assert "s3cret" not in output and running.left_behind() == []
+    assert "s3cret" not in output and running.surviving_pids() == []
 
 
 @pytest.mark.slow
 def test_a_server_that_stays_unhealthy_is_abandoned(serve: Any) -> None:
     running = serve("slow-later", "--start-timeout", "2")
-    running.until_file("urls")
+    running.wait_for_file("urls")
     (running.folder / "die").touch()
     code, output = running.end(60)
     assert (
         code == 2 and "not healthy after 2 seconds (--start-timeout); it did not become healthy in 3 restarts" in output
     )
-    assert running.left_behind() == []
+    assert running.surviving_pids() == []
 
 
-def until_one(found: Callable[[], list[int]]) -> int:
+def wait_for_one(found: Callable[[], list[int]]) -> int:
     """The first of what a function gives, when it gives something; half-written files are read again."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
@@ -215,29 +215,29 @@ def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
     with processes.StopRequest() as stop, processes.ServerGroup([plan], tmp_path, 30, print) as group:
         assert group.wait_healthy(stop)
         pids = json.loads((tmp_path / f"started-{port}.json").read_text())["pids"]
-        assert all(map(runs, pids))
-    assert not any(map(runs, pids))
+        assert all(map(is_running, pids))
+    assert not any(map(is_running, pids))
 
 
 @pytest.mark.slow
 def test_grace_survives_a_first_sigterm_and_ends_at_the_second(serve: Any) -> None:
     running = serve("serve", "--grace", "60")
-    running.until_file("urls")
+    running.wait_for_file("urls")
     running.process.terminate()
     time.sleep(1.5)
-    assert running.process.poll() is None and len(running.left_behind()) == 2
+    assert running.process.poll() is None and len(running.surviving_pids()) == 2
     running.process.terminate()
-    assert running.end()[0] == 0 and running.left_behind() == []
+    assert running.end()[0] == 0 and running.surviving_pids() == []
 
 
 @pytest.mark.slow
 def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
     servers = serve("serve", count=2)
-    servers.until_file("urls")
-    assert len(servers.left_behind()) >= 2
+    servers.wait_for_file("urls")
+    assert len(servers.surviving_pids()) >= 2
     servers.process.kill()
     end = time.monotonic() + 30
-    while servers.left_behind():
+    while servers.surviving_pids():
         assert time.monotonic() < end, "servers outlive serve"
         time.sleep(0.1)
 
@@ -245,7 +245,7 @@ def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
 @pytest.mark.slow
 def test_grace_times_out(serve: Any) -> None:
     running = serve("serve", "--grace", "1")
-    running.until_file("urls")
+    running.wait_for_file("urls")
     running.process.terminate()
     assert running.end(10)[0] == 0
 
@@ -253,7 +253,7 @@ def test_grace_times_out(serve: Any) -> None:
 @pytest.mark.slow
 def test_keys_reach_the_server_in_a_private_file_that_is_deleted(serve: Any) -> None:
     running = serve("serve", "--rollout.servers.api_key_env", "STUB_KEY", STUB_KEY='a"b: c')
-    running.until_file("urls")
+    running.wait_for_file("urls")
     started = running.started()
     assert json.loads(started["config"].removeprefix("api-key: ")) == 'a"b: c'
     assert started["config_folder_mode"] == 0o700
@@ -285,7 +285,7 @@ def test_a_missing_command_is_reported(serve: Any) -> None:
 @pytest.mark.slow
 def test_given_urls_are_checked_and_nothing_is_started(serve: Any, tmp_path: Path) -> None:
     running = serve("serve", "--rollout.servers.api_key_env", "STUB_KEY", STUB_KEY="right")
-    url = running.until_file("urls").read_text().strip()
+    url = running.wait_for_file("urls").read_text().strip()
     rest = ["--rollout.servers.urls", json.dumps([url]), "--rollout.servers.api_key_env", "STUB_KEY"]
 
     def attach(*more: str, key: str = "right") -> tuple[int, str]:
@@ -306,7 +306,7 @@ def test_given_urls_are_checked_and_nothing_is_started(serve: Any, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_server_of_another_engine_is_reported(serve: Any) -> None:
-    url = serve().until_file("urls").read_text().strip()
+    url = serve().wait_for_file("urls").read_text().strip()
     argv = [sys.executable, "-m", "megatron_dppo.commands.main", "serve", str(ROOT / "examples/chain_sum/vllm.toml")]
     done = subprocess.run(
         [*argv, "--rollout.servers.urls", json.dumps([url])],

@@ -355,8 +355,8 @@ def test_weight_digests_are_listed_by_rank(version: str) -> None:
     (first,) = RECORDED[version]["checksum"]["ranks"]
     second = copy.deepcopy(first)
     second["checksums"]["lm_head.weight"] = "0"
-    place = second["parallelism_info"]
-    for info in place if isinstance(place, list) else [place]:
+    parallelism = second["parallelism_info"]
+    for info in parallelism if isinstance(parallelism, list) else [parallelism]:
         info |= {"tp_rank": 1, "rank": 1}
 
     def sums(answer: object) -> tuple[RankDigests, ...]:

@@ -1,4 +1,4 @@
-"""What SGLang says of a filtered distribution: the allowed ids, and log-probabilities over them."""
+"""SGLang's report of a filtered distribution: the allowed ids, and log-probabilities over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.http_stub import Stub
 
 FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
 MASS = (0.5, 0.25, 0.9, 1.0, 0.8, 0.6)
-"""of the allowed ids of each token, before the renormalisation"""
+"""Probability mass of the allowed ids of each token, before renormalization."""
 
 
 def filtered() -> tuple[GenerateRequest, dict[str, Any], Generation]:
@@ -48,10 +48,10 @@ def test_allowed_ids_are_read_and_all_log_probabilities_are_those_over_them() ->
     sets = [part.tolist() for part in found.sampling_mask.ids.split(found.sampling_mask.counts.tolist())]
     assert sets == answer["meta_info"]["output_token_sampling_mask"]
     np.testing.assert_allclose(found.logprobs.numpy(), plain.logprobs.numpy() - np.log(MASS), atol=1e-6)
-    for row, kept in enumerate(sets):
+    for row, allowed in enumerate(sets):
         before = zip(plain.topk_token_ids[row].tolist(), plain.topk_logprobs[row].tolist(), strict=True)
         after = zip(found.topk_token_ids[row].tolist(), found.topk_logprobs[row].tolist(), strict=True)
-        expected = {i: value - np.log(MASS[row]) for i, value in before if i in kept}
+        expected = {i: value - np.log(MASS[row]) for i, value in before if i in allowed}
         assert {i: pytest.approx(value, abs=1e-6) for i, value in after if i >= 0} == expected
         used = found.topk_token_ids[row, :-1] >= 0
         assert used.tolist() == sorted(used.tolist(), reverse=True), "unused slots stand behind the others"
@@ -81,8 +81,8 @@ def _in(name: str, change: Callable[[list[Any]], Any]) -> Callable[[dict[str, An
     return apply
 
 
-def _put(place: int, value: Any) -> Callable[[list[Any]], None]:
-    return lambda values: values.__setitem__(place, value)
+def _put(index: int, value: Any) -> Callable[[list[Any]], None]:
+    return lambda values: values.__setitem__(index, value)
 
 
 @pytest.mark.parametrize(

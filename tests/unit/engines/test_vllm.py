@@ -66,8 +66,8 @@ def test_a_response_becomes_a_generation() -> None:
     for step, (token, entry) in enumerate(zip(result.token_ids.tolist(), choice["logprobs"]["content"], strict=True)):
         row = result.topk_token_ids[step].tolist()
         assert row[3] == (token if row.index(token) == 3 else -1)
-        own = float(result.topk_logprobs[step, row.index(token)])
-        assert own == pytest.approx(float(result.logprobs[step]), abs=1e-6)
+        sampled_logprob = float(result.topk_logprobs[step, row.index(token)])
+        assert sampled_logprob == pytest.approx(float(result.logprobs[step]), abs=1e-6)
         by_rank = {candidate["rank"]: candidate["token_id"] for candidate in entry["top_logprobs"]}
         assert row[:3] == [by_rank[1], by_rank[2], by_rank[3]]
     assert result.routed_experts is None
@@ -102,8 +102,8 @@ def test_routed_experts_are_decoded_from_a_numpy_file_of_small_integers(dtype: s
     assert result.routed_experts is not None and result.routed_experts.dtype == shape.dtype
     assert result.routed_experts.tolist() == routed().tolist()
     answer["choices"][0]["routed_experts"] = npy(routed(rows=18, dtype=dtype))
-    rest = decode(replace(request, routing=shape, routing_start=4), answer).routed_experts
-    assert rest is not None and len(rest) == 18
+    routes_from_start = decode(replace(request, routing=shape, routing_start=4), answer).routed_experts
+    assert routes_from_start is not None and len(routes_from_start) == 18
 
 
 def test_routes_of_dense_layers_are_ignored() -> None:
@@ -217,9 +217,9 @@ def filtered() -> tuple[GenerateRequest, Any, Generation]:
         [*dict.fromkeys((best, token, 90))]
         for best, token in zip(plain.topk_token_ids[:, 0].tolist(), plain.token_ids.tolist(), strict=True)
     ]
-    for kept, entry in zip(choice["sampling_mask"], choice["logprobs"]["content"], strict=True):
+    for allowed, entry in zip(choice["sampling_mask"], choice["logprobs"]["content"], strict=True):
         for candidate in entry["top_logprobs"]:
-            if candidate["token_id"] not in kept:
+            if candidate["token_id"] not in allowed:
                 candidate["logprob"] = -9999.0
     return replace(request, params=replace(request.params, return_sampling_mask=True, **FILTERS)), answer, plain
 
@@ -232,10 +232,10 @@ def test_allowed_ids_are_parsed_and_filtered_ids_leave_the_topk() -> None:
     assert same(found.logprobs, plain.logprobs), "vLLM's are those over the allowed ids already"
     assert plain.topk_token_ids is not None and plain.topk_logprobs is not None
     cut = 0
-    for row, kept in enumerate(sets):
+    for row, allowed in enumerate(sets):
         before = dict(zip(plain.topk_token_ids[row].tolist(), plain.topk_logprobs[row].tolist(), strict=True))
         after = dict(zip(found.topk_token_ids[row].tolist(), found.topk_logprobs[row].tolist(), strict=True))
-        assert {i: v for i, v in after.items() if i >= 0} == {i: v for i, v in before.items() if i in kept}
+        assert {i: v for i, v in after.items() if i >= 0} == {i: v for i, v in before.items() if i in allowed}
         used = found.topk_token_ids[row, :-1] >= 0
         assert used.tolist() == sorted(used.tolist(), reverse=True), "unused slots stand behind the others"
         cut += len(used) - int(used.sum())
