@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.engines.test_serving import STUB, free_ports, runs
+from tests.unit.engines.test_serving import STUB, free_ports, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -93,10 +93,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_training_starts_with_healthy_servers_and_its_exit_code_is_the_scripts(folder: Path, code: int) -> None:
     launch = Launch(folder, "serve", "sglang.toml", "--nproc-per-node", "2", "--run.seed", "5")
     launch.until("training")
-    assert all(map(runs, launch.server_pids()))
+    assert all(map(is_running, launch.server_pids()))
     (folder / "end").write_text(str(code))
     assert launch.end()[0] == code
-    assert not any(map(runs, launch.server_pids()))
+    assert not any(map(is_running, launch.server_pids()))
     arguments = json.loads((folder / "trainer.json").read_text())
     assert arguments[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert arguments[5:8] == ["-m", "megatron_dppo.train", str(EXAMPLES / "sglang.toml")]
@@ -114,7 +114,7 @@ def test_sigterm_reaches_the_ranks_while_the_servers_stay_until_they_have_saved(
     assert code == 0 and "the trainer finishes its step and saves" in output
     assert output.index("saves") < output.index("stopping the servers")
     assert (folder / "saved").exists() and not (folder / "killed").exists()
-    assert not any(map(runs, launch.server_pids()))
+    assert not any(map(is_running, launch.server_pids()))
 
 
 @pytest.mark.parametrize("config", ["sglang.toml", "dppo.toml"])
@@ -128,10 +128,10 @@ def test_kill_9_of_the_script_lets_the_ranks_save_and_ends_the_servers_after_tha
     assert launch.process.wait() == -signal.SIGKILL
     until((folder / "asked").exists)
     time.sleep(2)  # longer than a server takes to end
-    assert all(map(runs, servers)) and not (folder / "saved").exists()
+    assert all(map(is_running, servers)) and not (folder / "saved").exists()
     (folder / "step").unlink()
-    until(lambda: not any(runs(process.pid) for process in family))
-    assert (folder / "saved").exists() and not (folder / "killed").exists() and not any(map(runs, servers))
+    until(lambda: not any(is_running(process.pid) for process in family))
+    assert (folder / "saved").exists() and not (folder / "killed").exists() and not any(map(is_running, servers))
     assert "has been killed: the trainer finishes its step and saves" in launch.process.communicate()[0]
 
 
@@ -139,7 +139,7 @@ def test_kill_9_of_the_script_ends_servers_that_are_still_loading(folder: Path) 
     launch = Launch(folder, "slow", "sglang.toml")
     launch.until(f"started-{launch.port}.json")
     launch.process.kill()
-    until(lambda: not any(map(runs, launch.server_pids())))
+    until(lambda: not any(map(is_running, launch.server_pids())))
     assert "the trainer" not in launch.process.communicate()[0] and not (folder / "training").exists()
 
 
