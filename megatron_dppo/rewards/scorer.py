@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +60,6 @@ class RewardScorer:
         pool = FunctionPool(spec, timeout_seconds, num_workers, async_concurrency=async_concurrency)
         self._functions: Sequence[WeightedFunction] = [WeightedFunction("", pool)]
         self._shaping = shaping or Shaping()
-        self._has_warned = False
 
     @classmethod
     def from_functions(cls, functions: Sequence[WeightedFunction], shaping: Shaping | None = None) -> RewardScorer:
@@ -73,7 +71,6 @@ class RewardScorer:
         scorer = cls.__new__(cls)
         scorer._functions = list(functions)
         scorer._shaping = shaping or Shaping()
-        scorer._has_warned = False
         return scorer
 
     @property
@@ -105,18 +102,6 @@ class RewardScorer:
         if is_batch and len(final) > 1 and all(result.failed for result in final):
             raise RewardError(f"the rewards of all {len(final)} samples failed; first error: {final[0].error}")
         return final
-
-    def warn_of_failures(self, results: Sequence[RewardResult]) -> None:
-        """Print the first failed reward to stderr, once for each scorer; the metrics count all of them."""
-        errors = [result.error for result in results if result.failed]
-        if errors and not self._has_warned:
-            self._has_warned = True
-            print(
-                f"warning  rewards: {len(errors)} of {len(results)} samples failed. First error: {errors[0]}. Failed "
-                "samples give no gradient; rollout/reward_failed_fraction counts them",
-                file=sys.stderr,
-                flush=True,
-            )
 
     @staticmethod
     def _require_success(function: WeightedFunction, outcomes: dict[int, ScoringOutcome]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,6 +81,7 @@ class GroupScoring:
         self._thread = ThreadPoolExecutor(1, "scoring")
         self._numbers = itertools.count()
         self._order = WeakKeyDictionary[ScoredFuture, int]()
+        self._has_warned = False
 
     def score_when_sampled(self, prompts: Sequence[Prompt], sampled: Sequence[SampledFuture]) -> ScoredFuture:
         """Return a future of the scored groups of ``prompts``."""
@@ -124,13 +126,32 @@ class GroupScoring:
         completions = [completion for _, group in complete for completion in group]
         complete_prompts = [prompt for prompt, _ in complete]
         # A single group may fail alone; the scheduler checks the groups of a step together.
-        groups = score_completions(self._scorer, complete_prompts, completions, is_batch=len(sampled) > 1)
+        groups = score_completions(
+            self._scorer, complete_prompts, completions, is_batch=len(sampled) > 1, on_failure=self._warn_once
+        )
         remaining = iter(groups)
         return [None if group is None else next(remaining) for group in sampled]
 
+    def _warn_once(self, failed: Sequence[RewardResult], num_results: int) -> None:
+        """Print the first failed reward of this rank; the metrics count all of them."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        print(
+            f"warning  rewards: {len(failed)} of {num_results} samples failed. First error: {failed[0].error}. Failed "
+            "samples give no gradient; rollout/reward_failed_fraction counts them",
+            file=sys.stderr,
+            flush=True,
+        )
+
 
 def score_completions(
-    scorer: RewardScorer, prompts: Sequence[Prompt], completions: Sequence[Completion], *, is_batch: bool = True
+    scorer: RewardScorer,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    *,
+    is_batch: bool = True,
+    on_failure: Callable[[Sequence[RewardResult], int], None] | None = None,
 ) -> list[RolloutGroup]:
     """Return the scored group of each prompt.
 
@@ -141,6 +162,7 @@ def score_completions(
         prompts: one prompt per group.
         completions: the same number for each prompt, siblings side by side.
         is_batch: see ``RewardScorer.score``.
+        on_failure: Called with the failed results and the number of all results, if any failed.
 
     Raises:
         RewardError: see ``RewardScorer.score``.
@@ -162,7 +184,8 @@ def score_completions(
     ]
     scored = iter(scorer.score(items, is_batch=is_batch))
     results = [_existing_result(c) if _has_result(c) else next(scored) for c in completions]
-    scorer.warn_of_failures(results)
+    if on_failure is not None and (failed := [result for result in results if result.failed]):
+        on_failure(failed, len(results))
     rollouts = [
         Rollout(
             prompt=prompt,

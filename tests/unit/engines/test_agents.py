@@ -471,7 +471,7 @@ def test_agent_rows_keep_their_messages_and_start_without_tokens(tokenizer: Any)
     for are_tasks in (False, True):
         first, second = [PromptDataset(rows, tokenizer, are_tasks=are_tasks, **settings)[i] for i in range(2)]
         assert first.messages == ((user("a?"),) if are_tasks else None) and second.messages == tuple(chats)
-        assert first.start == (() if are_tasks else first.token_ids) and len(first.token_ids) > 20
+        assert first.context_ids == (() if are_tasks else first.token_ids) and len(first.token_ids) > 20
 
 
 def test_agent_files_are_relative_to_the_configuration() -> None:

@@ -132,7 +132,7 @@ def test_a_response_appends_truncates_and_stores_a_column(tmp_path: Path) -> Non
     assert done.policy_versions == (VersionSpan(1, 0, 3), VersionSpan(2, 5, 7))
     with pytest.raises(ValueError, match="without the rollout_margins that were asked for"):
         growing().append_sampled(generation([4], None))
-    with pytest.raises(ValueError, match="cannot go on with"):
+    with pytest.raises(ValueError, match="Expected rollout_margins of form"):
         growing().append_sampled(generation([4], [[1.0, 2.0, 3.0]]))
     plain = GrowingResponse((1, 2))
     plain.append_sampled(generation([4], None))
