@@ -96,6 +96,9 @@ class ProgramAgent:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # A child may keep the pipes open, and a transport that outlives its event loop raises when it is collected.
+            # asyncio has no public method to close it.
+            process._transport.close()  # type: ignore[attr-defined]
         if status == 0:
             return AgentExit(1.0)
         last = output.decode("utf-8", "replace").strip().replace(task.api_key, "***")
