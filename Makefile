@@ -1,6 +1,6 @@
 # make demo    set up, train with three losses side by side, draw the result: megatron-dppo demo
 # make example    set up, train the embedded example, show the result
-# make example-llm    set up, download a real language model (SmolLM2-135M-Instruct, 93 MB), train it on sums: about five
+# make example-llm    set up, download a real language model (SmolLM2-135M-Instruct, 93 MB), train it on sums: 3 to 5
 #                     minutes; make example-llm-moe: its mixture of experts, with router replay
 # make example-sglang, make example-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)

@@ -102,12 +102,12 @@ def masked_tokens(scored: Scored, word: Callable[[int], str]) -> dict[str, Any]:
         inputs = LossInputs(
             logprobs=scored.pi, rollout_logprobs=scored.mu, advantages=scored.advantages, loss_mask=has_advantage
         )
-        dropped = has_advantage & ~policy_loss(inputs, rule).keep_mask
+        masked = has_advantage & ~policy_loss(inputs, rule).keep_mask
         insides = [_inside(scored, low, high) for low, high in pairwise(EDGES)]
-        words = Counter(scored.ids[dropped].tolist()).most_common(_SHOWN_WORDS)
+        words = Counter(scored.ids[masked].tolist()).most_common(_SHOWN_WORDS)
         result[name] = {
-            "share": _share(dropped, has_advantage),
-            "bins": [_share(dropped & inside, has_advantage & inside) for inside in insides],
+            "share": _share(masked, has_advantage),
+            "bins": [_share(masked & inside, has_advantage & inside) for inside in insides],
             "words": [
                 {"word": word(token), "masked": count, "mean_mu": float(scored.mu[scored.ids == token].exp().mean())}
                 for token, count in words

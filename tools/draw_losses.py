@@ -45,7 +45,7 @@ def axis() -> Tensor:
 
 
 def factors(config: LossConfig, advantage: float) -> Tensor:
-    """Return the factor w M of ``A grad log pi``, 0 where dropped. Shape ``[CELLS, CELLS]``: pi down, mu across."""
+    """Return the factor w M of ``A grad log pi``, 0 where masked. Shape ``[CELLS, CELLS]``: pi down, mu across."""
     mu, pi = (x.flatten() for x in torch.meshgrid(axis(), axis(), indexing="xy"))
     logprobs = pi.log().requires_grad_()
     ones = torch.ones_like(mu)
@@ -75,11 +75,11 @@ def factors(config: LossConfig, advantage: float) -> Tensor:
 
 
 def numbers(config: LossConfig) -> dict[str, Any]:
-    """Return the entry of a loss in ``grids.json``: dropped shares, and the factors at every ``STRIDE``-th cell."""
+    """Return the entry of a loss in ``grids.json``: masked shares, and the factors at every ``STRIDE``-th cell."""
     grids: dict[str, Any] = {}
     for name, advantage in (("up", 1.0), ("down", -1.0)):
         grid = factors(config, advantage)
-        grids[f"dropped_{name}"] = round(float((grid == 0).double().mean()), 3)
+        grids[f"masked_{name}"] = round(float((grid == 0).double().mean()), 3)
         grids[f"factor_{name}"] = [[float(f"{x:.3g}") + 0.0 for x in row] for row in grid[::STRIDE, ::STRIDE].tolist()]
     return grids
 

@@ -34,28 +34,35 @@ MISSING = "not measured yet"
 AXES = ("Differentiated", "Weight", "Mask")
 HEAD = f"""# Losses: what each does with a token
 
-Written by `tools/write_loss_gallery.py` from `gallery.toml`; the pictures by `tools/draw_losses.py`, which takes them
-from the gradient of the losses themselves. Details: [loss.md](../loss.md), keys:
-[configuration.md](../configuration.md#loss). Each loss is one file of `megatron_dppo/losses`: formula, keys, inputs,
-rule, source and a worked example. mu is the rollout's probability, pi the present one, pi' the one that the
-trainer recomputes with the rollout's weights.
+`tools/write_loss_gallery.py` writes this page from `gallery.toml`. `tools/draw_losses.py` draws the pictures from the
+gradients of the losses. Details: [loss.md](../loss.md), keys: [configuration.md](../configuration.md#loss).
+
+Each loss is one file of `megatron_dppo/losses`, with formula, keys, inputs, rule, source and an example. mu is the
+probability that the engine reported when it sampled the token. pi is the probability now. pi' is the probability that
+the trainer recomputes with the rollout's weights. A *masked* token gets no gradient.
 
 {{axes}}
 
-Each picture has μ, the probability that the token was sampled with, across, and π, the one it has now, upwards, both in
-log-odds; the diagonal is π = μ. Color is the factor of A ∇ log π: white 1, red more, blue less, dark = masked,
-purple = the update leads the other way. Left for A > 0, where an update raises π, right for A < 0. Some losses need
-more than (μ, π):
+How to read a picture:
 
-- Top-K (K = 2): the two other ids of the head have the parts {HEAD_MU} under μ and {HEAD_PI} under π of what
-  the token leaves, a tenth is outside. So the head has swapped, and a divergence is there on the diagonal too.
-- π', the probability that the trainer recomputes at the rollout's weights, is {RECOMPUTED} μ.
-- Whole sequences: of one token.
+- μ is the horizontal axis and π the vertical one, both in log-odds. On the diagonal π = μ.
+- Color is the factor of A ∇ log π: white 1, red more, blue less, dark = masked, purple = the update leads
+  the other way.
+- The left half is for A > 0, where an update raises π. The right half is for A < 0.
 
-**Verdict**: bands (mean [least, largest] over seeds) of the mean training reward over the last quarter of the steps, on
-small models ([experiments](../experiments.md#how-to-read-it)): without a mismatch, and in how many conditions the band
-lies above or below that of `{DEFAULT}` without touching it; "on every seed": the bands overlap, but the
-difference on the same seed has one sign on all five. DPPO's runs whose name has no cap are with `ratio_cap = "off"`.
+Some losses depend on more than (μ, π). Their pictures assume:
+
+- Top-K (K = 2): the sampled token leaves a probability of 1 - μ or 1 - π. The two other ids of the set have the parts
+  {HEAD_MU} of it under μ and {HEAD_PI} under π. A tenth is outside the set. So the diagonal has a divergence too.
+- Recomputed log-probabilities: π' is {RECOMPUTED} μ.
+- Sequences: they have one token.
+
+**Verdict** compares results of the wind tunnel, on small models ([experiments](../experiments.md#how-to-read-it)). A
+band is mean [least, largest] over seeds of the training reward in the last quarter of the steps. The verdict has the
+band without mismatch, and the number of conditions whose band is above or below that of `{DEFAULT}`
+without touching it. "On every seed" means that the bands overlap, but the difference has one sign on all five seeds. A
+DPPO run whose name has no cap used `ratio_cap = "off"`. The wind tunnel searched a threshold for each loss, so these
+runs did not use the defaults.
 """
 
 

@@ -45,7 +45,7 @@ def test_the_pictures_are_of_the_losses_as_they_are(drawing: dict[str, Any]) -> 
     for entry in drawing["entries"]():
         before, now = written[entry["id"]], drawing["numbers"](LossConfig(**entry["config"]))
         for sign in ("up", "down"):
-            assert now[f"dropped_{sign}"] == pytest.approx(before[f"dropped_{sign}"], abs=2e-3), entry["id"]
+            assert now[f"masked_{sign}"] == pytest.approx(before[f"masked_{sign}"], abs=2e-3), entry["id"]
             for row, of_row in zip(now[f"factor_{sign}"], before[f"factor_{sign}"], strict=True):
                 assert row == pytest.approx(of_row, rel=0.01), entry["id"]
 
