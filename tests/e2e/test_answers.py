@@ -91,10 +91,10 @@ def test_generate_without_labels_tells_the_distribution_that_it_drew_from(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "{run}", "--step", "7"], "no checkpoint of step 7; there are step_000025"),
+        (["eval", "{run}", "--step", "7"], "no checkpoint of step 7; available: step_000025"),
         (["eval", "{config}", "--step", "7"], "--step 7 needs the folder of a run"),
         (["eval", "{run}/hf"], "is not the folder of a run"),
-        (["eval", "{config}", "--model", "{run}/hf", "--data.eval", "null"], "set data.eval"),
+        (["eval", "{config}", "--model", "{run}/hf", "--data.eval", "null"], "data.eval is not set"),
         (["eval", "{config}", "--json", "{run}/summary.json"], "exists already"),
         (["eval", "{config}", "--answers", "{run}/none/a.jsonl"], "folder that does not exist"),
         (["generate", "{config}", "--prompt", "1+1=", "--score"], "--prompt has none"),
@@ -103,7 +103,7 @@ def test_generate_without_labels_tells_the_distribution_that_it_drew_from(
         (["generate", "{config}", "--nonsense", "1"], "nonsense"),
     ],
 )
-def test_what_cannot_be_asked_is_told(
+def test_bad_requests_are_refused(
     base_run: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(ROOT)
