@@ -172,7 +172,8 @@ def error_text(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be read)"
-    return _plain(text)[:_MAX_ERROR_LENGTH] + _user_line(error)
+    line = _user_line(error)
+    return _plain(text)[: _MAX_ERROR_LENGTH - len(line)] + line
 
 
 def _user_line(error: BaseException) -> str:

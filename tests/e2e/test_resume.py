@@ -183,7 +183,7 @@ def test_sigterm_saves_and_the_next_run_continues(run_flags: list[str], uninterr
     assert "stopped  by SIGTERM after step" in output, output
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert int(names[-1].removeprefix("step_")) < STEPS  # no .partial is left
-    assert f"after step {int(names[-1].removeprefix('step_'))};" in output, (names, output)
+    assert f"after step {int(names[-1].removeprefix('step_'))}. Rerun" in output, (names, output)
     result = train(arguments, processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_same_run(tmp_path / "run", uninterrupted)

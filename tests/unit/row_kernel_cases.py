@@ -238,7 +238,7 @@ def bad_arguments_of_the_statistics_are_named() -> None:
         ((logits.double(), 8, labels, None, 1.0), "float64"),
         ((logits.T, 2, torch.zeros(8, dtype=torch.int64), None, 1.0), "contiguous rows"),
         ((logits[0], 8, labels, None, 1.0), "logits"),
-        ((logits, 9, labels, None, 1.0), "own = 9"),
+        ((logits, 9, labels, None, 1.0), "shard_size = 9"),
         ((logits, 8, labels.int(), None, 1.0), "int64 labels"),
         ((logits, 8, labels[:1], None, 1.0), "int64 labels"),
         ((logits, 8, labels, labels[:1, None], 1.0), "int64 ids"),

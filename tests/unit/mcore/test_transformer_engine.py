@@ -78,7 +78,7 @@ print(*applied)
         return done.stdout.splitlines()
 
     package(tmp_path, "")
-    assert run() == ["_load_optimizer _offload_once replace_load_inline"]
+    assert run() == ["_load_optimizer_without_grad _copy_offloaded_shards_only replace_load_inline"]
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise ImportError")
     assert run() == ["refused", ""]
 
