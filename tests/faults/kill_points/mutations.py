@@ -92,9 +92,9 @@ def _prompts_again() -> None:
 
 def _optimizer_anew() -> None:
     """The optimizer's state is not loaded."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron_dppo.mcore.optim import Optimizer
 
-    DistributedOptimizer.load_state_dict = lambda self, state: None
+    Optimizer.load_state_dict = lambda self, state: None  # type: ignore[method-assign]
 
 
 def _warm_too_early() -> None:
