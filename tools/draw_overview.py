@@ -6,20 +6,17 @@ python tools/draw_overview.py [docs/real_model/rows.jsonl.xz] [docs/overview.png
 
 from __future__ import annotations
 
-import json
-import lzma
 import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from draw_real_model import EVAL_EVERY  # selects the backend without a screen, too
+
+from megatron_dppo.commands.experiments.row import read_external_rows
 
 CONDITION = "staleness 4"
-EVAL_EVERY = 5
 
 
 class Curve(NamedTuple):
@@ -43,8 +40,7 @@ CURVES = (
 def main() -> None:
     """Write the picture."""
     arguments = (*sys.argv[1:], "docs/real_model/rows.jsonl.xz", "docs/overview.png")
-    with lzma.open(arguments[0], "rt") as file:
-        rows = [row for row in map(json.loads, file) if row["mismatch"] == CONDITION]
+    rows = [each.row for each in read_external_rows(Path(arguments[0])) if each.row["mismatch"] == CONDITION]
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 12}):
         figure, axis = plt.subplots(figsize=(9, 4.4), layout="constrained")
         for curve in CURVES:

@@ -156,6 +156,7 @@ class Optimizer:
 
     Attributes:
         megatron: Megatron's optimizer.
+        parts: The optimizers in it that train weights, by their index in its chain.
         loss_scale: Loss scale of fp16. None for other dtypes.
     """
 
@@ -187,11 +188,14 @@ class Optimizer:
             ),
             self._chunks,
         )
-        self._parts = [part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
+        parts = self.megatron.chained_optimizers
+        self._is_chained = len(parts) > 1
+        # Dense weights and experts. A part that trains no weight is a stub, which cannot be saved or loaded.
+        self.parts = {index: part for index, part in enumerate(parts) if not part.is_stub_optimizer}
         self._num_updates = 0
         self.loss_scale = LossScale(optimizer, next(chunks[0].parameters()).device) if config.fp16 else None
         # Megatron allocates the moments in the first update; saving or loading a checkpoint needs them earlier.
-        for part in self._parts:
+        for part in self.parts.values():
             if is_offloaded(part):
                 start_offloaded(part)
             else:
@@ -235,7 +239,7 @@ class Optimizer:
     def drop_gradients(self) -> None:
         """Free gradients of the last update outside the gradient buffers, such as fp32 copies of bf16 gradients."""
         self.megatron.zero_grad()
-        for part in self.megatron.chained_optimizers:
+        for part in self.parts.values():
             if is_offloaded(part):
                 drop_gradient_copies(part)
 
@@ -247,7 +251,7 @@ class Optimizer:
         # OptimizerParamScheduler counts the increment before it computes the rate.
         self._scheduler.num_steps = step
         self._scheduler.step(increment=1)
-        return float(self._parts[0].param_groups[0]["lr"])
+        return float(next(iter(self.parts.values())).param_groups[0]["lr"])
 
     def step(self) -> UpdateResult:
         """Update the weights, or skip the update if the global gradient norm is not finite."""
@@ -273,21 +277,22 @@ class Optimizer:
         """Return Megatron's sharded optimizer state for dist_checkpointing.
 
         Megatron's ``ChainedOptimizer.sharded_state_dict`` cannot save a part that trains no weight (the dense part
-        when only experts have adapters). Affected: Megatron Core 0.14 to 0.19.2. Use Megatron's method when it can.
+        when only experts have adapters). Affected: Megatron Core 0.16.1; 0.19.2 was not tried without this. Use
+        Megatron's method when it can.
         """
-        states: dict[int, Any] = {}
-        for index, part in enumerate(self.megatron.chained_optimizers):
-            if part.is_stub_optimizer:
-                continue
-            states[index] = part.sharded_state_dict(model_state, is_loading, metadata=metadata)
-        return states if len(self.megatron.chained_optimizers) > 1 else states[0]
+        states = {
+            index: part.sharded_state_dict(model_state, is_loading, metadata=metadata)
+            for index, part in self.parts.items()
+        }
+        return states if self._is_chained else states[0]
 
     def _group_state(self, part: DistributedOptimizer) -> dict[str, Any]:
         """Return the state of a part that is no tensor, as ``DistributedOptimizer.state_dict`` does.
 
         Rank 0 writes it for all ranks. Megatron reads the number of updates from the state of a weight, and fails on
         a rank that holds no element of the part: a pipeline stage without experts, or a shard of few small adapters.
-        Affected: Megatron Core 0.14 to 0.19.2. Delete when Megatron counts updates on every rank.
+        Affected: Megatron Core 0.16.1; 0.19.2 was not tried without this. Delete when Megatron counts updates on every
+        rank.
         """
         dropped = hybrid_settings(part) | {"params"}
         groups = [
@@ -310,11 +315,8 @@ class Optimizer:
         self._num_updates = max(_num_updates(each) for each in saved)
         # Equal in all parts.
         shared = {key: each[key] for each in saved for key in ("grad_scaler", _SHARDING) if key in each}
-        is_chained = len(self.megatron.chained_optimizers) > 1
-        for index, part in enumerate(self.megatron.chained_optimizers):
-            if part.is_stub_optimizer:
-                continue
-            entry = state.get(index, {}) if is_chained else state
+        for index, part in self.parts.items():
+            entry = state.get(index, {}) if self._is_chained else state
             entry = shared | {key: value for key, value in entry.items() if not isinstance(key, int)}
             part.load_state_dict(self._with_groups(part, entry))
 
@@ -350,9 +352,7 @@ _SHARDING = "param_state_sharding_type"
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the optimizer's tensors on this rank: main parameters and moments."""
-    for part in optimizer.megatron.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
+    for part in optimizer.parts.values():
         # The parameters of an offloaded optimizer are the model's weights: only its state counts.
         if is_offloaded(part):
             yield from _nonempty_tensors(offloaded_tensors(part))

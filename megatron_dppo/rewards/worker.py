@@ -61,12 +61,13 @@ class Worker:
         self._at_exit: Any = None
         self._chunk = SampleChunk(0, [])
         self._started = False
-        self._time_limit: TimeLimit | None = None
+        self._time_limit: TimeLimit
+        """Limit of the chunk since ``submit``, then of each sample."""
 
     @property
     def deadline(self) -> float:
-        """Time (``time.monotonic()``) at which to call ``receive``, also without a reply."""
-        return 0.0 if self._time_limit is None else self._time_limit.deadline
+        """Time (``time.monotonic()``) at which to call ``receive`` after ``submit``, also without a reply."""
+        return self._time_limit.deadline
 
     @property
     def connection(self) -> Connection:
@@ -99,7 +100,7 @@ class Worker:
             self._chunk.error = f"the scoring process died ({self._how_it_ended(error)})"
             self.close()
             return self._chunk
-        if time.monotonic() < self.deadline or (self._time_limit is not None and self._time_limit.extend()):
+        if time.monotonic() < self.deadline or self._time_limit.extend():
             return None
         # Over the limit: kill the process. The caller retries or fails the unscored samples of the chunk.
         self._chunk.error = too_slow(self._timeout)
