@@ -77,8 +77,8 @@ function choose(step) {
   state.step = step;
   byId("slider").max = run.recorded.length - 1;
   byId("slider").value = run.recorded.indexOf(step);
-  byId("which").textContent = `step ${step}: ${view.samples} samples, ${view.tokens} tokens, ${view.mrequestedTokens} mrequested`;
-  byId("mrequested").replaceChildren(mrequestedTable(view));
+  byId("which").textContent = `step ${step}: ${view.samples} samples, ${view.tokens} tokens, ${view.maskedTokens} masked`;
+  byId("masked").replaceChildren(maskedTable(view));
   const boxes = view.responses.map((response) => responseBox(response, view.vocabulary, showToken));
   byId("responses").replaceChildren(...boxes);
   byId("token").textContent = "";
