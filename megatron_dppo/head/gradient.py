@@ -49,12 +49,15 @@ class HeadGradient:
         self._source = hidden.detach()
         self.in_main_grad = needed[1] and main_grad is not None
         count, weight = rows.num_gradient, head.weight
+        # A gradient of bf16 or fp16 fits into the memory of its fp32 logits. On the CPU it is collected for larger
+        # products.
         in_place = weight.is_cuda or not is_half(weight.dtype) or not any(needed)
         at_a_time = chunk if in_place else gradient_rows(count, chunk, len(weight))
         self._room = None if in_place else weight.new_empty(min(at_a_time, count), len(weight))
         self._hidden = hidden.new_empty(count, hidden.shape[1]) if needed[0] else None
         self._weight = WeightGradient(weight, -(-count // at_a_time), main_grad) if needed[1] else None
         self._bias = weight.new_zeros(len(weight), dtype=head.dtype) if needed[2] else None
+        # Rows [_first, _last) of the plan are in ``_room`` and still to be multiplied.
         self._first = self._last = 0
 
     def next_output(self, logits: Tensor) -> Tensor:
@@ -77,6 +80,7 @@ class HeadGradient:
         first, last = self._first, self._last
         if first == last:
             return
+        # The room may be longer than the rows in it.
         dlogits, self._first = dlogits[: last - first], last
         if self._hidden is not None:
             torch.mm(dlogits, self._head.weight, out=self._hidden[first:last])
@@ -156,9 +160,11 @@ class _AttachGradient(torch.autograd.Function):
         if ctx.gradients is None:
             raise ValueError("the loss of dppo_head_loss can be differentiated once; it keeps no logits to do it again")
         if ctx.scale is not None:
+            # The accumulated gradients contain ``grad_scale`` already.
             upstream = upstream / ctx.scale
         if ctx.added_to is not None:
             _check_one(upstream)
+        # They leave the context here, so that a second backward pass raises instead of using scaled values.
         (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
         of_hidden, of_weight, of_bias = (_scaled(x, upstream) for x in (of_hidden, of_weight, of_bias))
         if ctx.added_to is not None:
@@ -192,6 +198,7 @@ def _check_one(upstream: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor | None, upstream: Tensor) -> Tensor | None:
+    # On CUDA reading ``upstream`` would wait for the device; a product with 1 does not.
     if gradient is None or (not upstream.is_cuda and float(upstream) == 1):
         return gradient
     return gradient.mul_(upstream)

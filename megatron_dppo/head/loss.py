@@ -86,6 +86,7 @@ def dppo_head_loss(
             ``main_grad`` does not fit. After them: the loss has a gradient in a row without one in the plan. In
             backward: a second.
     """
+    # Checks first, before any collective: a rank that raised later would leave the others waiting.
     _check_needs(needs)
     head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
@@ -94,7 +95,9 @@ def dppo_head_loss(
     main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if distillation is None else 2
     gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale, models)
     run = _HeadCall(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, distillation)
+    # One pass, chunk by chunk: statistics, loss, gradient.
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
+    # Backward only scales what the pass has accumulated.
     return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
 
 
@@ -118,6 +121,8 @@ def _gradient(
     needed = _needed(hidden), _needed(weight), _needed(bias)
     in_flight = chunks_in_flight(weight.device, head.group)
     ranks = 1 if head.group is None else head.group.size()
+    # On CUDA the chunks in flight share the memory budget, on the CPU the ranks of the machine do. A teacher doubles
+    # both.
     size = chunk_size(chunk_tokens, rows, weight, models * in_flight, models * ranks)
     return HeadGradient(head, rows, hidden, needed, size, main_grad, scale), in_flight
 
@@ -188,6 +193,8 @@ def _pending(run: _HeadCall) -> Iterator[_Pending]:
     number = min(run.in_flight, len(chunks))
     rows = min(run.gradient.chunk, run.rows.count)
     distillation = run.distillation
+    # A buffer is used again for chunk i + number, which starts only after chunk i was yielded and finished by the
+    # caller.
     buffers = [
         (run.head.new_logits(rows), None if distillation is None else distillation.new_logits(rows))
         for _ in range(number)
@@ -211,7 +218,9 @@ def _start(run: _HeadCall, chunk: RowChunk, buffer: Tensor, teacher_buffer: Tens
     )
     sent = shard_statistics
     if run.exchanges_sums and columns.ids is not None and columns.valid is not None:
+        # Four numbers a row instead of 4 + K. ``_totals`` exchanges the sums over the slots later.
         sent = narrow(shard_statistics, columns.targets.labels, columns.ids, columns.valid)
+    # The teacher's two numbers a row travel in the same gather.
     of_teacher = None
     if run.distillation is not None and teacher_buffer is not None:
         of_teacher, totals = run.distillation.start(chunk, teacher_buffer)
@@ -223,10 +232,12 @@ def _start(run: _HeadCall, chunk: RowChunk, buffer: Tensor, teacher_buffer: Tens
 def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
     """Return the loss of a chunk and add its gradients to ``run.gradient``."""
     if pending.work is not None:
+        # On CUDA the GEMM of the next chunk is queued by now and hides this collective.
         pending.work.wait()
     head, columns = run.head, pending.columns
     totals, sums = _totals(run, pending)
     output, of_logprobs, of_entropy, of_ids = _differentiate(run, columns.targets, totals, sums)
+    # Rows with a gradient come first in the plan, so they are the first rows of a chunk.
     stop = pending.chunk.num_gradient if run.differentiates else 0
     term = None
     if run.distillation is not None and pending.of_teacher is not None:
@@ -244,6 +255,7 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
         check_rest(stop, of_logprobs, of_entropy, of_ids)
     if stop:
         part = slice(0, stop)
+        # Written over the logits. From it follow the gradients of hidden states and weight, and then it is dropped.
         dlogits = head.gradient(
             pending.logits[part],
             columns.labels[part],
@@ -251,6 +263,7 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
             of_logprobs[part],
             None if of_entropy is None else of_entropy[part],
             run.gradient.next_output(pending.logits[part]),
+            # The shard's maximum, to which the exponentials in place of the logits are relative.
             pending.shard_statistics[part, 0] if run.overwrites else None,
             _slots(columns, of_ids, part),
         )
@@ -280,6 +293,7 @@ def _totals(run: _HeadCall, pending: _Pending) -> tuple[RowTotals, Tensor | None
     sums, other, square = reduce_slots(
         pending.shard_statistics, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, slot_sums
     )
+    # The label's own slot. Its log-probability is known everywhere after the gather, so no shard has to own it.
     last = slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
     return totals._replace(other_logprob=other, other_square=square), sums + last.to(sums.dtype)
 
@@ -293,6 +307,8 @@ def _differentiate(
     ``[n, K]``.
     """
     needs = run.needs
+    # The loss is differentiated in n log-probabilities (and entropies, slots), not in the logits: these few
+    # derivatives are all that ``VocabShard.gradient`` needs to form the gradient of the logits.
     logprobs = totals.logprobs.detach().requires_grad_(run.differentiates)
     entropy = totals.entropy.detach().requires_grad_(run.differentiates and needs.entropy_gradient)
     ids = None if totals.id_logprobs is None else totals.id_logprobs.detach()

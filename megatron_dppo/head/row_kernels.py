@@ -135,12 +135,16 @@ def row_statistics_torch(
         torch.exp2(z, out=exp)
         # A -inf has to give 0 times something finite.
         torch.sum(z.clamp_(min=_UNDERFLOW).mul_(exp), 1, out=moment)
+        # o is a sum without label and ids, never a difference: it keeps its digits where the ids hold almost all of
+        # the mass.
         torch.sum(exp.scatter_(1, places, 0.0), 1, out=total)
         if squares:
             of_squares.copy_(torch.mul(exp, exp, out=z).sum(1, keepdim=True))
+    # The loop counts z in units of ln 2.
     weighted *= math.log(2)
     below = values - _finite(maximum)[:, None]
     exponentials = torch.exp2(below * scale)
+    # A row without any id of this shard has struck out entry 0, which belongs to o.
     unstruck = torch.where(of_shard.any(1), 0.0, exponentials[:, 0])
     other += unstruck
     if squares:

@@ -49,7 +49,7 @@ def row_statistics(
 
     Args:
         logits: ``[n, W]`` fp32, bf16 or fp16, raw (before the temperature), rows contiguous.
-        shard_size: the columns from here on are padding and never looked at; 0 <= own <= W.
+        shard_size: the columns from here on are padding and are not read; 0 <= shard_size <= W.
         labels: ``[n]`` int64, the label's column, -1 = not of this shard.
         ids: ``[n, K]`` int64 columns in any order, -1 = not of this shard or an unused slot; or None.
         temperature: divides the logits.

@@ -61,6 +61,7 @@ class RowPlan:
         first = with_gradient.nonzero().squeeze(1)
         rows = torch.cat([first, (loss_mask & ~with_gradient).nonzero().squeeze(1)])
         if device is not None and torch.device(device).type == "cuda":
+            # A copy from pageable memory would wait for the device.
             rows = rows.pin_memory()
         return cls(rows if device is None else rows.to(device, non_blocking=True), len(first), rows)
 
@@ -175,6 +176,7 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
     else:
         least, limit = _CPU_CHUNK_ROWS
         most = min(max(_CPU_CHUNK_BYTES // (4 * width * in_flight), least), limit)
+    # Equal chunks: a short last one would leave the GEMM waiting for the weight.
     number = max(1, -(-rows // most))
     return max(1, -(-rows // number))
 

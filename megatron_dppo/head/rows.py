@@ -129,6 +129,7 @@ class VocabShard:
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
         group = group if shards > 1 else None
+        # The padding is at the end of the vocabulary: the last shards may hold some, or nothing else.
         shard_size = max(0, min(vocab_size - rank * width, width))
         return cls(
             weight.detach(), None if bias is None else bias.detach(), group, rank * width, shard_size, temperature
@@ -219,6 +220,7 @@ class VocabShard:
         maximum = totals.maximum[:, None]
         factor = slots.total(grad_logprobs)[:, None]
         if overwritten is not None:
+            # These are exponentials relative to the shard's maximum, here brought to that of the row.
             p = chosen_logits * (((overwritten[:, None] - maximum) / self.temperature).exp() / totals.total[:, None])
         else:
             z = (chosen_logits - maximum) / self.temperature
@@ -231,6 +233,7 @@ class VocabShard:
 
 def gather_shards(shard_statistics: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
     """All-gather ``[n, C]`` of each rank to ``[ranks, n, C]``, ready when the returned work is done (None: ready)."""
+    # Every rank of the group has the same rows, so all of them skip an empty collective.
     if group is None or shard_statistics.numel() == 0:
         return shard_statistics[None].expand(1 if group is None else group.size(), *shard_statistics.shape), None
     parts = shard_statistics.new_empty(group.size(), *shard_statistics.shape)

@@ -141,6 +141,7 @@ def loss_inputs(targets: TokenTargets, statistics: HeadStatistics, vocab_size: i
     """
     topk_logprobs = None
     if statistics.id_logprobs is not None:
+        # Slot K is the label's. Its gradient already flows through ``logprobs``.
         topk_logprobs = torch.cat([statistics.id_logprobs, statistics.logprobs.detach()[:, None]], 1)
     columns: dict[str, Any] = {name: getattr(targets, name) for name in _SHARED_COLUMNS}
     return LossInputs(
@@ -198,15 +199,18 @@ class _HeadStatistics(torch.autograd.Function):
         rows, head = call.rows, call.head
         labels = rows.take(labels)
         ids, ids_valid = (None if x is None else rows.take(x) for x in (ids, ids_valid))
+        # One collective for the statistics of all chunks and the candidates of the Top-k.
         parts, work = gather_shards(_shard_rows(hidden, labels, ids, ids_valid, call), head.group)
         if work is not None:
             work.wait()
         columns = call.statistics_columns(ids)
         totals = merge(parts[..., :columns], labels, ids, ids_valid, head.temperature)
         top = merge_candidates(parts[..., columns:], call.topk, totals, head.temperature) if call.topk else (None,) * 2
+        # Backward reads the ids only for a gradient at the slots.
         saved_ids = (ids, ids_valid) if call.needs.slot_gradient else (None, None)
         ctx.save_for_backward(hidden, weight, labels, totals.maximum, totals.total, totals.entropy, *saved_ids)
         ctx.call = call
+        # The gradient of an unused output stays None; zeros would take the more expensive path of an entropy gradient.
         ctx.set_materialize_grads(False)
         statistics = (
             totals.logprobs,
@@ -245,8 +249,10 @@ class _HeadStatistics(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         gradient = HeadGradient(head, rows, hidden, needed, call.chunk, call.main_grad)
         buffer = head.new_logits(min(call.chunk, stop))
+        # log p(label), the third field, is not read by the gradient; any [n] tensor will do.
         totals = RowTotals(maximum, total, total, entropy, None, None)
         local, local_ids = head.local(labels), None if of_ids is None else head.local(ids, ids_valid)
+        # The logits of a chunk are computed again, and their gradient is written over them.
         for chunk in rows.chunks(call.chunk, stop):
             part = slice(chunk.start, chunk.stop)
             logits = call.logits(hidden, chunk, buffer)
@@ -281,5 +287,6 @@ def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tenso
             logits, local_labels[part], some_ids, squares=call.needs.other_square
         )
         if width:
+            # Without padding: a padded entry must not become one of the Top-k.
             shard_rows[part, columns:] = candidates(logits[:, : head.shard_size], width, head.first)
     return shard_rows

@@ -76,8 +76,10 @@ def reduce_slots(
     """
     slots = 4 + owned.shape[1]
     shift = (shard_statistics[:, 0] - totals.maximum) / temperature
+    # log p of this shard's ids: y_i is relative to the shard's maximum, ``shift`` brings it to that of the row.
     logprobs = shard_statistics[:, 4:slots] + (shift - totals.total.log())[:, None]
     sums = slot_sums(logprobs, rollout_logprobs, owned).to(shard_statistics.dtype)
+    # Columns o and q are relative to the maximum of the shard. q sums squares, so its factor is squared.
     scale = shift.exp()[:, None]
     together = torch.cat([sums, shard_statistics[:, 2:3] * scale, shard_statistics[:, slots:] * scale.square()], 1)
     dist.all_reduce(together, group=group)

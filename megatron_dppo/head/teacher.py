@@ -56,6 +56,7 @@ def shard_totals(logits: Tensor, shard_size: int, temperature: float) -> Tensor:
         return totals
     for block, out in _blocks(shard_size, logits[:, :shard_size], totals):
         out[:, 0] = block.amax(1)
+        # The maximum of a row of -inf must be finite, or its exponentials would be NaN.
         top = out[:, :1].clamp(min=torch.finfo(block.dtype).min)
         out[:, 1] = ((block - top) / temperature).exp_().sum(1)
     return totals
@@ -87,6 +88,7 @@ def shard_kls(student: Side, teacher: Side, shard_size: int, temperature: float)
         shard_size, student.logits[:, :shard_size], teacher.logits[:, :shard_size], *columns
     ):
         log_p = _log_probabilities(z, top_p, total_p, temperature)
+        # In place: the gradient needs the teacher's log-probabilities again, and nothing needs its logits.
         log_q = u.copy_(_log_probabilities(u, top_q, total_q, temperature))
         log_ratio = log_p - log_q
         out[:, 0] = log_p.exp_().mul_(log_ratio).sum(1)

@@ -198,6 +198,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
+        # The logits are the caller's tensor, not a copy; probabilities are computed again in backward.
         ctx.save_for_backward(logits, maximum, sums[0], entropy, index, is_local, in_set, slots)
         ctx.shard_size, ctx.temperature = shard_size, temperature
         ctx.set_materialize_grads(False)
@@ -222,6 +223,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None and grad_ids is None:
             return None, *no_gradients
         at_label = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        # Every log-probability of the row subtracts p_j times its own derivative, so these derivatives add up.
         grad_logprobs = at_label if grad_ids is None else at_label + grad_ids.sum(1)
         # p = exp(z - m) / s with the division on the row's factor: z - (m + log s) would round off where m is large.
         grad = shifted(logits, ctx.shard_size, maximum, ctx.temperature)

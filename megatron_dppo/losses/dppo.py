@@ -172,6 +172,7 @@ class TopKDPPO(DPPOConfig):
     @property
     def needs(self) -> FunctionNeeds:
         """The Top-K, and the exact tail if the predicted direction uses it."""
+        # The other two tails follow from pi's mass outside the set, which every Top-K loss has.
         needs_exact_tail = self.direction == "predictive" and self.tail == "proportional"
         return FunctionNeeds(topk=True, topk_other_square=needs_exact_tail, zero_advantage=False)
 

@@ -47,4 +47,5 @@ class RecomputeDPPO(DPPOConfig):
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
         divergence = measure(tokens.logprobs, tokens.recomputed)
         keep = losses.divergence_keep_mask(divergence, tokens.recomputed_log_ratio, tokens.advantages, *self.thresholds)
+        # Only the mask is anchored on pi'. The weight stays pi / mu.
         return losses.weigh_by_ratio(tokens, divergence, keep)

@@ -66,6 +66,8 @@ class GSPO(RatioClipping, Loss):
 
     def decide(self, tokens: Tokens) -> Decision:
         """Clip the ratio of the sequence."""
+        # Every token carries s, with the gradient of its own log pi. Averaged over the sequence this is the gradient
+        # of s.
         log_ratio = losses.per_sequence(tokens.log_ratio, tokens.mask, tokens.sequences, "mean")
         divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
         return losses.clipped_surrogate(tokens, log_ratio, divergence, self.clip_ratios)

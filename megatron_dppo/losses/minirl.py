@@ -45,4 +45,5 @@ class MiniRL(RatioClipping, RatioCap, Loss):
     def decide(self, tokens: Tokens) -> Decision:
         """Mask tokens whose ratio to pi' is beyond the limit of their side."""
         keep = losses.ratio_keep_mask(tokens.recomputed_log_ratio, tokens.advantages, *self.clip_ratios)
+        # The mask reads pi / pi', the weight pi / mu.
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs), keep)

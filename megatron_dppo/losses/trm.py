@@ -80,6 +80,7 @@ class TRM(RatioCap, Loss):
 
     def decide(self, tokens: Tokens) -> Decision:
         """Mask all tokens of a sequence that is beyond a limit."""
+        # "off" is an infinite limit, which no finite divergence exceeds.
         largest = math.inf if self.sequence_max == "off" else self.sequence_max
         mean = math.inf if self.sequence_mean == "off" else self.sequence_mean
         peak, average = self._divergences(tokens)

@@ -54,6 +54,7 @@ class UserLoss(Loss):
 
     def decide(self, tokens: Tokens) -> Decision:
         """Keep every token: the function itself decides."""
+        # Weight and divergence are only for the metrics: ``terms`` calls the function for value and gradient.
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
 
     def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:

@@ -143,6 +143,7 @@ class Bridge:
         expected: set[str] = set()
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             expected.update(rule.names(layer, expert)[1])
+        # Files of a tied model may hold the output layer too; it equals the embedding and is not loaded.
         extra = {name for name in names - expected - set(OUTPUT.hf) if not mapping.is_mtp_weight(name, self._shape)}
         missing = expected - names
         if missing or extra:
@@ -176,6 +177,7 @@ class Bridge:
         self, rule: Rule, layer: int, local: int, read: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         ep = self._groups.ep
+        # Expert-parallel ranks fetch different experts here, each from the pipeline stages of its own group.
         global_expert = dist.get_rank(ep) * self._local_experts + local
         full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, global_expert)[0], read))
         for ep_rank, tensor in enumerate(all_gather(full, ep)):

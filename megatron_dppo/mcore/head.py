@@ -119,12 +119,16 @@ class OutputHead:
         Context-parallel ranks compute the loss of their tokens. A loss that needs whole sequences is computed for the
         whole row on every rank; then only the first rank counts the tokens and reports the metrics.
         """
+        # A loss of single tokens: its gradient is formed in the forward pass.
         if self._fused and objective.by_token:
             return self._in_one_pass(hidden, row, objective.loss, self._needs(objective, row.targets))
+        # A loss of whole sequences needs the statistics of the row at once. Backward computes the logits again.
         output = objective.loss(self.statistics(hidden, row, objective))
         if row.shard is not None and row.shard.group.rank() != 0:
             # The divergence from the teacher is added below, for this rank's tokens: report a loss of 0 until then.
             metrics = {} if row.teacher is None else {"loss": Metric(0.0, 0.0)}
+            # Megatron adds up the counts of these ranks. The loss stays: each rank differentiates it by its own
+            # tokens.
             output = replace(output, num_tokens=torch.zeros_like(output.num_tokens), metrics=metrics)
         if row.teacher is None:
             return output
@@ -234,6 +238,7 @@ class OutputHead:
     def _logits(self, hidden: Tensor, targets: TokenTargets) -> Tensor:
         """Return the logits ``[T, V_local]`` of Megatron's output layer, -inf outside the sampling masks."""
         weight = self.weight() if self._model.share_embeddings_and_output_weights else None
+        # By the class, because under 0.16.1 the layer's own ``forward`` passes its input through.
         logits, _ = ColumnParallelLinear.forward(self._model.output_layer, hidden.transpose(0, 1), weight=weight)
         logits = logits.squeeze(1)
         if targets.sampling_mask is None:
@@ -289,6 +294,7 @@ class OutputHead:
 
     def _needs(self, objective: Objective, targets: TokenTargets) -> LossNeeds:
         slots = 0 if targets.rollout_topk_ids is None else targets.rollout_topk_ids.shape[1]
+        # With few slots gathering them is cheaper than one more collective.
         if slots * self._model.config.tensor_model_parallel_size >= _MIN_SLOTS_FOR_SUMS:
             return objective.needs
         return replace(objective.needs, topk_sums=None)
@@ -298,6 +304,8 @@ class OutputHead:
         config = self._model.config
         if not config.fp16 or config.grad_scale_func is None or not torch.is_grad_enabled():
             return None
+        # The head forms its gradient before Megatron multiplies the loss by this scale. Without it small gradients
+        # would underflow in fp16.
         scale: Tensor = config.grad_scale_func(torch.ones((), device=self.weight().device))
         return scale.reshape(())
 

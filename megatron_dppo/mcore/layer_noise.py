@@ -158,6 +158,8 @@ class LayerNoise:
             if gradients:
                 rows = torch.tensor(list(gradients)) - self._layers.start
                 total[rows] = torch.stack(list(gradients.values())).double().cpu()
+            # Pipeline stages have different layers and all other ranks different tokens, except for replicas under
+            # tensor parallelism: the sum over all ranks counts every token ``num_replicas`` times.
             dist.all_reduce(total, group=self._world)
             self.gradient = total / (self._num_replicas * max(1, int(num_tokens)))
 
@@ -190,6 +192,7 @@ class LayerNoise:
             return
         self.log_std.copy_(torch.tensor(state["log_std"], dtype=torch.float64))
         self._adam.state[self.log_std] = {
+            # torch's Adam keeps ``step`` as an fp32 tensor.
             key: torch.tensor(value, dtype=torch.float32 if key == "step" else torch.float64)
             for key, value in state["adam"].items()
         }

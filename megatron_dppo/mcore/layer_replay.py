@@ -119,6 +119,7 @@ class LayerReplay(RouterReplay):
             # Megatron pops this entry and indexes with it; it waits in the narrow dtype of the routes.
             self.replay_backward_list[0] = self.replay_backward_list[0].long()
             self.num_recomputed += 1
+        # Megatron's method reads ``target_topk_idx``, or the backward list, as ``action`` says.
         probs, used = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         self._used = used
 
@@ -147,6 +148,7 @@ class LayerReplay(RouterReplay):
         if used is None or action is None:
             return None
         if action == RouterReplayAction.REPLAY_BACKWARD:
+            # First in, first out: the backward passes of a chunk follow in the order of its forward passes.
             weights = self._weights_backward.pop(0) if self._weights_backward else None
             return None if weights is None else (_replace_weights(live, used, weights), output[1])
         if self.experts is None or self._replayed_weights is None:

@@ -128,6 +128,8 @@ def transformer_config(
         perform_initialization=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        # The loss returns sums. Megatron divides the gradients once, by the token count of all micro-batches and
+        # ranks. With False each micro-batch would be divided by its own count.
         calculate_per_token_loss=True,
         # Pipeline stages exchange the length of each row. The allgather dispatcher rejects variable lengths, and all
         # its rows are padded to one length.
@@ -143,6 +145,7 @@ def transformer_config(
         sequence_parallel=layout.sequence_parallel,
         moe_enable_routing_replay=router_replay,
         overlap_p2p_comm=layout.overlap_p2p_comm,
+        # The interleaved schedule refuses both at once.
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
@@ -187,6 +190,8 @@ def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device:
                 block_spec(config, vp_stage),
                 vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
                 max_sequence_length=hf_config.max_position_embeddings,
+                # The embedding is in the first chunk of the first stage, the output layer in the last chunk of the
+                # last one.
                 pre_process=pp_rank == 0 and stage == 0,
                 post_process=pp_rank == last_stage and stage == (vpp_size or 1) - 1,
                 position_embedding_type="rope",

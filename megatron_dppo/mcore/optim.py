@@ -212,6 +212,7 @@ class Optimizer:
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
             lr_warmup_steps=optimizer.lr_warmup_steps,
+            # OptimizerParamScheduler asserts that the warm-up is shorter than the decay.
             lr_decay_steps=max(total_steps, optimizer.lr_warmup_steps + 1),
             lr_decay_style=optimizer.lr_decay_style,
             start_wd=optimizer.weight_decay,

@@ -52,6 +52,7 @@ def split_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield Box((start,) * len(shape), (stop - start,) * len(shape))
         return
     row = prod(shape[1:])
+    # Rows ``first`` to ``last - 1`` are covered completely, parts of the rows before and after them.
     first, last = -(-start // row), stop // row
     # The whole range is in one row.
     if first > last:
@@ -92,6 +93,7 @@ def _sharded_state(
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     """Return the boxes, views of the state, for each parameter (by its index in ``_ranges``) and kind of state."""
     entries, _ = extract_sharded_tensors_and_factories(model_state)
+    # Tensors hash by identity, so a parameter finds its entry.
     shards = {entry.data: entry for entry in nested_values(entries)}
     state: dict[int, dict[str, list[ShardedTensor]]] = {}
     for index, (parameter, start, stop) in enumerate(_ranges(optimizer)):

@@ -75,6 +75,8 @@ def _conversion(_: Assumptions) -> None:
                 if old is None or ((new := change(old)).dtype == old.dtype and new.device == old.device):
                     continue
                 parameter = Parameter(new, old.requires_grad)
+                # Megatron marks parameters by attributes (``tensor_model_parallel``, ``allreduce``), which the new one
+                # needs too.
                 known = vars(parameter)
                 known.update({key: value for key, value in vars(old).items() if key not in known})
                 module._parameters[name] = parameter

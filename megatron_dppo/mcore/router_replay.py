@@ -113,6 +113,7 @@ class ReplayDriver:
             ValueError: A micro-batch has no routes, or their number differs from the tokens of a router.
             RuntimeError: A chunk did not run every micro-batch once, or a router recomputed only some of them.
         """
+        # Counts start anew: ``metrics`` reports the last run of the schedule.
         self._reset()
         self._next_batch = [0] * len(self._models)
         self._recorded = [{} for _ in batches]
@@ -163,6 +164,7 @@ class ReplayDriver:
 
     def _count_missing(self, batch: MicroBatch, routes: Tensor) -> None:
         """Count routes and missing routes, without padding; the same on all tensor- and context-parallel ranks."""
+        # A route is missing as a whole, so its first expert shows it. Padding has no routes and is not counted.
         layers = routes.shape[1]
         self._num_missing += int((routes[..., 0] == self._missing).sum()) - batch.num_padding * layers
         self._num_rows += (len(batch.tokens) - batch.num_padding) * layers
@@ -173,6 +175,7 @@ class ReplayDriver:
             routes = ContextShard.of(batch.cu_seqlens, self._cp_group).split(routes)
         if self._tp_group is not None:
             routes = routes.chunk(self._tp_group.size())[self._tp_group.rank()]
+        # Layer by layer, since each router gets the routes of one layer.
         return routes.transpose(0, 1).contiguous().to(self._device, non_blocking=True)
 
     def _check_all_used(self, num_batches: int) -> None:
@@ -182,6 +185,7 @@ class ReplayDriver:
                     f"Expected model chunk {chunk} to run {num_batches} micro-batches under router replay, got {count}."
                 )
         for router in self._routers:
+            # 0: nothing is recomputed, or the schedule ran forward only.
             if router.num_recomputed not in (0, num_batches):
                 raise RuntimeError(
                     f"Expected the router of layer {router.layer} to recompute all or none of {num_batches} "

@@ -70,6 +70,7 @@ class MicroBatchRow:
         packing.noise = None if noise is None else noise(batch, shard)
         if host_shard is None or shard is None:
             return cls(device_batch, device_batch, plan, packing, None)
+        # Tensors are selected on the device, sampling masks by the indices on the host.
         return cls(device_batch, device_batch.select(shard.index, host_shard.index), plan, packing, shard)
 
     def split(self, values: Tensor) -> Tensor:

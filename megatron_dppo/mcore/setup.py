@@ -57,6 +57,7 @@ def initialize_megatron(
         ep=parallel_state.get_expert_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
         edp=parallel_state.get_expert_data_parallel_group(),
+        # Megatron's groups use NCCL on CUDA. Objects and control data travel through gloo groups of the same ranks.
         dp=_new_host_group(tuple(dist.get_process_group_ranks(data_parallel)), wait),
         replica=_new_host_group(_replica(), wait),
         world=world or new_host_world(wait_minutes),
@@ -96,6 +97,7 @@ def start_process_group(platform: Platform, timeout_minutes: float) -> None:
         timeout_minutes: Timeout of a collective of all ranks. The model does not use that group, but ranks wait in it
             while checkpoints are written, so this is ``run.wait_minutes``.
     """
+    # Port 0: the system chooses a free one.
     single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in single_process.items():
         os.environ.setdefault(name, value)

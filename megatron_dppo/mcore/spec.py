@@ -51,6 +51,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
 
 def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     frequency = config.moe_layer_freq
+    # As a list, ``moe_layer_freq`` has a 1 for each layer with experts.
     is_moe = config.num_moe_experts is not None and (not isinstance(frequency, list) or bool(frequency[layer]))
     is_mla = config.multi_latent_attention
     return ModuleSpec(
@@ -108,6 +109,7 @@ def _dense_spec() -> ModuleSpec:
 
 def _moe_spec() -> ModuleSpec:
     experts = ModuleSpec(
+        # Megatron's own expert MLP. Only its linear layers are Transformer Engine's, and these are replaced.
         module=TEGroupedMLP,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear),
     )

@@ -101,6 +101,8 @@ class MegatronTeacher:
         """
         with self._model.loaded():
             rows = forward_hidden_states(self._chunks, drop_routes(batches), _copy_hidden_to_host, self._cp_group)
+            # Read inside the block: outside of it the parameter is empty, and this reference keeps the tensor on the
+            # device.
             weight = self._head.weight().detach() if self._has_head else None
         return [] if weight is None else [TeacherTargets(hidden, weight, self._divergence) for hidden in rows]
 

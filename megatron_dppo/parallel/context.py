@@ -112,8 +112,11 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         shard: ContextShard = ctx.shard
         if not ctx.reduces:
+            # Every rank computed the same function of the whole row, so each has the whole gradient already. A sum
+            # would count it ``size`` times.
             return grad[shard.index], None, None
         by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        # From the order of the row back to the order of the ranks, which the reduce-scatter splits.
         by_rank[shard.order] = grad
         shard_grad = torch.empty_like(by_rank[: shard.index.numel()])
         dist.reduce_scatter_tensor(shard_grad, by_rank, group=shard.group)

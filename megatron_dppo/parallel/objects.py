@@ -65,6 +65,7 @@ def parts_from_leader(
             dist.recv(chunk, group=group, group_src=0)
         return from_message(message)
     value = make()
+    # Ranks with equal needs share one message, which is made once.
     for need in dict.fromkeys(needs[1:]):
         message = to_message(part(value, need))
         for rank in (rank for rank, wanted in enumerate(needs) if rank and wanted == need):
@@ -141,6 +142,7 @@ def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
     sizes = torch.tensor([len(data) for data in packed])
     incoming = torch.empty_like(sizes)
     dist.all_to_all_single(incoming, sizes, group=group)
+    # The first all-to-all told every rank what it will receive: gloo needs exact sizes.
     received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
     dist.all_to_all_single(received, torch.cat(packed), incoming.tolist(), sizes.tolist(), group=group)
     return [item for part in received.split(incoming.tolist()) for item in from_message(part)]
@@ -179,6 +181,7 @@ class _Pickler(pickle.Pickler):
         # NumPy's arrays may be read-only, which nothing here changes.
         tensor = torch.from_numpy(obj if obj.flags.writeable else obj.copy()) if is_array else obj
         start = self.size
+        # Only the place is noted here: the message is allocated when the size of the pickle is known too.
         self.tensors.append((start, tensor))
         self.size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         return start, tensor.dtype, tuple(tensor.shape), is_array
@@ -203,6 +206,7 @@ def to_message(value: Any) -> Tensor:
     pickler.dump(value)
     pickled = file.getbuffer()
     message = torch.zeros(-(-(pickler.size + len(pickled)) // _ALIGNED) * _ALIGNED, dtype=torch.uint8)
+    # Tensors start at byte 16, because the first 8 bytes hold the offset of the pickle behind them.
     message[:8] = torch.tensor([pickler.size]).view(torch.uint8)
     for start, tensor in pickler.tensors:
         if tensor.numel():

@@ -73,6 +73,7 @@ class Packer:
         local_bins = fill_bins(samples, budget, shape) if bins is None else bins
         loss_tokens = [int(sample.loss_mask.sum()) for sample in samples]
         local_counts = [len(local_bins), sum(loss_tokens), sum(count > 0 for count in loss_tokens)]
+        # Micro-batches, tokens of the loss mask, and sequences that have such a token: one collective for all three.
         counts = all_gather_integers(local_counts, self._dp_group)
 
         # Every rank must run as many micro-batches: the schedule's collectives meet in each of them.

@@ -120,6 +120,8 @@ class PolicyTrainer:
         self.lora = Lora(self.models, shape, groups, lora, seed) if lora.rank else None
         self._reference_context = None if self.lora is None else self.lora.disabled
         if reference is not None:
+            # The model holds the reference first, until its shard is copied to the host. Then the policy's weights
+            # replace it.
             self.bridge.load(reference)
             self._reference_context = ReferenceWeights(self.models).swapped_in
         self.bridge.load(weights)
@@ -178,6 +180,7 @@ class PolicyTrainer:
             chunk.train()
         self.optimizer.zero_grad()
         noise = None if self._noise is None else self._noise.for_version(self.policy_version)
+        # The micro-batches of the schedule have no routes: those stay on the host until their chunk runs.
         with self._routing(batches, self._replay_mode) as plain:
             local = forward_backward(
                 self._chunks, plain, self._head, objective, self._cp_group, teacher_targets, records, noise
@@ -234,7 +237,10 @@ class PolicyTrainer:
         """
         if reference and self._reference_context is None:
             raise RuntimeError("This trainer has no reference policy. Fix: pass reference= to PolicyTrainer.")
+        # A forward pass outside of training must not start before the deferred all-gather of the new weights has
+        # ended.
         self.optimizer.finish_overlapped_gather()
+        # The routes are the policy's. The reference chooses its experts itself.
         mode: ReplayMode | None = "replay" if self._replay_mode == "replay" and not reference else None
         with (
             self._reference_context() if reference and self._reference_context else nullcontext(),

@@ -109,6 +109,8 @@ class Updater:
                 if self._recorder is not None and records is not None:
                     self._recorder.add(rank_samples, packed, records, self._trainer.row_shape)
 
+                # The gradient exists and no weight has changed: pi and mu differ by numerics alone, which ``check``
+                # can judge.
                 if check is not None and epoch == number == 0:
                     check(metrics)
                 with clock.part("optimizer"):

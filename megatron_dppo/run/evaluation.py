@@ -48,7 +48,7 @@ def metrics_by_set(
     Args:
         set_names: Names of all held-out sets. The name ``""`` gets no metrics of its own.
         group_sets: Name of each group's set.
-        groups: ScoredFuture groups, maybe none.
+        groups: Scored groups; may be empty.
         n: Responses per prompt.
     """
     values = eval_metrics(groups, n)

@@ -112,6 +112,7 @@ class Session:
         def write() -> str:
             if point is not None:
                 self.checkpoints.tidy(point, self.state)
+            # Recorded steps after the checkpoint are those of an attempt whose updates are lost.
             delete_steps_after(folder, self.state.step)
             return record_start(
                 folder,
@@ -174,6 +175,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
 
         # Model-parallel groups, the policy, and the engine that samples with its weights.
         groups = build_groups(config, inputs, platform, world)
+        # #1
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
@@ -181,6 +183,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         if not is_leader(groups.replica):
             # The batch-invariant engine exists on every rank, for the stream. All else is done by the leader's alone.
             engine = None
+        # A group of its own: collectives of the saving thread must not meet those of the main thread.
         background = setup.new_host_world(config.run.wait_minutes) if config.checkpoint.async_save else None
         session = Session(
             config=config,
@@ -310,6 +313,8 @@ def _build_stream(
     engine: RolloutEngine | None,
     scorer: RewardScorer,
 ) -> RolloutScheduler:
+    # Ranks of a replica receive only the columns that they read: those for the loss go to the last stage, routes by
+    # layer.
     rank_columns = from_each(RankColumns(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
     return RolloutScheduler(
         rollout=config.rollout,
@@ -381,6 +386,7 @@ def _build_policy(
         agreed(lambda: _mark_warm(base, warmup, checkpoints) if dist.get_rank() == 0 else None, groups.world)
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up. Rerun the same command to train the warmed-up model")
+        # The warmed-up model is on disk: until the training begins a signal may end the process at once again.
         stop.deferring = False
     # The teacher is loaded first, while there is no policy beside it on the device.
     teacher = build_teacher(config, inputs, groups, platform)

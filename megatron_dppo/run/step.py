@@ -82,6 +82,7 @@ def update_policy(
     Raises:
         TrainingStopped: The rollouts do not fit the policy. No update was applied.
     """
+    # One learning rate for all updates of the step.
     trainer.optimizer.set_step(step)
     is_exact = config.distillation.is_exact
     local_teacher = None if isinstance(teacher, TeacherServers) else teacher
@@ -113,6 +114,7 @@ def update_policy(
     if record is not None:
         samples = record.number_samples(samples, trainer.dp_rank)
 
+    # Data-parallel ranks have different samples, so each shuffles in an order of its own.
     seed = sampling_seed(config.run.seed, "order", step, trainer.dp_rank)
     results = list(updater.run(samples, seed, clock, guard, mini_batches))
 
@@ -183,8 +185,10 @@ def refine_advantages(
     if reward.kl_coef and result:
         penalties = [compute_kl_penalty(sample, reward) for sample in result]
         if train.advantage == "none":
+            # Without a group mean the advantages are the rewards, the same at every token of a response.
             values = [sample.advantages - returns_to_go(p) for sample, p in zip(result, penalties, strict=True)]
         else:
+            # Siblings are side by side, so a view restores the groups.
             sums = torch.stack([penalty.sum() for penalty in penalties]).view(len(groups), -1)
             values = list(compute_group_advantages(groups, train, sums).flatten())
         result = [_with_advantages(*each) for each in zip(result, values, is_scored, strict=True)]
@@ -216,6 +220,7 @@ def compute_teacher_metrics(samples: Sequence[TrainingSample], groups: ParallelG
         samples: Samples that still have ``teacher_logprobs``, on the pipeline stage that computes the loss.
         groups: Parallel groups of this rank.
     """
+    # Ranks of a replica have the same samples: one of them reports.
     is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
     with_teacher = [sample for sample in samples if sample.teacher_logprobs is not None]
     total = sum(float(_teacher_log_ratio(sample).sum()) for sample in with_teacher)
@@ -235,6 +240,7 @@ def compute_kl_penalty(sample: TrainingSample, reward: RewardConfig) -> Tensor:
     rollout = sample.rollout_logprobs
     if reference is None or rollout is None:
         return torch.zeros(sample.num_tokens)
+    # An estimate from one token must be of the policy that sampled it: the rollout policy, not pi.
     penalty = reward.kl_coef * kl_estimate(rollout, reference, reward.kl_estimator)
     return torch.where(sample.loss_mask, penalty, 0.0)
 

@@ -73,10 +73,12 @@ class LossInputs:
     """Advantages. Shape [T]."""
     loss_mask: Tensor
     """The *loss mask*: True on tokens that are trained. Bool, shape [T]."""
+    # Known for every sampled token, and given to every loss. None only for a supervised loss.
     rollout_logprobs: Tensor | None = None
     """Log mu(a_t|s_t), the *anchor*: as reported by the rollout engine, never a recomputed value. Shape [T]."""
     entropy: Tensor | None = None
     """Entropy of pi(.|s_t), in nats. Shape [T]."""
+    # Top-K losses: the rollout's K most probable ids and the sampled one.
     topk_logprobs: Tensor | None = None
     """Log pi at the ids of the set TopK(mu, K) plus the sampled token. Shape [T, K+1]. Slots 0 to K-1 hold the
     rollout's Top-K by rank. Slot K holds the sampled token, and is valid only if that is not among the Top-K. Carries a
@@ -100,6 +102,7 @@ class LossInputs:
     allowed_counts: Tensor | None = None
     """Number of ids that the *sampling mask* of each token allows. pi and mu are distributions over these ids. Int on
     the CPU, shape [T]. 0 means the whole vocabulary."""
+    # Columns that a loss gets only if its ``required_inputs`` name them, besides ``token_weights``.
     recomputed_logprobs: Tensor | None = None
     """Log pi'(a_t|s_t), recomputed by the trainer at the rollout's weights. Shape [T]. Only some losses read it."""
     reference_logprobs: Tensor | None = None

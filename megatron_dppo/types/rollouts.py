@@ -66,6 +66,7 @@ class SamplingMask:
         counts = self.counts
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(len(counts))
+            # The counts are on the CPU, so finding the ids of the first token does not wait for the device.
             first = int(counts[:start].sum())
             return SamplingMask(self.ids[first : first + int(counts[start:stop].sum())], counts[start:stop])
         rows = rows.cpu()
@@ -169,6 +170,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Smallest allowed probability, as a share of the largest one."""
     seed: int = 0
+    # Columns that the engine returns besides the tokens and their log-probabilities.
     topk_logprobs: int = 0
     """K: also return the K most probable tokens of every position. 0 disables it."""
     routed_experts: bool = False
@@ -226,6 +228,7 @@ class Completion(ResponseColumns):
     loss_mask: Tensor | None = None
     """True on sampled tokens, False on tokens that a tool or a user wrote. Bool, shape [R]. None means that all were
     sampled. A token that was not sampled has ``logprobs`` 0.0 and only unused Top-K slots, both without meaning."""
+    # The fields below are set by agents and ``rollout.generate`` only.
     reward: float | None = None
     """Reward from ``rollout.generate`` or an agent. None: the reward function computes it."""
     failure: str = ""

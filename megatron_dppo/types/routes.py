@@ -67,4 +67,5 @@ class RoutingShape:
     @property
     def width(self) -> int:
         """Numbers in a row: k, and as many as the bytes of k fp32 weights fill."""
+        # An fp32 weight fills 4 numbers of uint8 or 2 of int16.
         return self.topk + self.weights * 4 * self.topk // self.dtype.itemsize

@@ -49,6 +49,7 @@ class TrainingSample(TokenFields):
     """Input ids. Int64, shape [T]."""
     number: int = -1
     """Index in the step, over all data-parallel ranks. -1 means not assigned."""
+    # Declared again: in a sample these columns have a row for each of its R response tokens only.
     rollout_topk_ids: Tensor | None = None
     """Top-K ids of the last R positions. Int32, shape [R, K+1]. The other positions are outside the loss mask and have
     only unused slots."""
@@ -99,6 +100,7 @@ class TokenTargets(TokenFields):
         chosen: dict[str, Any] = {}
         for name in (f.name for f in fields(TokenTargets)):
             column = getattr(self, name)
+            # A sampling mask keeps its counts on the CPU: indices on the device would have to be copied back first.
             indices = on_host if isinstance(column, SamplingMask) and on_host is not None else rows
             chosen[name] = None if column is None else column[indices]
         return TokenTargets(**chosen)
@@ -114,6 +116,7 @@ class MicroBatch(TokenTargets):
     """Experts that are replayed, as in the samples; missing on padding. Uint8 or int16, shape [T, L, k]."""
     num_padding: int = 0
     """Number of padding positions."""
+    # Layout of the row: Megatron's packed-sequence parameters are made from the fields below.
     position_ids: Tensor
     """Position in the sequence, from 0. Int64, shape [T]."""
     sequence_ids: Tensor
@@ -160,6 +163,8 @@ class MicroBatches(Sequence[MicroBatch]):
         chosen = range(self._count)[index]
         if isinstance(chosen, range):
             return MicroBatches(len(chosen), lambda i: self[chosen[i]])
+        # Packing is repeatable, so a micro-batch that is read again later may be packed again; only the last one is
+        # kept.
         if self._last is None or self._last[0] != chosen:
             self._last = (chosen, self._make(chosen))
         return self._last[1]

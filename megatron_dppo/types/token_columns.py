@@ -110,6 +110,7 @@ class TokenColumn:
     def num_rows(self, prompt_tokens: int, response_tokens: int) -> int:
         """Return the number of rows of a response, and of its part of a training sample."""
         if self.alignment == Alignment.INPUTS:
+            # The model does not read the last token: nothing follows it.
             return max(0, prompt_tokens + response_tokens - 1)
         return response_tokens
 
@@ -136,6 +137,7 @@ class TokenColumn:
 
     def form(self, rows: TokenRows | None) -> Any:
         """Return the form that all samples of one packed row must share. None: the column is missing."""
+        # Samples with another K, or with routes of another dtype, cannot share a packed row.
         return (rows.dtype, rows.shape[1:]) if isinstance(rows, Tensor) else None
 
     def pack(self, parts: Sequence[TokenRows], ends: Sequence[int], size: int, like: TokenRows) -> TokenRows:
@@ -147,6 +149,8 @@ class TokenColumn:
         packed = like.new_full((size, *like.shape[1:]), self.fill_value(like.dtype))
         for part, end in zip(parts, ends, strict=True):
             assert isinstance(part, Tensor)
+            # Aligned at the end: R response rows fill the last R positions of their sequence, P + R - 1 rows fill all
+            # of it.
             packed[end - len(part) : end] = part
         return packed
 
@@ -181,6 +185,7 @@ class TokenColumn:
         if values is None:
             return None
         flat = torch.tensor(values, dtype=self.dtype)
+        # Lists in Parquet are flat. K + 1 is not recorded: it follows from the length.
         return flat.view(response_tokens, -1) if self.row else flat
 
 
@@ -284,6 +289,7 @@ class RoutesColumn(TokenColumn):
         content, shape, dtype = (row.get(name) for name in self._parts)
         if content is None or shape is None or dtype is None:
             return None
+        # A bytearray, because torch warns about memory that it may not write, such as ``bytes``.
         return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(*shape)
 
 
@@ -346,6 +352,7 @@ SAMPLING_MASK = SamplingMaskColumn(
     dtype=torch.int32,
     alignment=Alignment.RESPONSE,
     fill=0,
+    # An empty shape: the row of a token is one set of ids, however many.
     requested_row_shape=lambda params: () if params.return_sampling_mask else None,
     is_loss_only=True,
 )
@@ -373,6 +380,7 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     TokenColumn(name="advantages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_optional=False),
     TokenColumn(name="recomputed_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="reference_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
+    # The advantages contain the teacher's part before samples are packed.
     TokenColumn(name="teacher_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_packed=False),
 ]
 """All columns, in the order of the Parquet files."""
@@ -395,6 +403,7 @@ def carried_columns(response: Any, start: int = 0) -> dict[str, TokenRows]:
     """
     columns = [(c, getattr(response, c.response)) for c in TOKEN_COLUMNS if c.is_carried and c.response is not None]
     return {
+        # Routes belong to input tokens, of which the model reads those before ``start`` too.
         str(column.name): rows if column.alignment == Alignment.INPUTS else rows[start:]
         for column, rows in columns
         if rows is not None

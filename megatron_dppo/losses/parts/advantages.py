@@ -47,9 +47,11 @@ def group_relative_advantages(
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     if valid.shape != rewards.shape or valid.dtype != torch.bool:
         raise ValueError(f"expected valid as bool {tuple(rewards.shape)}, got {valid.dtype} {tuple(valid.shape)}")
+    # A failed reward may be NaN, which a product with 0 would not remove.
     known = torch.where(valid, rewards, 0.0)
     if not bool(known.isfinite().all()):
         raise ValueError("a reward is not finite; mark the sample as failed in `valid`, or return a finite reward")
+    # A group whose rewards all failed has count 0; its advantages are 0, not 0 / 0.
     count = valid.sum(1, keepdim=True).clamp(min=1)
     centred = torch.where(valid, known - known.sum(1, keepdim=True) / count, 0.0)
     # The mean of equal numbers may be off by one rounding; a group without spread must give 0, not noise.
@@ -61,6 +63,7 @@ def group_relative_advantages(
     if mode == "leave_one_out":
         # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
         return centred * count / (count - 1).clamp(min=1)
+    # Divided by n - 1, as in the GRPO code of TRL and verl (``torch.std``). A single valid sample gives 0.
     variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
     return centred / (variance.sqrt() + _DEVIATION_FLOOR)
 
@@ -102,6 +105,7 @@ def advantages_by(
         return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
     function, given = get_user_function(name, "train.advantage"), dict(options or {})
     advantages = _call_user_function(function, rewards, valid, given, groups)
+    # The check calls the function once more for each group, so it runs only at the first call that has several groups.
     if name not in _CHECKED and len(rewards) > 1:
         # Each group alone must have the same advantages, because ranks hold different groups.
         for index in range(len(rewards)):
@@ -133,6 +137,7 @@ def _call_user_function(
     if has_parameter(function.function, "groups"):
         options = {**options, "groups": groups}
     try:
+        # Clones: a function that writes to its arguments must not change the rewards that are logged and recorded.
         result = function.function(rewards.clone(), valid.clone(), **options)
     except UserError:
         raise

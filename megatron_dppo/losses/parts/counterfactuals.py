@@ -49,6 +49,8 @@ def counterfactual_metrics(
     if token_weights is not None:
         aggregation = torch.where(tokens.mask, token_weights.double(), 0.0)
     scale = tokens.advantages.double() * aggregation
+    # ``acts`` counts in the mask fractions, as in ``policy_metrics``. ``moves`` also leaves out pi(a) = 0, where r
+    # grad log pi is 0.
     acts = tokens.mask & (tokens.advantages != 0)
     moves = acts & (tokens.logprobs.detach() != -torch.inf)
     if coefficient is None:
@@ -62,6 +64,8 @@ def counterfactual_metrics(
         alternative = decide(tokens, other)
         coefficient = _coefficient(alternative, alternative.keep & moves, other, scale)
         metrics[f"{_PREFIX}/{name}/mask_fraction"] = Metric((acts & ~alternative.keep).sum(), acts.sum())
+        # With g the loss's own gradient and h the other's: <g, h> / |g|^2 and |h|^2 / |g|^2. Both are sums over
+        # tokens, so they add up over micro-batches and ranks, which a cosine does not.
         metrics[f"{_PREFIX}/{name}/projection"] = Metric((gradient * coefficient).sum(), energy)
         metrics[f"{_PREFIX}/{name}/energy"] = Metric(coefficient.square().sum(), energy)
     return metrics
@@ -74,6 +78,7 @@ def with_cosines(metrics: Mapping[str, float]) -> dict[str, float]:
         stem = name.removesuffix("/projection")
         projection, energy = result.pop(name), result.pop(f"{stem}/energy")
         if energy > 0:
+            # <g, h> / |g|^2 divided by |h| / |g|.
             result[f"{stem}/cosine"] = projection / energy**0.5
     return result
 

@@ -29,6 +29,7 @@ class Decision(NamedTuple):
 def decide(tokens: Tokens, loss: Loss) -> Decision:
     """Return mask and weight of every token under ``loss``, the mismatch mask included."""
     decision = loss.decide(tokens)
+    # ``truncate`` masks nothing: ``ppo_decoupled`` limits its weight pi' / mu with it.
     if loss.mismatch in ("none", "truncate"):
         return decision
     inside = mismatch_keep_mask(
@@ -75,10 +76,13 @@ def clipped_surrogate(
         clip_ratios: how far r may be (below 1, above 1).
         dual_clip: c; None = none.
     """
+    # -A r is the larger of the two unless r has left [1 - low, 1 + high] in the direction of the advantage. There the
+    # value is the constant -A clip(r), so the gradient is that of -A r on the kept tokens and 0 elsewhere.
     low, high = clip_ratios
     ratio, advantages = log_ratio.exp(), tokens.advantages
     keep, clipped = ratio_keep_mask(log_ratio, advantages, low, high), ratio.clamp(1 - low, 1 + high)
     if dual_clip is not None:
+        # For A < 0 the value -A r grows with r without limit. Dual clip replaces it by the constant -A c.
         beyond = (advantages < 0) & (ratio > dual_clip)
         keep, clipped = keep & ~beyond, torch.where(beyond, dual_clip, clipped)
     return Decision(keep, ratio, clipped, divergence)

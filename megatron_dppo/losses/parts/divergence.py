@@ -45,15 +45,18 @@ def binary_kl(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """
     dtype = statistics_dtype(logprobs, rollout_logprobs)
     log_p = logprobs.detach().to(dtype).clamp(max=-torch.finfo(dtype).eps / 2)
+    # Rounding may leave log mu just above 0, and then log(1 - mu) would be NaN.
     log_m = rollout_logprobs.detach().to(dtype).clamp(max=0)
     return (_kl_term(log_m, log_p) + _kl_term(_log_complement(log_m), _log_complement(log_p))).clamp(min=0)
 
 
 def _log_complement(log_x: Tensor) -> Tensor:
     """Return ``log(1 - x)`` from ``log x``, without cancellation at either end."""
+    # Near x = 1 expm1 keeps the digits of 1 - x, near x = 0 log1p does (Mächler's log1mexp).
     return torch.where(log_x > -math.log(2), (-torch.expm1(log_x)).log(), torch.log1p(-log_x.exp()))
 
 
 def _kl_term(log_m: Tensor, log_p: Tensor) -> Tensor:
     """Return ``m (log m - log p)``, zero if m = 0 (also if p = 0 there)."""
+    # As in ``topk``: exp(-inf) times an infinity would be NaN.
     return torch.where(log_m == -torch.inf, 0.0, log_m.exp() * (log_m - log_p))

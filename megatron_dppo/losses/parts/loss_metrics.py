@@ -22,6 +22,7 @@ def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float)
         cap: C; infinity = none.
     """
     count = tokens.mask.sum()
+    # pi - mu of the sampled token, with its sign.
     rise = tokens.logprobs.exp() - tokens.rollout_logprobs.exp()
     up, down = tokens.advantages > 0, tokens.advantages < 0
 
@@ -32,6 +33,7 @@ def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float)
         return Metric(masked_max(values, tokens.mask), kind="max")
 
     def masked_fraction(among: Tensor) -> Metric:
+        # Tokens with advantage 0 are never masked. In the denominator they would hide the share of masked updates.
         return Metric((among & ~keep).sum(), among.sum())
 
     ratio = tokens.log_ratio.exp()
@@ -64,6 +66,7 @@ def _topk_metrics(tokens: Tokens) -> dict[str, Metric]:
     return {
         "topk_other": Metric(masked_sum(p_other, tokens.mask), count),
         "topk_other_rollout": Metric(masked_sum(m_other, tokens.mask), count),
+        # Slot K is valid exactly where the sampled token is outside the rollout's Top-K.
         "topk_sampled_outside": Metric(topk.valid[:, -1].sum(), count),
     }
 

@@ -29,11 +29,13 @@ class Objective:
 
 def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Objective:
     """Return ``policy_loss`` with this configuration, optionally with the metrics of ``losses.counterfactuals``."""
+    # Only a loss over whole sequences reads sequence ids.
     by_token = "sequence_ids" not in config.required_inputs
     acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0 or config.needs.zero_advantage
     return Objective(
         loss=partial(policy_loss, config=config, counterfactuals=counterfactuals),
         by_token=by_token,
+        # A loss over sequences needs all their tokens, also those without a gradient of their own.
         skips_zero_advantage=by_token and not acts_without_advantage,
         needs=LossNeeds(
             entropy_gradient=config.entropy_coef > 0 or config.needs.entropy_gradient,

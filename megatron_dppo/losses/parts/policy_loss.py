@@ -65,12 +65,14 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     # Prepare: check the inputs, and replace values outside the loss mask by zeros.
     tokens = prepare(inputs, loss)
     unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
+    # From here on the loss mask leaves out tokens without a finite log mu, for the penalties and metrics too.
     inputs = replace(inputs, loss_mask=tokens.mask)
 
     # Decide: trust region, mismatch mask and user mask, without gradient.
     decision = decide(tokens, loss)
     factor = None if loss.user_mask is None else call_user_mask(loss.user_mask, loss.mask_options, inputs, tokens)
     if factor is not None:
+        # A user's mask of bools is a weight of 0 or 1: tokens of weight 0 count as masked.
         decision = mask_outside(decision, factor != 0)
 
     # Terms: the only part with a gradient.
@@ -120,6 +122,7 @@ def _coefficient(tokens: Tokens, token_loss: Tensor) -> Tensor:
     """Return the derivative of the terms in the log-probabilities, ``[T]``; 0 where none is asked for."""
     if not token_loss.requires_grad:
         return torch.zeros_like(tokens.advantages)
+    # The graph is kept: the same terms are differentiated again for the update.
     (gradient,) = torch.autograd.grad(token_loss.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
     return torch.zeros_like(tokens.advantages) if gradient is None else gradient
 
@@ -141,6 +144,7 @@ def add_penalties(
 def aggregate(token_loss: Tensor, inputs: LossInputs, tokens: Tokens) -> Tensor:
     """Return the sum of the terms ``[T]``, each times its aggregation weight (``token_weights``; None = 1)."""
     if inputs.token_weights is not None:
+        # Penalty and bonus are in the terms by now, so they get the same weight.
         token_loss = token_loss * torch.where(tokens.mask, inputs.token_weights.detach().to(token_loss.dtype), 0.0)
     return token_loss.sum()
 

@@ -83,11 +83,14 @@ def divergence_rate(
     """
     p_k, m_k = sampled
     p_other, m_other = other
+    # Columns 0 and 1 are those of ``topk_sums``, which give the divergence itself.
     crossed, squares, signed, signed_squares = sums.double()[:, 2:].unbind(-1)
     if kind == "kl":
         # Q <= pi_rest^2, so nothing is left of the bucket where pi_rest is 0.
         other_rate = torch.where(p_other > 0, square / p_other * (m_other - p_other), 0.0)
         return p_k - m_k + crossed + other_rate
+    # pi_k - sum of pi^2 over the whole vocabulary: that of the slots and Q.
     excess = p_k - squares - square
+    # Sum over the slots of sign(pi_j - mu_j) d pi_j; the sampled token alone has the extra term pi_k.
     of_slots = (p_k - m_k).sign() * p_k - signed_squares - excess * signed
     return (of_slots - (p_other - m_other).sign() * (square + excess * p_other)) / 2

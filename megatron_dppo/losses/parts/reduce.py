@@ -34,6 +34,7 @@ def per_sequence(values: Tensor, mask: Tensor, sequence_ids: Tensor, kind: Liter
     Every sequence must be here as a whole: a sequence that is split over context-parallel ranks or micro-batches gives
     a sum over the part only. A sequence without a token inside the mask gives 0.
     """
+    # The number of sequences is a shape, so on CUDA this line waits for the device.
     sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
     sums = values.new_zeros(sequences).index_add(0, sequence_ids, torch.where(mask, values, 0.0))
     if kind == "mean":
@@ -109,6 +110,8 @@ def token_weights(
 
     Every sequence must be in the row as a whole (compute the weights before a context-parallel split).
     """
+    # Few sequences have the same length: one weight is computed for each length. float32 counts exactly up to 2^24
+    # tokens.
     count = per_sequence(loss_mask.to(torch.float32), loss_mask, sequence_ids, "sum").tolist()
     weights = {n: sequence_weight(aggregation, int(n), totals, horizon) for n in set(count)}
     return torch.tensor([weights[n] for n in count], dtype=torch.float32, device=loss_mask.device)

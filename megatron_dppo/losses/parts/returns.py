@@ -31,6 +31,7 @@ def kl_estimate(logprobs: Tensor, target_logprobs: Tensor, estimator: KlEstimato
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
+    # k3 = target / p - 1 + log(p / target)
     return torch.expm1(-log_ratio) + log_ratio
 
 
@@ -69,5 +70,6 @@ class Moments:
         if self.count < 2:
             return torch.zeros_like(values)
         mean = self.total / self.count
+        # A difference of two sums, which rounding may take below 0.
         variance = max(0.0, self.squares - self.count * mean * mean) / (self.count - 1)
         return ((values.double() - mean) / math.sqrt(variance + _VARIANCE_FLOOR)).to(values.dtype)

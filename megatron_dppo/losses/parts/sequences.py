@@ -36,6 +36,7 @@ def sequence_keep_mask(
         ``[T]`` bool. On a limit is inside; NaN is above every finite limit.
     """
     sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    # No divergence is below 0, so the zeros of other tokens, and of the initial tensor, never are the largest value.
     known = torch.where(mask, peak, 0.0).nan_to_num(nan=torch.inf)
     peaks = known.new_zeros(sequences).scatter_reduce(0, sequence_ids, known, "amax")
     means = per_sequence(average.nan_to_num(nan=torch.inf), mask, sequence_ids, "mean")
@@ -84,6 +85,7 @@ def prefix_keep_mask(
     known = torch.where(mask, divergence.detach().double().nan_to_num(nan=torch.inf), 0.0)
     parts = zip(known.split(lengths), mask.split(lengths), limit.split(lengths), strict=True)
     inside = [_within_budget(*part, floor, budget) for part in parts]
+    # As in ``divergence_keep_mask``: an update that leads back to mu is kept whatever its budget.
     outward = ((advantages > 0) & (direction > 0)) | ((advantages < 0) & (direction < 0))
     return ~outward | (torch.cat(inside) if inside else torch.ones_like(mask))
 
@@ -102,11 +104,15 @@ def _within_budget(
     divergence: Tensor, mask: Tensor, limit: Tensor, floor: float, budget: tuple[float, float]
 ) -> Tensor:
     """Return the mask for the positions of one sequence, bool [n]."""
+    # Positions count tokens inside the mask only: ``rank`` runs from 0 to ``last``.
     last = (mask.sum() - 1).clamp(min=0)
     rank = mask.cumsum(0) - 1
     weights = torch.where(mask, 1 - (1 - floor) * rank.double() / last.clamp(min=1), 0.0)
     weighted = torch.where(mask, weights * divergence, 0.0)
+    # b of the sequence. Tokens outside the mask are infinite here, so they sort behind the ``last + 1`` values that
+    # count.
     allowance = _percentile(torch.where(mask, divergence, torch.inf), last).clamp(*budget)
+    # delta + b W_t - S_t, with the sums over the tokens before t.
     before = limit + allowance * _shifted_sum(weights) - _shifted_sum(weighted)
     return weighted <= torch.minimum(limit, before)
 

@@ -21,6 +21,7 @@ def policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossCo
     """
     floor, cap = config.ratio_limits
     weight = decision.weight.clamp(floor, cap)
+    # Advantage 0 gives exactly 0, also where the weight is infinite.
     acts = tokens.mask & (tokens.advantages != 0)
     # pi(a) = 0: r log pi tends to 0, and so does its gradient.
     contributes = keep & acts & (tokens.logprobs.detach() != -torch.inf)
@@ -30,5 +31,6 @@ def policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossCo
     # The value w with the gradient of w * log pi: differentiating exp() itself would overflow before the clamp.
     moves = (decision.weight >= floor) & (decision.weight <= cap)
     direction = torch.where(moves, logprobs - logprobs.detach(), 0.0)
+    # A masked token of a surrogate has a value, its clipped one, and no gradient: the reported loss is that of PPO.
     value = torch.where(keep, weight * (1 + direction), decision.clipped_weight)
     return torch.where(acts, -tokens.advantages * value, 0.0)

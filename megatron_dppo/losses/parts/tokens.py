@@ -65,6 +65,8 @@ class TopK:
 
     def masses(self) -> tuple[Tensor, Tensor]:
         """Return the mass outside the set under pi and mu, ``[T]`` float64 each."""
+        # Without pi's slots ``other_logprob`` is known, and mu's slots only stand in for an argument that is then not
+        # read.
         log_p, log_m = valid_slots(
             self.rollout_logprobs if self.logprobs is None else self.logprobs, self.rollout_logprobs, self.valid
         )
@@ -138,6 +140,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     Raises:
         ValueError: an input that the loss needs is None, shapes differ, or a mask is not bool.
     """
+    # The anchor comes first: if several inputs are missing, its advice is the one that matters.
     for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
         if getattr(inputs, name) is None and not (name == "topk_logprobs" and inputs.topk_sums is not None):
             what = f"needs {name} because of {config.input_reason(name)}"
@@ -152,6 +155,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     def constant(values: Tensor) -> Tensor:
         return torch.where(mask, values.detach().to(dtype), 0.0)
 
+    # The only column that keeps its gradient.
     logprobs = torch.where(mask, inputs.logprobs.to(dtype), 0.0)
     rollout_logprobs = constant(inputs.rollout_logprobs)
     return Tokens(
@@ -159,6 +163,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         logprobs=logprobs,
         rollout_logprobs=rollout_logprobs,
         advantages=constant(inputs.advantages),
+        # No lower limit: the exponential of a very small log ratio is 0, which is a valid weight.
         log_ratio=(logprobs.detach() - rollout_logprobs).clamp(max=_MAX_LOG_RATIO),
         recomputed_logprobs=None if inputs.recomputed_logprobs is None else constant(inputs.recomputed_logprobs),
         sequence_ids=inputs.sequence_ids,
@@ -197,6 +202,7 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
 def _support(inputs: LossInputs) -> int | Tensor | None:
     if inputs.vocab_size is None or inputs.allowed_counts is None:
         return inputs.vocab_size
+    # Under a sampling mask pi is 0 outside the allowed ids, so a uniform tail spreads over these only.
     counts = inputs.allowed_counts.to(inputs.logprobs.device)
     return torch.where(counts > 0, counts, inputs.vocab_size)
 

@@ -55,6 +55,7 @@ def topk_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tenso
     They are additive over disjoint slots, so each shard of a vocabulary can sum the slots that it owns.
     """
     log_p, log_m = valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
+    # Column 0 gets its half and both get the bucket ``other`` in ``divergence_from_sums``.
     return torch.stack([_absolute_differences(log_p, log_m), _relative_entropies(log_p, log_m)], -1)
 
 
@@ -71,6 +72,7 @@ def divergence_from_sums(
         other_logprob: ``[T]``
     """
     log_m = torch.where(valid, rollout_topk_logprobs.detach().double(), -torch.inf)
+    # pi's slots are not known here. ``other_logprob`` is, so the first argument is not read.
     p_other, m_other = other_masses(log_m, log_m, other_logprob)
     total = _tv(sums[:, 0], p_other, m_other) if kind == "tv" else _kl(sums[:, 1], p_other, m_other)
     return total.to(statistics_dtype(rollout_topk_logprobs))
@@ -86,6 +88,7 @@ def _relative_entropies(log_p: Tensor, log_m: Tensor) -> Tensor:
 
 
 def _tv(slots: Tensor, p_other: Tensor, m_other: Tensor) -> Tensor:
+    # Half of the sum over all buckets: what one of them loses, others gain.
     return (slots + (m_other - p_other).abs()) / 2
 
 
@@ -121,8 +124,10 @@ def evict(
     Returns:
         The new ``valid``, ``other_logprob`` and ``other_square``.
     """
+    # All K + 1 slots are used only where the Top-K is full and the sampled token is outside it.
     evicted = valid.all(-1)
     remaining = valid.clone()
+    # Slot K - 1 holds the id of the lowest rank; slot K, the sampled token, stays.
     remaining[:, -2] &= ~evicted
     returned = torch.where(evicted, topk_logprobs[:, -2].detach(), -torch.inf)
     return (

@@ -59,6 +59,7 @@ def mismatch_keep_mask(
     Raises:
         ValueError: If a sequence level has no ``sequence_ids``.
     """
+    # Compared as logarithms: the product of a long sequence's ratios leaves the range of fp32.
     low, high = (math.log(limit) if limit > 0 else -math.inf for limit in limits)
     if level != "token":
         if sequence_ids is None:

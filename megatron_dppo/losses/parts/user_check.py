@@ -77,6 +77,8 @@ def _parts(count: int, *, in_sequences: bool) -> list[Tensor]:
     everything = torch.arange(count)
     if in_sequences:
         return list(everything.split(list(_LENGTHS)))
+    # Two parts of unequal length, then every token alone: a mean over the call, or a look at a neighbor, changes one
+    # of them.
     return [everything[: count // 3], everything[count // 3 :], *everything.split(1)]
 
 
@@ -94,6 +96,7 @@ def _gradients(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:
 def _select(inputs: LossInputs, part: Tensor) -> LossInputs:
     columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     chosen: dict[str, Any] = {name: x[part] for name, x in columns.items() if isinstance(x, Tensor)}
+    # Each call numbers its sequences from 0.
     chosen["sequence_ids"] = chosen["sequence_ids"] - chosen["sequence_ids"].min()
     return replace(inputs, **chosen)
 

@@ -35,6 +35,8 @@ def call_user_loss(
         FunctionError: it raised, or returned something else than finite numbers with a gradient.
     """
     everything = torch.ones_like(tokens.mask)
+    # A rank without rows takes part with an empty chunk; a user's function need not handle 0 tokens. The product keeps
+    # the graph.
     if not tokens.mask.numel():
         return tokens.logprobs * 0, everything
     result = _call(function, _inputs(function, inputs, tokens), options)
@@ -119,12 +121,14 @@ def _topk(function: UserFunction, inputs: LossInputs, mask: Tensor) -> dict[str,
 
 def _call(function: UserFunction, inputs: LossInputs, options: dict[str, Any]) -> Any:
     given = {f.name: value for f in fields(inputs) if isinstance(value := getattr(inputs, f.name), Tensor)}
+    # torch counts the writes to a tensor in ``_version``.
     versions = {name: value._version for name, value in given.items()}
     try:
         result = function.function(replace(inputs), **options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
+        # Without the first frame, which is the call above. The last frame in the user's file is the line to show.
         frames = traceback.extract_tb(error.__traceback__)[1:]
         by_user = [frame for frame in frames if frame.filename.endswith(function.name.rpartition(":")[0])]
         shown = by_user or frames

@@ -94,6 +94,7 @@ def build_buckets(starts: Sequence[int], positions: Tensor, shard: ContextShard 
         if shard is None:
             result.append(LengthBucket(keys, keys, None))
             continue
+        # A rank has the same share of each sequence, so its part of one begins at ``start / size`` of its tokens.
         local = PaddedLayout.from_spans([(spans[i][0] // size, spans[i][1] // size) for i in group], positions.device)
         # An empty slot gets position 0 and attends to one key: its softmax is defined, and its result is dropped.
         result.append(LengthBucket(local, keys, local.pad(shard.split(positions))))
@@ -110,6 +111,7 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     groups: list[list[int]] = []
     tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        # Lengths fall, so a group is padded to the length of its first sequence.
         slots = (len(groups[-1]) + 1) * lengths[groups[-1][0]] if groups else 0
         filled = tokens + lengths[i]
         if groups and slots <= max(_MAX_PADDING_RATIO * filled, filled + _FREE_SLOTS):

@@ -56,6 +56,7 @@ class _GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: tuple[int, ...], *weights: Tensor) -> Tensor:
+        # ``offs``: index after the last token of each expert.
         ends = torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
         ctx.save_for_backward(x, ends, *weights)
         ctx.splits = splits

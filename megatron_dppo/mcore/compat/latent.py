@@ -37,6 +37,7 @@ class ReplicatedLinear(torch.nn.Module):
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=weight_device(config))
         )
         if config.perform_initialization:
+            # This random state is the same on all tensor-parallel ranks, so the replicas start equal.
             with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
                 init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -84,6 +84,7 @@ class _CudaProxy(types.ModuleType):
         self.__dict__.update(
             Stream=NullStream,
             Event=NullEvent,
+            # Megatron passes the result on as ``device=``.
             current_device=lambda: _CPU,
             device_count=lambda: 1,
             current_stream=lambda *a: stream,
@@ -128,6 +129,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
+        # Pinning needs CUDA.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
