@@ -33,8 +33,12 @@ command -v "$python" >/dev/null || {
     say "no $python here; Python 3.11 or newer is needed. Set PYTHON=/path/to/python3.11, for example."
     exit 2
 }
+version=$("$python" --version 2>/dev/null) || {
+    say "$(command -v "$python") does not start (a shim of pyenv without that version?). Set PYTHON=/path/to/python3.11, for example."
+    exit 2
+}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    say "Python 3.11 or newer is needed, $("$python" --version) found at $(command -v "$python"). Set PYTHON=python3.12, for example."
+    say "Python 3.11 or newer is needed, $version found at $(command -v "$python"). Set PYTHON=python3.12, for example."
     exit 2
 }
 

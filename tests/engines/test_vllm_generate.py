@@ -63,7 +63,8 @@ def test_all_requests_can_be_aborted(vllm: Engine) -> None:
             await server.abort()
         return {task.result().finish_reason for task in tasks}
 
-    assert "abort" in call(vllm, use)
+    # A random response may end by itself, on a busy machine all eight of them.
+    assert any("abort" in call(vllm, use) for _ in range(8))
 
 
 def test_server_info_is_parsed(vllm: Engine, old_model: Reference) -> None:

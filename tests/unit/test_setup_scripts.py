@@ -73,6 +73,11 @@ def test_a_python_that_is_too_old_or_absent_is_an_error_with_the_way_out(checkou
     assert code == 2 and "Python 3.11 or newer is needed, Python 3.9 found at" in text
     code, text = set_up(checkout, "setup_env.sh", PYTHON="python3.10")
     assert code == 2 and "no python3.10 here; Python 3.11 or newer is needed" in text
+    shim = checkout.parent / "bin" / "python3.15"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    code, text = set_up(checkout, "setup_env.sh", PYTHON="python3.15")
+    assert code == 2 and f"{shim} does not start" in text and "Set PYTHON=" in text
     code, text = set_up(checkout, "setup_python312.sh", os.devnull)
     assert code == 3 and "no Python 3.12 here: name one" in text
 
