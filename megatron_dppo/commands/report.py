@@ -1,4 +1,4 @@
-"""``megatron-dppo report``: one or two runs as a single HTML file."""
+"""``megatron-dppo report``: runs as a single HTML file."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_dppo.errors import ConfigError, UserError
-
-if TYPE_CHECKING:
-    from megatron_dppo.report.page.build import ReportedRun
-    from megatron_dppo.report.steps.tokens import Decode
+from megatron_dppo.errors import ConfigError
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("run", type=Path, help="folder of a run (run.output_dir), finished or running")
-    parser.add_argument("second", type=Path, nargs="?", help="folder of a second run to compare with")
+    parser.add_argument("more_runs", type=Path, nargs="*", metavar="OTHER", help="folders of runs to compare with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="output of diagnose --json, to include it")
     parser.add_argument(
@@ -39,13 +34,21 @@ def run_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: No such run, or the file cannot be written.
     """
     from megatron_dppo.report.page.build import FILE, build, check_target, write_report
+    from megatron_dppo.report.steps.files import recorded_steps
+    from megatron_dppo.run.reported_run import open_run
 
     if overrides:
         raise ConfigError(f"unknown argument {overrides[0]!r}; see megatron-dppo report --help")
     if options.watch is not None and not 1 <= options.watch < math.inf:
         raise ConfigError(f"--watch {options.watch:g}: expected a number of seconds, at least 1")
-    folders = [options.run, *([options.second] if options.second else [])]
-    runs = [_open_run(folder) for folder in folders]
+    folders = [options.run, *options.more_runs]
+    runs = [open_run(folder) for folder in folders]
+    for run in runs:
+        if not recorded_steps(run.folder):
+            print(
+                f"note     {run.folder} has no rollouts: curves only. Fix: set log.rollouts_every = 1 in a run",
+                flush=True,
+            )
     target = options.output or options.run / FILE
     check_target(target)
     refresh = options.watch or 0.0
@@ -78,28 +81,3 @@ def _is_finished(folder: Path) -> bool:
     if not (summary.is_file() and records.is_file()):
         return summary.is_file()
     return summary.stat().st_mtime_ns >= records.stat().st_mtime_ns
-
-
-def _open_run(folder: Path) -> ReportedRun:
-    from megatron_dppo.report.page.build import ReportedRun
-
-    if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is no folder; expected the folder of a run (run.output_dir)")
-    return ReportedRun(folder, _decoder(folder))
-
-
-def _decoder(folder: Path) -> Decode | None:
-    """Return a function from token ids to texts. None, with a printed note, if rollouts or tokenizer are missing."""
-    from megatron_dppo.data.chat import load_tokenizer, token_texts
-    from megatron_dppo.report.steps.files import recorded_steps
-    from megatron_dppo.run.starts import load_run_config
-
-    if not recorded_steps(folder):
-        print(f"note     {folder} has no rollouts: curves only. Fix: set log.rollouts_every = 1 in a run", flush=True)
-        return None
-    try:
-        tokenizer = load_tokenizer(load_run_config(folder, []).model.path)
-    except UserError as error:
-        print(f"note     tokens are shown as ids: {error}", flush=True)
-        return None
-    return lambda ids: token_texts(tokenizer, ids)

@@ -60,6 +60,12 @@ class _Values:
         """Return the mean of the last steps."""
         return _mean(self.series(name)[-_WINDOW:])
 
+    def last_share(self, part: str, total: str) -> float:
+        """Return the share of ``part`` in ``total`` over the last steps. A step without the part counts as 0."""
+        last_steps = [step for step in self._steps if step.get(total)][-_WINDOW:]
+        total_sum = sum(step[total] for step in last_steps)
+        return sum(step.get(part) or 0.0 for step in last_steps) / total_sum if total_sum else 0.0
+
     def first(self, name: str) -> float | None:
         """Return the mean of the first steps."""
         return _mean(self.series(name)[:_WINDOW])
@@ -170,11 +176,11 @@ def _other_losses(values: _Values) -> list[Finding]:
 
 
 def _waiting(values: _Values) -> list[Finding]:
-    total = values.last("perf/step_seconds")
-    rollout = values.last("perf/rollout_seconds")
-    if not total or rollout is None or rollout < 0.5 * total:
+    # A step whose rollouts were sampled earlier has no rollout time.
+    share = values.last_share("perf/rollout_seconds", "perf/step_seconds")
+    if share < 0.5:
         return []
-    text = f"The trainer waits for rollouts during {rollout / total:.0%} of a step."
+    text = f"The trainer waits for rollouts during {share:.0%} of a step."
     suggestion = "train.max_staleness: 1 samples during training; more inference servers; rollout.max_new_tokens: lower"
     return [Finding("look", text, suggestion, "perf/rollout_seconds")]
 

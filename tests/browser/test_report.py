@@ -104,6 +104,28 @@ def test_two_runs_share_curves_and_have_separate_rollouts(page: Path) -> None:
         assert complaints(driver) == []
 
 
+def test_three_runs_have_a_color_each_and_folded_findings(page: Path) -> None:
+    names = ("DPPO", "GRPO", "PG-IS")
+    folders = [page / "first", page / "second", page / "first"]
+    runs = [ReportedRun(folder, decode, name) for folder, name in zip(folders, names, strict=True)]
+    write_report(page / "3.html", build(runs))
+    with browser() as driver:
+        opened(driver, page / "3.html", PHONE)
+        assert driver.execute_script("return document.documentElement.scrollWidth") == PHONE[0]
+        card = driver.find_element("css selector", "#curves .card")
+        paths = card.find_elements("css selector", "path")
+        assert len({path.get_attribute("stroke") for path in paths}) == 3
+        assert all(name in card.text for name in names)
+        summaries = [each.text for each in all_of(driver, "#findings summary")]
+        assert [text.partition(":")[0] for text in summaries] == list(names)
+        assert not driver.find_element("css selector", "#findings li").is_displayed()
+        driver.find_element("css selector", "#findings summary").click()
+        assert driver.find_element("css selector", "#findings li").is_displayed()
+        driver.find_element("css selector", "#others summary").click()
+        soon(driver, lambda: "Masked by other losses" in driver.find_element("id", "others").text, "all other metrics")
+        assert complaints(driver) == []
+
+
 def test_the_page_of_a_running_run_reloads_and_keeps_its_step(page: Path) -> None:
     target = page / "watched.html"
     with browser() as driver:

@@ -69,6 +69,9 @@ def test_the_demo_runs_from_the_wheel_alone(program: Path, tmp_path: Path) -> No
     assert said.endswith("none of them ends clearly highest.")
     for name in ("DPPO with capped weights", "GRPO clip-higher", "PG-IS without a trust region"):
         assert f"{name} (masks" in said
+    report = (folder / "report.html").read_text()
+    assert f"report   {folder.relative_to(tmp_path)}/report.html" in text and report.count('id="step-') == 6
+    assert "w0" in report and "GRPO clip-higher" in report, "tokens are decoded"
     assert len(list((folder / "rows").glob("*.json"))) == 3 and list(tmp_path.iterdir()) == [tmp_path / "runs"]
     assert not list((folder / "bases").iterdir()) and not list((folder / "runs").iterdir())
 

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_dppo.commands.experiments.catalogue import REAL_MODEL, task_files
 from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged
@@ -25,6 +25,9 @@ from megatron_dppo.data.tasks import write_model_folder
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.files import write_synced
 from megatron_dppo.report.records import read_metrics
+from megatron_dppo.report.steps.files import FOLDER as ROLLOUTS
+from megatron_dppo.run.run_folder import MARKER
+from megatron_dppo.run.starts import CONFIG, STARTS
 
 ROW_METRICS = (
     "rollout/reward",
@@ -48,6 +51,17 @@ ROW_METRICS = (
 COSTS = "costs.json"
 """File name of the costs in the folder of a base model."""
 ROW_METRIC_PREFIX = "train/counterfactual"
+_RECORDS = (MARKER, CONFIG, STARTS, "metrics.jsonl", "summary.json", ROLLOUTS)
+"""Files and folders of a run that its report reads."""
+
+
+class RunRecords(NamedTuple):
+    """Records of a run that outlive its work folder."""
+
+    folder: str
+    """Folder that receives them. An existing one is replaced."""
+    rollouts_every: int
+    """Value of ``log.rollouts_every``. It changes no other result of the run."""
 
 
 def make_base(task: str, settings: Settings, target: str) -> None:
@@ -72,12 +86,23 @@ def make_base(task: str, settings: Settings, target: str) -> None:
     shutil.rmtree(folder)
 
 
-def make_row(run: GridRun, base: str, folder: str, row: str) -> None:
-    """Execute a run and write its row. A run that is stopped by a signal writes none."""
+def make_row(run: GridRun, base: str, folder: str, row: str, records: RunRecords | None = None) -> None:
+    """Execute a run and write its row. A run that is stopped by a signal writes none.
+
+    Args:
+        run: The run.
+        base: Folder of its base model.
+        folder: Work folder. It is removed at the end.
+        row: File of the row.
+        records: Records to keep. None keeps the row alone.
+    """
     work_folder = Path(folder)
     _prepare_process(work_folder)
     start_time = time.perf_counter()
-    config, error = _train(run.task, run.settings, work_folder / "run", {"model": {"path": base}})
+    run_values: dict[str, Any] = {"model": {"path": base}}
+    if records is not None:
+        run_values["log"] = {"rollouts_every": records.rollouts_every}
+    config, error = _train(run.task, run.settings, work_folder / "run", run_values)
     curves = read_curves(work_folder / "run" / "metrics.jsonl")
     steps = curves.get("rollout/reward", [])
     if not error and len(steps) < config.run.num_steps:
@@ -97,8 +122,19 @@ def make_row(run: GridRun, base: str, folder: str, row: str) -> None:
         "cpu_seconds": _cpu_seconds(),
         "wall_seconds": time.perf_counter() - start_time,
     }
+    # The row says that the run is done, so the records come first.
+    if records is not None:
+        _move_records(work_folder / "run", Path(records.folder))
     write_synced(Path(row), json.dumps(values) + "\n")
     shutil.rmtree(work_folder)
+
+
+def _move_records(run_folder: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for name in _RECORDS:
+        if (run_folder / name).exists():
+            (run_folder / name).replace(target / name)
 
 
 def log_path(folder: Path) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from megatron_dppo.commands.experiments.statistics import Row, masked, series
 from megatron_dppo.commands.experiments.store import Store
 from megatron_dppo.errors import UserError
 from megatron_dppo.files import disk_errors, write_synced
+from megatron_dppo.report.page.build import FILE, build, check_target, write_report
+from megatron_dppo.report.records import read_metrics
+from megatron_dppo.run.reported_run import open_run
 
 _COLORS = ("#0072b2", "#e69f00", "#6e6e6e", "#009e73")
 """Colors that are distinguishable with red-green color blindness."""
@@ -75,6 +80,10 @@ LABELS: Mapping[str, str] = {
 PICTURES = ("demo.png", "demo.txt")
 
 
+_RECORDED_STEPS = 5
+"""Steps of each run whose tokens the report shows."""
+
+
 WINDOW = 5
 """Steps over which the numbers of the summary are averaged."""
 
@@ -112,7 +121,7 @@ class Demo:
 
 
 def execute(demo: Demo) -> None:
-    """Execute the missing runs, write ``demo.png`` and ``demo.txt``, and print the summary.
+    """Execute the missing runs, write ``demo.png``, ``demo.txt`` and the report, and print the summary.
 
     Raises:
         UserError: A run without a result, files of these names from something else, or a locked folder.
@@ -125,6 +134,8 @@ def execute(demo: Demo) -> None:
             raise UserError(
                 f"{folder / name} exists, but {folder} is not the folder of a demo. Fix: choose another --output"
             )
+    if os.path.lexists(folder / FILE):
+        check_target(folder / FILE)
     with store.held():
         _execute_locked(store, demo)
 
@@ -142,14 +153,39 @@ def _execute_locked(store: Store, demo: Demo) -> None:
         flush=True,
     )
     with _print_progress(store, runs):
-        rows = execute_runs(store, runs, demo.jobs, lambda line: print(line, flush=True))
+        rows = execute_runs(
+            store, runs, demo.jobs, lambda line: print(line, flush=True), rollouts_every=_rollouts_every(demo.steps)
+        )
     ordered = [rows[run.key] for run in runs]
     text = sentence(ordered)
     picture, summary = (store.folder / name for name in PICTURES)
     with disk_errors(store.folder, "picture and sentence"):
         write_synced(summary, text + "\n")
         write_picture(ordered, LABELS, picture)
-    print(f"\n{text}\n\npicture: {picture}", flush=True)
+    print(f"\n{text}\n\npicture  {picture}", flush=True)
+    _write_report(store, runs)
+
+
+def _rollouts_every(steps: int) -> int:
+    """Return the distance of the steps whose rollouts are recorded. 0 without pyarrow, which writes them."""
+    if importlib.util.find_spec("pyarrow") is None:
+        print("note     the report will have curves only. Fix: pip install pyarrow, to see the tokens too", flush=True)
+        return 0
+    return max(1, steps // _RECORDED_STEPS)
+
+
+def _write_report(store: Store, runs: Sequence[GridRun]) -> None:
+    """Write the report of the three runs and print its path."""
+    recorded = [run for run in runs if read_metrics(store.records(run) / "metrics.jsonl")]
+    target = store.folder / FILE
+    for run in runs:
+        if run not in recorded:
+            print(f"note     {LABELS[run.loss]} has no records and is not in the report", flush=True)
+    if not recorded:
+        print("report   not written. Fix: choose another --output, to repeat the runs with records", flush=True)
+        return
+    write_report(target, build([open_run(store.records(run), LABELS[run.loss]) for run in recorded]))
+    print(f"report   {target}    (open it in a browser: tokens by color, and those that each loss masked)", flush=True)
 
 
 def best(rewards: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.experiments.child import COSTS, log_path, make_base, make_row
+from megatron_dppo.commands.experiments.child import COSTS, RunRecords, log_path, make_base, make_row
 from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.store import Rows, Store
 from megatron_dppo.engines.local.perturbation import require_modelopt
@@ -40,7 +40,12 @@ class _Job:
 
 
 def execute_runs(
-    store: Store, runs: Sequence[GridRun], jobs: int, print_line: Callable[[str], None], limit: int | None = None
+    store: Store,
+    runs: Sequence[GridRun],
+    jobs: int,
+    print_line: Callable[[str], None],
+    limit: int | None = None,
+    rollouts_every: int | None = None,
 ) -> Rows:
     """Return the rows of all valid runs. Execute the missing ones first.
 
@@ -50,6 +55,8 @@ def execute_runs(
         jobs: Concurrent processes.
         print_line: Receives one line per finished run.
         limit: Largest number of new runs. None executes all.
+        rollouts_every: Keeps the records of each new run in ``Store.records``, with the rollouts of every n-th step,
+            or of none with 0. None keeps no records.
 
     Raises:
         UserError: A run without a result, a missing package, or a broken row.
@@ -66,7 +73,7 @@ def execute_runs(
     for form in {run.weights for run in missing} - {"none"}:
         require_modelopt(form)
     if missing:
-        _execute_jobs(_jobs(store, missing), jobs, print_line)
+        _execute_jobs(_jobs(store, missing, rollouts_every), jobs, print_line)
     return rows | store.read(missing)
 
 
@@ -79,7 +86,7 @@ def make_base_at(store: Store, run: GridRun, target: Path, print_line: Callable[
     _execute_jobs([_base_job(store, run, target)], 1, print_line)
 
 
-def _jobs(store: Store, runs: Sequence[GridRun]) -> list[_Job]:
+def _jobs(store: Store, runs: Sequence[GridRun], rollouts_every: int | None) -> list[_Job]:
     """Return a job for each missing base model, followed by the runs that start from it."""
     groups: dict[Path, list[GridRun]] = {}
     for run in runs:
@@ -87,7 +94,7 @@ def _jobs(store: Store, runs: Sequence[GridRun]) -> list[_Job]:
     jobs = []
     for base, group in groups.items():
         jobs += [] if base.is_dir() else [_base_job(store, group[0], base)]
-        jobs += [_run_job(store, run) for run in group]
+        jobs += [_run_job(store, run, rollouts_every) for run in group]
     return jobs
 
 
@@ -98,12 +105,12 @@ def _base_job(store: Store, run: GridRun, target: Path) -> _Job:
     )
 
 
-def _run_job(store: Store, run: GridRun) -> _Job:
+def _run_job(store: Store, run: GridRun, rollouts_every: int | None) -> _Job:
     folder, row = store.work_folder(run), store.row(run)
+    records = None if rollouts_every is None else RunRecords(str(store.records(run)), rollouts_every)
     name = f"{run.task}, {run.mismatch}, {run.loss}, seed {run.seed}"
-    return _Job(
-        make_row, (run, str(store.base(run)), str(folder), str(row)), row, log_path(folder), name, store.base(run)
-    )
+    arguments = (run, str(store.base(run)), str(folder), str(row), records)
+    return _Job(make_row, arguments, row, log_path(folder), name, store.base(run))
 
 
 def _execute_jobs(jobs: Sequence[_Job], at_once: int, print_line: Callable[[str], None]) -> None:

@@ -54,6 +54,10 @@ class Store:
         """Return the work folder of a run."""
         return self.folder / "runs" / run.key
 
+    def records(self, run: GridRun) -> Path:
+        """Return the folder with the kept records of a run."""
+        return self.folder / "records" / f"{run.key}-{self._digest(run)}"
+
     def base(self, run: GridRun) -> Path:
         """Return the base model of a run: the package's if one has these settings, else the store's."""
         name = f"{run.task}-{run.settings['run']['seed']}-{self._digest(run)}"

@@ -1,4 +1,4 @@
-"""The HTML report of one or two runs: a single file with data, style and program.
+"""The HTML report of one or more runs: a single file with data, style and program.
 
 Text of rollouts is data, never markup. It is JSON in which no character can close the enclosing element, and the page's
 program creates text nodes from it.
@@ -35,13 +35,20 @@ class ReportedRun(NamedTuple):
     """Output folder of the run."""
     decode: Decode | None
     """Function that decodes token ids. None shows ids, if there is no tokenizer."""
+    name: str = ""
+    """Name on the page. Empty uses the name of the folder."""
+
+    @property
+    def title(self) -> str:
+        """Name on the page."""
+        return self.name or self.folder.resolve().name
 
 
 def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: float = 0) -> str:
     """Return the page.
 
     Args:
-        runs: One or two runs.
+        runs: The runs. A click on a curve opens the step of one of them.
         ledger: File of ``megatron-dppo diagnose --json`` for the first run. None shows no ledger.
         refresh: Seconds after which the page reloads itself. 0 disables it.
 
@@ -64,7 +71,7 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
             view = step_view(file, run.decode, budget.per_step(len(recorded)))
             masked += view["masked"]
             steps.append(_element(f"step-{index}-{step}", view))
-        views.append(_run_view(run.folder, records, list(recorded), masked))
+        views.append(_run_view(run, records, list(recorded), masked))
     data = {
         "format": _FORMAT,
         "runs": views,
@@ -73,7 +80,8 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
         "refresh": refresh,
     }
     parts = {name: files("megatron_dppo.report.page").joinpath(name).read_text("utf-8") for name in _PARTS}
-    title = " and ".join(run.folder.resolve().name for run in runs)
+    *before, last = [run.title for run in runs]
+    title = f"{', '.join(before)} and {last}" if before else last
     # Insert data and program by partition, not by replace: the data may contain the placeholders.
     page = parts["page.html"].replace("%TITLE%", _escaped_html(title)).replace("%STYLE%", parts["page.css"])
     head, _, tail = page.partition("%DATA%")
@@ -132,11 +140,13 @@ def _escaped_html(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%", "&#37;")
 
 
-def _run_view(folder: Path, records: Sequence[Record], recorded: list[int], masked: Sequence[Record]) -> dict[str, Any]:
-    config = _config(folder)
-    summary = folder / "summary.json"
+def _run_view(
+    run: ReportedRun, records: Sequence[Record], recorded: list[int], masked: Sequence[Record]
+) -> dict[str, Any]:
+    config = _config(run.folder)
+    summary = run.folder / "summary.json"
     return {
-        "name": folder.resolve().name,
+        "name": run.title,
         "loss": config.get("loss.name", ""),
         "records": len(records),
         "last": max(record["step"] for record in records),
@@ -169,12 +179,10 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, obj
 
 
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Return key and both values of each setting in which two runs differ."""
-    if len(configs) < 2:
-        return []
-    first, second = configs
-    keys = sorted((first.keys() | second.keys()) - {"run.output_dir"})
-    return [[key, _shown(first.get(key)), _shown(second.get(key))] for key in keys if first.get(key) != second.get(key)]
+    """Return the key and each run's value of every setting in which the runs differ."""
+    keys = sorted({key for config in configs for key in config} - {"run.output_dir"})
+    values = [(key, [config.get(key) for config in configs]) for key in keys]
+    return [[key, *map(_shown, each)] for key, each in values if any(value != each[0] for value in each)]
 
 
 def _shown(value: object) -> str:

@@ -21,7 +21,7 @@ function short(value) {
   return String(+value.toPrecision(4));
 }
 const W = 300, H = 130, LEFT = 46, RIGHT = 6, TOP = 8, BOTTOM = 18;
-/* One chart: lines of one or two runs; pick(step) is called by a click. Returns the card and how to mark a step. */
+/* One chart: lines of one or more runs; pick(step) is called by a click. Returns the card and how to mark a step. */
 function chart(title, unit, lines, pick) {
   const all = lines.flatMap((line) => line.points);
   let [x0, x1] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
@@ -80,14 +80,14 @@ function chart(title, unit, lines, pick) {
 }
 /* |pi - mu| against the ratio; pick(point) is called by a click on a point. */
 function scatter(points, pick) {
-  const width = 420, height = 260, left = 44, bottom = 30, top = 8, right = 8;
+  const width = 420, height = 260, left = 52, bottom = 30, top = 8, right = 8;
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "ratio pi / mu against |pi - mu|" });
   const most = Math.max(0.01, ...points.map((p) => p[0])), reach = Math.max(0.1, ...points.map((p) => Math.abs(p[1])));
   const x = (v) => left + v / most * (width - left - right);
   const y = (v) => top + (1 - (v + reach) / (2 * reach)) * (height - top - bottom);
   for (const v of [-reach, -reach / 2, 0, reach / 2, reach]) {
     root.append(svg("line", { x1: left, x2: width - right, y1: y(v), y2: y(v), class: "axis" }));
-    root.append(svg("text", { x: left - 4, y: y(v) + 3, "text-anchor": "end" }, short(+(10 ** v).toPrecision(3))));
+    root.append(svg("text", { x: left - 4, y: y(v) + 3, "text-anchor": "end" }, short(+(10 ** v).toPrecision(2))));
   }
   for (const v of [0, most / 2, most]) root.append(svg("text", { x: x(v), y: height - 16, "text-anchor": v ? "end" : "start" }, short(+v.toPrecision(2))));
   root.append(svg("text", { x: width - right, y: height - 3, "text-anchor": "end" }, "x: |pi - mu| of a token; y: ratio pi / mu"));

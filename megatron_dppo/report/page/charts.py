@@ -28,7 +28,7 @@ class Chart(TypedDict):
 _CHARTS: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = (
     ("Reward", "", (("rollout/reward", "training"), ("eval/accuracy", "held-out"))),
     (
-        "Outside the trust region",
+        "Masked tokens",
         "%",
         (
             ("train/mask_fraction", "all"),

@@ -5,16 +5,21 @@ const marks = [];
 function about() {
   const parts = data.runs.map((run) => `${run.name}: ${run.loss}, step ${run.last}${run.planned ? " of " + run.planned : ""}${run.finished ? "" : " (not finished)"}`);
   byId("about").textContent = parts.join("  \u00b7  ");
-  document.title = data.runs.map((run) => run.name).join(" and ");
 }
 function showFindings() {
-  const list = byId("findings").querySelector("ul");
-  data.runs.forEach((run) => run.findings.forEach((finding) => {
-    const name = data.runs.length > 1 ? `${run.name}: ` : "";
-    const item = el("li", { class: finding.level }, name + finding.text);
-    if (finding.suggestion) item.append(el("span", { class: "suggestion", text: finding.suggestion }));
-    list.append(item);
-  }));
+  const section = byId("findings");
+  for (const run of data.runs) {
+    const list = el("ul");
+    for (const finding of run.findings) {
+      const item = el("li", { class: finding.level }, finding.text);
+      if (finding.suggestion) item.append(el("span", { class: "suggestion", text: finding.suggestion }));
+      list.append(item);
+    }
+    if (data.runs.length === 1) { section.append(list); continue; }
+    const box = el("details", {}, el("summary", { text: `${run.name}: ${run.findings.length} findings` }), list);
+    box.open = data.runs.length === 2;
+    section.append(box);
+  }
 }
 function lastOf(run, metric) {
   for (const one of run.charts) for (const line of one.lines) if (line.metric === metric) return line.points[line.points.length - 1][1];
@@ -32,8 +37,26 @@ function showComparison() {
   const details = el("details", {}, el("summary", { text: "Last values" }), table(["metric", ...names], last, []));
   box.append(details);
 }
+/* More than two runs: a chart a metric, with one color a run. First the first line of each chart, then the others. */
+function drawMetrics(key, grid) {
+  const metrics = new Map();
+  data.runs.forEach((run, index) => [...run.charts, ...run.others].forEach((one) => one.lines.forEach((line, position) => {
+    const isFirst = run.charts.includes(one) && position === 0 && !line.metric.startsWith("train/counterfactual/");
+    if (isFirst !== (key === "charts")) return;
+    const title = line.label && one.lines.length > 1 ? `${one.title}: ${line.label}` : one.title;
+    if (!metrics.has(line.metric)) metrics.set(line.metric, { title, unit: one.unit, lines: [] });
+    metrics.get(line.metric).lines.push({ ...line, label: run.name, color: index });
+  })));
+  for (const { title, unit, lines } of metrics.values()) {
+    const made = chart(title, unit, lines, pickNearest);
+    marks.push(made.mark);
+    if (state.step !== null) made.mark(state.step);
+    grid.append(made.card);
+  }
+}
 /* The charts of all runs under one key, into a grid. */
 function drawCharts(key, grid) {
+  if (data.runs.length > 2) { drawMetrics(key, grid); return; }
   const titles = [...new Set(data.runs.flatMap((run) => run[key].map((one) => one.title)))];
   for (const title of titles) {
     const labels = [], lines = [];

@@ -119,7 +119,7 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -5.0, float("nan"), float("inf")])
 def test_a_watch_that_never_looks_is_refused(seconds: float, tmp_path: Path) -> None:
-    options = argparse.Namespace(run=tmp_path, second=None, output=None, ledger=None, watch=seconds)
+    options = argparse.Namespace(run=tmp_path, more_runs=[], output=None, ledger=None, watch=seconds)
     with pytest.raises(ConfigError, match="expected a number of seconds, at least 1"):
         run_report(options, [])
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_dppo.commands.experiments import demo
+from megatron_dppo.commands.experiments import child, demo
+from megatron_dppo.commands.experiments.child import RunRecords, make_row
 from megatron_dppo.commands.experiments.demo import LABELS, Demo, best, last, sentence, write_picture
 from megatron_dppo.commands.experiments.store import SHIPPED, Store
 from megatron_dppo.commands.main import main
 from megatron_dppo.data.tasks import TASKS, RareWords, write_model_folder
+from tests.unit.recorded_run import write_run
 
 DPPO, GRPO, PG = LABELS
 
@@ -102,10 +105,63 @@ def test_the_picture_has_a_line_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "all.png").stat().st_size > (tmp_path / "one.png").stat().st_size > 5000
 
 
+def test_records_are_kept_before_the_row_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row says that a run is done: a run that was killed in between has neither and is repeated."""
+    run = Demo(steps=2).runs[0]
+    logged: list[int] = []
+
+    def train(task: str, settings: Any, folder: Path, paths: dict[str, Any]) -> Any:
+        logged.append(paths["log"]["rollouts_every"])
+        write_run(folder, 2)
+        (folder / "hf").mkdir()
+        config = SimpleNamespace(run=SimpleNamespace(num_steps=2))
+        return config, ""
+
+    monkeypatch.setattr(child, "_train", train)
+    monkeypatch.setattr(child, "_prepare_process", lambda folder: folder.mkdir(parents=True))
+    kept = tmp_path / "records" / "x"
+    (kept / "old").mkdir(parents=True)
+    monkeypatch.setattr(child, "write_synced", lambda *_: pytest.fail("the row") if not kept.exists() else None)
+    make_row(run, "base", str(tmp_path / "work"), str(tmp_path / "row"), RunRecords(str(kept), 3))
+    assert logged == [3] and not (tmp_path / "work").exists()
+    assert sorted(file.name for file in kept.iterdir()) == ["metrics.jsonl", "rollouts", "summary.json"]
+
+
+def test_the_report_has_the_runs_with_records_and_names_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = []
+
+    def execute_runs(store: Store, runs: Any, *_: Any, rollouts_every: int) -> dict[str, Any]:
+        every.append(rollouts_every)
+        return {run.key: row(run.loss, [0.1, 0.2], 0.1) for run in runs}
+
+    monkeypatch.setattr(demo, "execute_runs", execute_runs)
+    assert main(["demo", "--output", str(tmp_path), "--steps", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "report   not written. Fix: choose another --output" in output and not (tmp_path / "report.html").exists()
+    store = Store(tmp_path)
+    for run in Demo(steps=2).runs[:2]:
+        write_run(store.records(run), 2)
+    assert main(["demo", "--output", str(tmp_path), "--steps", "23"]) == 0  # other settings, the same rows
+    assert main(["demo", "--output", str(tmp_path), "--steps", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "note     PG-IS without a trust region has no records" in output and every == [1, 4, 1]
+    assert f"report   {tmp_path}/report.html" in output
+    page = (tmp_path / "report.html").read_text()
+    assert f"<title>{LABELS[DPPO]} and {LABELS[GRPO]}</title>" in page and 'id="step-1-2"' in page
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    assert main(["demo", "--output", str(tmp_path), "--steps", "2"]) == 0
+    assert "curves only. Fix: pip install pyarrow" in capsys.readouterr().out and every[-1] == 0
+    (tmp_path / "report.html").write_text("mine")
+    assert main(["demo", "--output", str(tmp_path), "--steps", "2"]) == 2
+    assert (tmp_path / "report.html").read_text() == "mine"
+
+
 def test_what_is_asked_for_wrongly_is_an_error_before_any_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "execute_runs", lambda *_: pytest.fail("a run began"))
+    monkeypatch.setattr(demo, "execute_runs", lambda *_, **__: pytest.fail("a run began"))
     (tmp_path / "demo.png").write_bytes(b"mine")
     for arguments, text in (
         (["--steps", "0"], "--steps 0: expected at least 1"),

@@ -120,6 +120,29 @@ def test_two_runs_share_a_page_that_lists_their_differences(tmp_path: Path) -> N
         build(runs, ledger=tmp_path / "a/metrics.jsonl")
 
 
+def test_three_runs_share_a_page_under_their_given_names(tmp_path: Path) -> None:
+    for name, keys in (("a", "lr = 1.0"), ("b", "lr = 1.0\nbeta = 2"), ("c", "lr = 3.0")):
+        write_run(tmp_path / name, 2)
+        (tmp_path / name / "config.toml").write_text(f"[optimizer]\n{keys}\n")
+    runs = [ReportedRun(tmp_path / name, decode, title) for name, title in (("a", "A & co"), ("b", ""), ("c", "last"))]
+    page = build(runs)
+    assert "<title>A &amp; co, b and last</title>" in page
+    elements = scripts(page)
+    # A setting that only one of three runs has, and one that only the third changes.
+    assert elements["data"]["differences"] == [["optimizer.beta", "-", "2", "-"], ["optimizer.lr", "1.0", "1.0", "3.0"]]
+    assert [run["name"] for run in elements["data"]["runs"]] == ["A & co", "b", "last"]
+    assert {"step-0-1", "step-1-1", "step-2-2"} <= set(elements)
+
+
+def test_waiting_for_rollouts_is_compared_with_all_steps() -> None:
+    """With staleness only the first step has a rollout time, which says nothing about the others."""
+    first = record(1, perf__rollout_seconds=9.0, perf__step_seconds=10.0, rollout__reward=0.1)
+    stale = [record(i, perf__step_seconds=2.0, rollout__reward=0.1) for i in range(2, 40)]
+    assert "waits for rollouts" not in about([first, *stale])
+    waiting = [record(i, perf__rollout_seconds=6.0, perf__step_seconds=8.0, rollout__reward=0.1) for i in range(9)]
+    assert "waits for rollouts during 75% of a step" in about(waiting)
+
+
 def test_a_folder_without_records_and_a_foreign_file_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
