@@ -94,7 +94,7 @@ class Step:
     ages: dict[int, int]
     lengths: list[float]
     """Mean length of each trained group."""
-    given_up: int
+    num_canceled: int
     cursor: int
 
 
@@ -161,7 +161,7 @@ class Run:
                 lengths=[
                     UNIT * statistics.fmean(len(r.completion.token_ids) for r in g.rollouts) for g in collected.groups
                 ],
-                given_up=collected.left_out["given_up"],
+                num_canceled=collected.dropped_groups["canceled"],
                 cursor=self.stream.cursor,
             )
         self._loop.cancel_all()
@@ -217,7 +217,7 @@ def row(case: Case, train: float, reread: float, options: argparse.Namespace) ->
         f"{sum(s.reading_seconds for s in steady) / seconds / servers:9.0%}"
         f"{sum(age * tokens for age, tokens in ages.items()) / ages.total():8.2f}{max(ages):5}"
         f"{bias(0, 1):9.2f}{bias(0, WARM_UP):6.2f}{bias(WARM_UP, len(steps)):7.2f}"
-        f"{sum(s.given_up for s in steady) / len(steady) * options.divide:10.1f}"
+        f"{sum(s.num_canceled for s in steady) / len(steady) * options.divide:10.1f}"
     )
 
 

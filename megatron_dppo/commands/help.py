@@ -22,6 +22,7 @@ def run_help(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         ConfigError: Unknown key, or more than one.
     """
     from megatron_dppo.config.describe import explain, sections
+    from megatron_dppo.report.records import RENAMED_METRICS
 
     # `help --lr` arrives as an override, since argparse does not know the flag.
     key = options.key or (overrides[0] if overrides else None)
@@ -29,7 +30,8 @@ def run_help(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if len(overrides) > num_expected:
         raise ConfigError(f"Expected one key, also got {overrides[-1]!r}. Fix: run `megatron-dppo help` once per key")
     if key is not None:
-        print(explain(key))
+        renamed = RENAMED_METRICS.get(key)
+        print(explain(key) if renamed is None else f"{key}: in older runs, the metric {renamed} (docs/metrics.md)")
         return 0
     for name, model in sections():
         if name:

@@ -279,8 +279,8 @@ def _check_batch_invariant(config: Config) -> None:
             "0, or set train.max_first_prob_diff: by default no difference is allowed, and the noise causes one",
         ),
         (
-            bool(config.eval.beside_training),
-            "eval.beside_training",
+            bool(config.eval.overlap_training),
+            "eval.overlap_training",
             True,
             "null or false: one model cannot do both at once",
         ),
@@ -371,7 +371,7 @@ def _check_reference(model: ModelConfig, *, is_needed: bool) -> None:
     if model.reference_path is not None and not is_needed:
         raise ValueError(
             f"model.reference_path = {model.reference_path!r} has no effect without reward.kl_coef above 0, "
-            "or loss.kl_coef above 0 and loss.kl_anchor = 'reference'"
+            "or loss.kl_coef above 0 and loss.kl_target = 'reference'"
         )
 
 
@@ -397,9 +397,9 @@ def _check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: Che
             f"{setting} with {missing}: nothing is evaluated. Set data.eval and eval.every, or remove "
             f"{setting.partition(' ')[0]}"
         )
-    if checkpoint.keep_best and evaluation.beside_training:
+    if checkpoint.keep_best and evaluation.overlap_training:
         raise ValueError(
-            "checkpoint.keep_best = true with eval.beside_training = true: when the result of an evaluation "
+            "checkpoint.keep_best = true with eval.overlap_training = true: when the result of an evaluation "
             "arrives, the weights have changed. Remove one of them"
         )
 
@@ -430,8 +430,8 @@ def _check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
 
 
 def _check_colocated(rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> None:
-    if rollout.servers.colocated and (train.max_staleness or evaluation.beside_training):
+    if rollout.servers.colocated and (train.max_staleness or evaluation.overlap_training):
         raise ValueError(
             "rollout.servers.colocated = true: the servers have no GPU memory while the policy trains. Set "
-            "train.max_staleness = 0 and remove eval.beside_training, or give the servers separate GPUs"
+            "train.max_staleness = 0 and remove eval.overlap_training, or give the servers separate GPUs"
         )

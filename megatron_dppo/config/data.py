@@ -84,7 +84,7 @@ class EvalConfig(Section):
     """Sample from the tokens whose probability is at least this fraction of the largest one. 0 disables the filter."""
     max_new_tokens: int | None = Field(None, gt=0)
     """Maximum response length in tokens. null uses ``rollout.max_new_tokens``."""
-    beside_training: bool | None = None
+    overlap_training: bool | None = None
     """Evaluate while the next step samples and trains, and log the result when that step ends. null enables this with
     inference servers, unless they share the trainer's GPUs or ``checkpoint.keep_best`` or ``stop_at_accuracy`` needs
     the result at once."""
@@ -100,9 +100,9 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _stop_is_known_in_time(self) -> EvalConfig:
-        if self.stop_at_accuracy is not None and self.beside_training:
+        if self.stop_at_accuracy is not None and self.overlap_training:
             raise ValueError(
-                f"stop_at_accuracy = {self.stop_at_accuracy} with beside_training = true: the result arrives one "
+                f"stop_at_accuracy = {self.stop_at_accuracy} with overlap_training = true: the result arrives one "
                 "step too late to stop the run. Remove one of them"
             )
         return self

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
-from megatron_dppo.config.removed import removed_key_hint
+from megatron_dppo.config.removed import RENAMED_KEYS, removed_key_hint
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import Section
 from megatron_dppo.errors import ConfigError
@@ -101,6 +101,9 @@ def explain(name: str) -> str:
     models = dict(sections())
     if wanted in fields:
         return _entry(wanted, fields[wanted])
+    if wanted in RENAMED_KEYS:
+        new = RENAMED_KEYS[wanted].new
+        return f"{wanted} is now {new}:\n{_entry(new, fields[new])}"
     if removed := removed_key_hint(wanted):
         return f"{wanted}: {removed}"
     if wanted in models and wanted:
@@ -113,6 +116,8 @@ def explain(name: str) -> str:
     paths = [path for path in fields if path.rpartition(".")[2] == wanted]
     if paths:
         return "\n".join(_entry(path, fields[path]) for path in paths)
+    if renamed := [path for path in RENAMED_KEYS if _leaf(path) == wanted]:
+        return explain(renamed[0])
     if wanted in FOREIGN_KEY_NAMES:
         path = FOREIGN_KEY_NAMES[wanted]
         return f"{wanted} of another framework is here:\n{_entry(path, fields[path])}"
@@ -178,7 +183,7 @@ _RESOLVERS: Mapping[str, Callable[[Config, Layout], object]] = {
     "parallel.sequence_parallel": lambda config, layout: layout.sequence_parallel,
     "parallel.overlap_p2p_comm": lambda config, layout: layout.overlap_p2p_comm,
     "eval.max_new_tokens": lambda config, layout: config.eval_max_new_tokens,
-    "eval.beside_training": lambda config, layout: config.evaluates_beside_training,
+    "eval.overlap_training": lambda config, layout: config.evaluates_beside_training,
     "run.hang_minutes": lambda config, layout: 0.9 * config.run.timeout_minutes,
 }
 """Functions that compute the value in effect of a key whose default depends on other keys."""

@@ -26,10 +26,10 @@ class DistillationConfig(Section):
     teacher_path: str | None = None
     """Hugging Face folder of the teacher, loaded in the trainer. It needs the policy's vocabulary and tokenizer; its
     size must fit the parallel layout. null loads no teacher in the trainer."""
-    teacher_weights: Literal["whole", "by_layer"] = "whole"
-    """Part of ``teacher_path`` on the GPU while the teacher scores responses. ``whole`` holds all weights. ``by_layer``
-    holds the embeddings, the output layer and one layer at a time, and copies the layers again for every
-    micro-batch."""
+    teacher_offload: Literal["model", "layer"] = "model"
+    """What moves between host memory and the GPU at a time. ``model``: all weights are on the GPU while the teacher
+    scores responses. ``layer``: only the embeddings, the output layer and one layer are, and the layers are copied
+    again for every micro-batch."""
     teacher_urls: list[str] = Field(default_factory=list)
     """Instead of ``teacher_path``: addresses (``http://HOST:PORT``) of running servers with the teacher's weights. They
     take turns to return the log-probabilities of the sampled tokens. Only with ``divergence = "sampled"``."""
@@ -74,8 +74,8 @@ class DistillationConfig(Section):
                 f"{server_keys[0]} = {getattr(self, server_keys[0])!r} applies to teacher servers, but teacher_path "
                 f"= {self.teacher_path!r} loads the teacher in the trainer; remove one of them"
             )
-        if self.teacher_urls and self.teacher_weights != "whole":
-            raise ValueError("teacher_weights = 'by_layer' has no effect with teacher_urls; remove it")
+        if self.teacher_urls and self.teacher_offload != "model":
+            raise ValueError("teacher_offload = 'layer' has no effect with teacher_urls; remove it")
         if self.teacher_urls and self.divergence != "sampled":
             raise ValueError(
                 f"divergence = {self.divergence!r} with teacher_urls: servers return the log-probabilities of the "

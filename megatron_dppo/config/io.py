@@ -18,7 +18,13 @@ from megatron_dppo.config.describe import closest_hint, exact_hint
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.paths import read_tables
-from megatron_dppo.config.removed import removed_key_hint, removed_value_hint
+from megatron_dppo.config.removed import (
+    RENAMED_KEYS,
+    print_new_names,
+    removed_key_hint,
+    removed_value_hint,
+    renamed_value,
+)
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import TomlTable
 from megatron_dppo.errors import ConfigError
@@ -79,7 +85,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
     # Overrides come after the file and its bases, so they replace values of both.
     values = read_tables(Path(path), relative_to)
     parsed, problems = _parse_overrides(overrides)
-    for section, key, value in parsed:
+    for section, key, value in map(_with_new_name, parsed):
         try:
             _insert(values, section, key, value)
         except ConfigError as error:
@@ -165,6 +171,16 @@ def config_problems(values: TomlTable) -> list[str]:
 def dump_toml(config: Config) -> str:
     """Return the resolved configuration as TOML; loading it again gives an equal ``Config``."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def _with_new_name(override: tuple[str, str, object]) -> tuple[str, str, object]:
+    """Return an override with the current name of its key and value."""
+    section, key, value = override
+    path = f"{section}.{key}"
+    if path not in RENAMED_KEYS:
+        return override
+    print_new_names([path], f"--{path}")
+    return section, RENAMED_KEYS[path].new.rpartition(".")[2], renamed_value(path, value)
 
 
 def _insert(values: TomlTable, section: str, key: str, value: object) -> None:

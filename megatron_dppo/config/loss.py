@@ -73,8 +73,8 @@ class LossConfig(Section):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty, which applies to every token of the loss mask. 0 disables it."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of KL(pi || kl_anchor) from one token: log ratio (k1), half its square (k2), or r - 1 - log r (k3)."""
-    kl_anchor: Literal["reference", "rollout"] = "reference"
+    """Estimator of KL(pi || kl_target) from one token: log ratio (k1), half its square (k2), or r - 1 - log r (k3)."""
+    kl_target: Literal["reference", "rollout"] = "reference"
     """Policy that the penalty pulls towards."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. 0 disables it."""
@@ -141,7 +141,7 @@ class LossConfig(Section):
             needed = "mismatch other than 'none', or centering = 'mask'"
             unused |= {"mismatch_low": needed, "mismatch_high": needed}
         if self.kl_coef == 0:
-            unused |= {"kl_estimator": "kl_coef above 0", "kl_anchor": "kl_coef above 0"}
+            unused |= {"kl_estimator": "kl_coef above 0", "kl_target": "kl_coef above 0"}
         return unused
 
     def check(self) -> None:
@@ -189,7 +189,7 @@ class LossConfig(Section):
         reasons |= dict.fromkeys(self.needs.inputs, "loss.name")
         if self.mismatch in ("mask_sequence", "mask_geometric"):
             reasons["sequence_ids"] = "loss.mismatch"
-        if self.kl_coef and self.kl_anchor == "reference":
+        if self.kl_coef and self.kl_target == "reference":
             reasons["reference_logprobs"] = "loss.kl_coef"
         # The entropy itself is always computed; only the bonus needs its gradient.
         if self.entropy_coef:

@@ -9,7 +9,7 @@ from megatron_dppo.config.section import TomlTable
 
 _VERL = {"divergence_threshold_low": 0.2, "divergence_threshold_high": 0.2, "ratio_cap": 3.0}
 _TRL = {"divergence_threshold_low": 0.15, "divergence_threshold_high": 0.15, "ratio_cap": 20.0}
-_PRIME_RL_KL = {"form": "ratio", "kl_coef": 0.002, "kl_estimator": "k2", "kl_anchor": "rollout"}
+_PRIME_RL_KL = {"form": "ratio", "kl_coef": 0.002, "kl_estimator": "k2", "kl_target": "rollout"}
 _CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
     "verl/dppo_tv": {"name": "dppo_binary_tv", **_VERL},

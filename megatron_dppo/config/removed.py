@@ -1,11 +1,33 @@
-"""Removed keys and values of the configuration, and their replacements."""
+"""Renamed and removed keys and values of the configuration, and their replacements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_dppo.config.section import TomlTable
+
+
+class RenamedKey(NamedTuple):
+    """A key that has another name now. Files and checkpoints with the old name stay readable."""
+
+    new: str
+    """Path of the key."""
+    values: Mapping[str, str] = {}
+    """New name of each renamed value."""
+
+
+RENAMED_KEYS: Mapping[str, RenamedKey] = {
+    "rollout.servers.answer_processes": RenamedKey("rollout.servers.client_processes"),
+    "rollout.servers.patience_seconds": RenamedKey("rollout.servers.unavailable_timeout_seconds"),
+    "loss.kl_anchor": RenamedKey("loss.kl_target"),
+    "distillation.teacher_weights": RenamedKey("distillation.teacher_offload", {"whole": "model", "by_layer": "layer"}),
+    "train.max_dropped_fraction": RenamedKey("train.max_nonfinite_fraction"),
+    "eval.beside_training": RenamedKey("eval.overlap_training"),
+}
+"""Renamed keys by their old path. Both paths have the same section."""
 
 
 class RemovedKey(NamedTuple):
@@ -39,7 +61,10 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
 
 
 def removed_key_hint(path: str) -> str | None:
-    """Return a sentence with the replacement of a removed key, or None for any other key."""
+    """Return a sentence with the replacement of a renamed or removed key, or None for any other key."""
+    if path in RENAMED_KEYS:
+        new = RENAMED_KEYS[path].new
+        return f"this key is now {new}. Set only {new}"
     removed = REMOVED_KEYS.get(path)
     return None if removed is None else f"this key was removed. {removed.replacement}"
 
@@ -61,6 +86,58 @@ def drop_removed_defaults(values: Mapping[str, Any]) -> TomlTable:
         *sections, key = path.split(".")
         _drop(result, sections, key, removed.default)
     return result
+
+
+def rename_keys(values: Mapping[str, Any]) -> TomlTable:
+    """Return a configuration's tables with the current names of renamed keys.
+
+    An old key beside its new name stays, so that it is reported as unknown.
+
+    Args:
+        values: Nested tables, which stay unchanged.
+    """
+    result = dict(values)
+    for path in old_keys(values):
+        *sections, key = path.split(".")
+        table = result
+        for section in sections:
+            table[section] = dict(table[section])
+            table = table[section]
+        new = RENAMED_KEYS[path].new.rpartition(".")[2]
+        if new not in table:
+            table[new] = renamed_value(path, table.pop(key))
+    return result
+
+
+def renamed_value(path: str, value: object) -> object:
+    """Return the current name of a renamed key's value; ``path`` is the key's old path."""
+    return RENAMED_KEYS[path].values.get(value, value) if isinstance(value, str) else value
+
+
+def old_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the old paths of the renamed keys in a configuration's tables."""
+    return [path for path in RENAMED_KEYS if _has(values, path.split("."))]
+
+
+def print_new_names(paths: Iterable[str], origin: str) -> None:
+    """Print the current name of each renamed key, on rank 0.
+
+    Args:
+        paths: Old paths that were used.
+        origin: Where they were used.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for path in paths:
+        print(f"note     {origin}: {path} is now {RENAMED_KEYS[path].new}", file=sys.stderr, flush=True)
+
+
+def _has(table: object, path: list[str]) -> bool:
+    for part in path:
+        if not isinstance(table, Mapping) or part not in table:
+            return False
+        table = table[part]
+    return True
 
 
 def _drop(table: TomlTable, sections: list[str], key: str, default: object) -> None:

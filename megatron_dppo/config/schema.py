@@ -15,7 +15,7 @@ from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.loss import AnyLoss, LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.removed import drop_removed_defaults
+from megatron_dppo.config.removed import drop_removed_defaults, rename_keys
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, LogConfig, RunConfig
@@ -45,8 +45,8 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_removed_defaults(cls, values: object) -> object:
-        return drop_removed_defaults(values) if isinstance(values, dict) else values
+    def _accept_older_keys(cls, values: object) -> object:
+        return drop_removed_defaults(rename_keys(values)) if isinstance(values, dict) else values
 
     @property
     def batch(self) -> BatchSizes:
@@ -77,9 +77,9 @@ class Config(Section):
 
     @property
     def evaluates_beside_training(self) -> bool:
-        """``eval.beside_training`` with its default filled in."""
-        if self.eval.beside_training is not None:
-            return self.eval.beside_training
+        """``eval.overlap_training`` with its default filled in."""
+        if self.eval.overlap_training is not None:
+            return self.eval.overlap_training
         has_separate_gpus = self.rollout.engine != "local" and not self.rollout.servers.colocated
         needs_result_at_once = self.checkpoint.keep_best or self.eval.stop_at_accuracy is not None
         return has_separate_gpus and not needs_result_at_once

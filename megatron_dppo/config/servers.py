@@ -39,14 +39,14 @@ class ServersConfig(Section):
     weights and optimizer state to the host while they sample (``docs/engines.md``)."""
     max_in_flight: int = Field(256, gt=0)
     """Maximum number of requests in flight per data-parallel rank."""
-    answer_processes: int = Field(1, ge=0)
+    client_processes: int = Field(1, ge=0)
     """Processes per data-parallel rank that read and check the servers' responses. 0 reads them in the trainer
     itself."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Time limit in seconds for one response, including its time in the server's queue."""
     health_seconds: float = Field(5.0, gt=0)
     """Seconds between health checks while responses are pending."""
-    patience_seconds: float = Field(60.0, ge=0)
+    unavailable_timeout_seconds: float = Field(60.0, ge=0)
     """Seconds to wait if no server is usable: requests wait for overloaded or failing servers, and a weight sync waits
     for servers that restart. After that the run ends."""
 

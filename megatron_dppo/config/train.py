@@ -120,7 +120,7 @@ class TrainConfig(Section):
     than to rounding. ``auto``: 0.001 in fp32, 0.015 if engine or training use fp16, 0.06 if one of them uses bf16, 0
     with ``rollout.batch_invariant``, no limit with ``rollout.perturbation``. ``off`` disables the check. It runs only
     if the current weights sampled every token."""
-    max_dropped_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
+    max_nonfinite_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
     """Stop before the first update of a step if more than this fraction of the sampled tokens has no finite rollout
     log-probability. These tokens are a part of ``rollout/dropped_token_fraction``, which also counts those of failed
     rewards. ``off`` disables the check."""

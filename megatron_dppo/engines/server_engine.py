@@ -57,7 +57,7 @@ class ServerEngine:
         hf_config: transformers config of the model.
         max_in_flight: see ``ServerPool``, as for the next three.
         health_seconds: see ``ServerPool``.
-        patience_seconds: see ``ServerPool``.
+        unavailable_timeout_seconds: see ``ServerPool``.
         first: see ``ServerPool``.
         function: user function ``rollout.generate``; None for one response per prompt.
         client_processes: processes that send the requests; ``close`` closes them. None sends them from this process.
@@ -71,7 +71,7 @@ class ServerEngine:
         *,
         max_in_flight: int,
         health_seconds: float,
-        patience_seconds: float = 60.0,
+        unavailable_timeout_seconds: float = 60.0,
         first: int = 0,
         function: GenerateFunction | None = None,
         client_processes: ClientProcesses | None = None,
@@ -86,7 +86,7 @@ class ServerEngine:
             checked(contract) if client_processes is None else client_processes.generate,
             max_in_flight=max_in_flight,
             health_seconds=health_seconds,
-            patience_seconds=patience_seconds,
+            unavailable_timeout_seconds=unavailable_timeout_seconds,
             first=first,
         )
         self._responder = Responder(self._pool, tokenizer, self._end_tokens, function)

@@ -83,7 +83,7 @@ class MegatronTeacher:
         self._head = OutputHead(models[-1], groups.tp, hf_config.vocab_size, temperature)
         self._divergence = Divergence(distillation.divergence, distillation.coef)
         self._has_head = dist.get_rank(groups.pp) == layout.pp - 1
-        self._model = OffloadedModel(models, platform.device, by_layer=distillation.teacher_weights == "by_layer")
+        self._model = OffloadedModel(models, platform.device, by_layer=distillation.teacher_offload == "layer")
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities ``[T]`` of the labels of each micro-batch.

@@ -123,8 +123,7 @@ def _masked(values: _Values) -> list[Finding]:
     if last is None:
         return []
     if not any(fractions) and len(fractions) >= _MIN_STEPS:
-        text = "No token ever left the trust region, so the mask changed no update."
-        return [Finding("look", text, "train.mini_batches or optimizer.lr: can be raised", name)]
+        return [Finding("good", "No token left the trust region: the mask changed no update.", "", name)]
     if last > 0.2:
         text = f"{last:.0%} of the tokens with an advantage are outside the trust region and get no gradient."
         suggestion = "optimizer.lr, train.mini_batches or train.epochs: lower; loss.divergence_threshold_high: raise"

@@ -13,6 +13,17 @@ from megatron_dppo.errors import DataError
 Record = dict[str, Any]
 """One line of a JSONL file of the run."""
 
+RENAMED_METRICS: Mapping[str, str] = {
+    "rollout/breaches": "rollout/invalid_responses",
+    "rollout/lost_servers": "rollout/evicted_servers",
+    "rollout/kept_ids": "rollout/allowed_ids",
+    "rollout/left_out/no_signal": "rollout/dropped_groups/no_signal",
+    "rollout/left_out/surplus": "rollout/dropped_groups/surplus",
+    "rollout/left_out/given_up": "rollout/dropped_groups/canceled",
+    "train/anchor_abs_prob_diff": "train/recomputed_abs_prob_diff",
+}
+"""Name of each renamed metric, by its name in runs of older versions."""
+
 
 def read_records(path: Path) -> list[Record]:
     """Return the objects of a file; none if the file does not exist. An incomplete last line is ignored.
@@ -24,7 +35,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of a ``metrics.jsonl``, see ``read_records``.
+    """Return the records of a ``metrics.jsonl``, see ``read_records``. Renamed metrics have their current names.
 
     Raises:
         DataError: Also for a record without a step, or with values other than numbers and null.
@@ -37,7 +48,7 @@ def read_metrics(path: Path) -> list[Record]:
         for name, value in record.items():
             if value is not None and not (isinstance(value, int | float) and abs(value) < float("inf")):
                 raise _damaged(path, number, f"expected a finite number or null as {name}, got {value!r}")
-        records.append(record)
+        records.append({RENAMED_METRICS.get(name, name): value for name, value in record.items()})
     return records
 
 

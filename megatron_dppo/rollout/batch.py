@@ -65,7 +65,7 @@ class CollectedRollouts:
     groups: list[RolloutGroup]
     ages: list[int]
     """Age of each group in rollout steps: from its oldest tokens to this step. Shape [num_groups]."""
-    left_out: Mapping[DropReason, int]
+    dropped_groups: Mapping[DropReason, int]
     """Number of groups that are not trained on, by reason."""
     token_ages: dict[int, int]
     """Number of tokens by age in steps."""
@@ -80,13 +80,13 @@ class CollectedRollouts:
             ),
             "policy_age_max": Metric(max(self.ages, default=0), kind="max"),
             "stale_fraction": Metric(sum(age > 0 for age in self.ages), len(self.ages)),
-            **{f"left_out/{reason}": Metric(self.left_out.get(reason, 0), 1 / dp) for reason in DropReason},
+            **{f"dropped_groups/{reason}": Metric(self.dropped_groups.get(reason, 0), 1 / dp) for reason in DropReason},
             "carried_groups": Metric(self.num_carried, 1 / dp),
         }
 
 
 def select_rollouts(
-    sampled: Sequence[RolloutGroup], count: int, ages: PolicyAges, *, given_up: int, num_carried: int
+    sampled: Sequence[RolloutGroup], count: int, ages: PolicyAges, *, canceled: int, num_carried: int
 ) -> CollectedRollouts:
     """Select the groups that a step trains on.
 
@@ -94,7 +94,7 @@ def select_rollouts(
         sampled: complete groups in the order of their prompts.
         count: number of groups that the step needs.
         ages: ages in this step.
-        given_up: number of groups that were canceled for good.
+        canceled: number of groups that were canceled for good.
         num_carried: number of groups that were canceled and continue in the next step.
     """
     signals = [has_signal(group) for group in sampled]
@@ -105,10 +105,10 @@ def select_rollouts(
     return CollectedRollouts(
         groups=groups,
         ages=[max(tokens, default=0) for tokens in by_age],
-        left_out={
+        dropped_groups={
             DropReason.NO_SIGNAL: len(unused_signals) - sum(unused_signals),
             DropReason.SURPLUS: sum(unused_signals),
-            DropReason.GIVEN_UP: given_up,
+            DropReason.CANCELED: canceled,
         },
         token_ages=dict(sum((Counter(tokens) for tokens in by_age), Counter())),
         num_carried=num_carried,

@@ -93,7 +93,7 @@ class RolloutScheduler:
         """Prompts of each data-parallel rank that were taken and are submitted before new ones."""
         self._submissions: list[Submission] = []
         """Pending submissions of this rank, in the order of the stream."""
-        self._given_up = 0
+        self._num_canceled = 0
 
     def collect(self, step: int, policy_version: int, clock: Clock) -> CollectedRollouts:
         """Return this rank's scored groups of a step and submit the next ones. A collective of all ranks.
@@ -103,7 +103,7 @@ class RolloutScheduler:
         most ``max_refills`` rounds.
         """
         rollout = self._rollout
-        self._given_up = 0
+        self._num_canceled = 0
         self._ages.begin_step(step, policy_version)
         self._submissions = [self._requests.resubmit(each, self._share) for each in self._submissions]
 
@@ -134,7 +134,7 @@ class RolloutScheduler:
             sampled += self._finish(self._submit(step, step, missing, attempt), clock, "rollout")
         self._submit_ahead(step)
         num_carried = len(self._waiting[self._dp_rank])
-        return select_rollouts(sampled, self._share, self._ages, given_up=self._given_up, num_carried=num_carried)
+        return select_rollouts(sampled, self._share, self._ages, canceled=self._num_canceled, num_carried=num_carried)
 
     def submit(self, prompts: Sequence[Prompt], siblings: int, params: SamplingParams, step: int) -> Submission:
         """Submit prompts outside the stream, such as those of an evaluation, to the current weights."""
@@ -248,7 +248,7 @@ class RolloutScheduler:
             slots = [(each.step, slot) for each in submissions for slot in each.slots]
             canceled = [slot for slot, group in zip(slots, groups, strict=True) if group is None]
             carried = [slot for step, slot in canceled if self._requests.carried_positions(step, [slot])]
-            self._given_up += len(canceled) - len(carried)
+            self._num_canceled += len(canceled) - len(carried)
             self._waiting = [
                 [*new, *old] for new, old in zip(from_each(carried, self._groups.dp), self._waiting, strict=True)
             ]

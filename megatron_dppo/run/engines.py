@@ -101,7 +101,7 @@ def _client_processes(
     config: Config, hf_config: Any, tokenizer: Any, servers: Sequence[InferenceServer]
 ) -> ClientProcesses | None:
     """Return the processes that send requests; None if the trainer sends them itself."""
-    count = config.rollout.servers.answer_processes
+    count = config.rollout.servers.client_processes
     if not count or config.rollout.engine == "local":
         return None
     settings = ClientProcessSettings(
@@ -206,7 +206,7 @@ def build_sampling_engine(
         hf_config,
         max_in_flight=config.rollout.servers.max_in_flight,
         health_seconds=config.rollout.servers.health_seconds,
-        patience_seconds=config.rollout.servers.patience_seconds,
+        unavailable_timeout_seconds=config.rollout.servers.unavailable_timeout_seconds,
         first=first,
         function=function,
         client_processes=_client_processes(config, hf_config, tokenizer, servers),

@@ -46,9 +46,9 @@ class FirstUpdateGuard:
 
     max_prob_diff: float | None
     """Limit of the mean |pi - mu|. None disables the check."""
-    max_dropped_fraction: float | None
-    """Limit of ``dropped_fraction``. None disables the check."""
-    dropped_fraction: float
+    max_nonfinite_fraction: float | None
+    """Limit of ``nonfinite_fraction``. None disables the check."""
+    nonfinite_fraction: float
     """Share of this step's sampled tokens without a finite rollout log-probability, over all ranks."""
     engine: str
     """Name of the rollout engine, for the message."""
@@ -64,7 +64,7 @@ class FirstUpdateGuard:
         rollout: RolloutConfig,
         model: ModelConfig,
         *,
-        dropped_fraction: float,
+        nonfinite_fraction: float,
         is_on_policy: bool,
     ) -> FirstUpdateGuard:
         """Return the guard of one step.
@@ -73,7 +73,7 @@ class FirstUpdateGuard:
             train: Configured limits.
             rollout: Engine and its dtype, which the default limits follow from.
             model: Dtype of the trainer.
-            dropped_fraction: See the field.
+            nonfinite_fraction: See the field.
             is_on_policy: True if the current weights sampled every token of the step. Tokens of older weights also
                 differ by the updates since, for which there is no limit.
         """
@@ -86,8 +86,8 @@ class FirstUpdateGuard:
         limit = default if configured == "auto" else None if configured == "off" else configured
         return cls(
             max_prob_diff=limit if is_on_policy else None,
-            max_dropped_fraction=None if train.max_dropped_fraction == "off" else train.max_dropped_fraction,
-            dropped_fraction=dropped_fraction,
+            max_nonfinite_fraction=None if train.max_nonfinite_fraction == "off" else train.max_nonfinite_fraction,
+            nonfinite_fraction=nonfinite_fraction,
             engine=rollout.engine,
             dtype=dtype,
             noise=train.layer_noise.std,
@@ -101,10 +101,10 @@ class FirstUpdateGuard:
         """
         problems = []
         # Written as `not a <= b` so that NaN counts as exceeded.
-        if self.max_dropped_fraction is not None and not self.dropped_fraction <= self.max_dropped_fraction:
+        if self.max_nonfinite_fraction is not None and not self.nonfinite_fraction <= self.max_nonfinite_fraction:
             problems.append(
-                f"{self.dropped_fraction:.2%} of the sampled tokens have no finite rollout log-probability and would "
-                f"be dropped from the loss; train.max_dropped_fraction = {self.max_dropped_fraction:g}. "
+                f"{self.nonfinite_fraction:.2%} of the sampled tokens have no finite rollout log-probability and would "
+                f"be dropped from the loss; train.max_nonfinite_fraction = {self.max_nonfinite_fraction:g}. "
                 f"{_DROPPED_CAUSES}"
             )
         difference = metrics["abs_prob_diff"]

@@ -112,8 +112,8 @@ def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int)
         print(f"servers  {message}", file=sys.stderr, flush=True)
     return {
         "retried_requests": Metric(counts.retries, 1 / dp),
-        "lost_servers": Metric(counts.servers_lost, kind="max"),
-        "breaches": Metric(counts.breaches, 1 / dp),
+        "evicted_servers": Metric(counts.evicted_servers, kind="max"),
+        "invalid_responses": Metric(counts.invalid_responses, 1 / dp),
     }
 
 
@@ -255,7 +255,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     sampled = sum(n if m is None else int(m.sum()) for m, n in zip(masks, lengths, strict=True))
     num_trained = sum(int(s.loss_mask.sum()) for s in samples)
     sets = [r.completion.sampling_mask for r in rollouts if r.completion.sampling_mask is not None]
-    mask_metrics = {"kept_ids": Metric(sum(len(s.ids) for s in sets), sampled)} if sets else {}
+    mask_metrics = {"allowed_ids": Metric(sum(len(s.ids) for s in sets), sampled)} if sets else {}
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),
         **_part_metrics(scored),

@@ -137,7 +137,7 @@ def build_first_update_guard(groups: ParallelGroups, config: Config, collected: 
         config.train,
         config.rollout,
         config.model,
-        dropped_fraction=reduced["dropped"],
+        nonfinite_fraction=reduced["dropped"],
         is_on_policy=reduced["oldest"] == 0,
     )
 

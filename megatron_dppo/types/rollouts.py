@@ -113,13 +113,13 @@ class FinishReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Reasons why a group is not trained on. Each is a metric, ``rollout/left_out/<reason>``."""
+    """Reasons why a group is not trained on. Each is a metric, ``rollout/dropped_groups/<reason>``."""
 
     NO_SIGNAL = "no_signal"
     """All its rewards are equal."""
     SURPLUS = "surplus"
     """The step had enough groups."""
-    GIVEN_UP = "given_up"
+    CANCELED = "canceled"
     """It was stopped while it was sampled, and is not resumed."""
 
 

@@ -145,7 +145,7 @@ class ServerPublisher:
     A server that fails in a sync gets the weights again, up to ``attempts`` times, while the synced servers are left
     alone. Then the run continues without it, or stops if no server is left. A server that does not respond at all is
     excluded at once. Both are tried again in the next sync, before they get any requests. If no server responds,
-    rank 0 waits up to ``rollout.servers.patience_seconds`` for one that is being restarted.
+    rank 0 waits up to ``rollout.servers.unavailable_timeout_seconds`` for one that is being restarted.
 
     Args:
         trainer: policy whose weights are published.
@@ -244,7 +244,7 @@ class ServerPublisher:
 
     def _wait_for_any(self, urls: Iterable[str]) -> None:
         """Wait on all ranks until one of the servers responds to rank 0, or until the patience ends."""
-        patience = self._rollout.servers.patience_seconds
+        patience = self._rollout.servers.unavailable_timeout_seconds
 
         def wait() -> None:
             assert self._sync is not None

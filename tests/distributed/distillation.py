@@ -161,7 +161,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
     chosen = DIVERGENCES[lecture.divergence]
-    more: dict[str, Any] = {"teacher_weights": "by_layer"} if lecture.by_layer else {}
+    more: dict[str, Any] = {"teacher_offload": "layer"} if lecture.by_layer else {}
     sections: dict[str, dict[str, Any]] = {
         "rollout": {"temperature": TEMPERATURE},
         "loss": LOSSES[lecture.loss],

@@ -34,9 +34,9 @@ TOKEN_LOSSES: dict[str, LossConfig] = {
     "pg_is": LossConfig(name="pg_is"),
     "cispo": LossConfig(name="cispo"),
     "minirl": LossConfig(name="minirl"),
-    "KL penalty k1": LossConfig(name="dppo_binary_tv", kl_coef=0.3, kl_estimator="k1", kl_anchor="reference"),
+    "KL penalty k1": LossConfig(name="dppo_binary_tv", kl_coef=0.3, kl_estimator="k1", kl_target="reference"),
     "KL penalty k3": LossConfig(
-        name="dppo_binary_tv", ratio_cap="off", kl_coef=0.02, kl_estimator="k3", kl_anchor="reference"
+        name="dppo_binary_tv", ratio_cap="off", kl_coef=0.02, kl_estimator="k3", kl_target="reference"
     ),
     "entropy bonus": LossConfig(name="dppo_binary_kl", entropy_coef=0.2),
 }

@@ -83,7 +83,7 @@ _DOUBLES: dict[str, dict[str, Any]] = {
     "own/binary_tv": {"name": "dppo_binary_tv"} | _DPPO,
     "own/topk_tv": {"name": "dppo_topk_tv", "topk": TOPK} | _DPPO,
     "own/centered": {"name": "score_centering", "topk": TOPK},
-    "own/penalised": {"name": "pg_is", "kl_coef": 0.2, "kl_anchor": "rollout"},
+    "own/penalised": {"name": "pg_is", "kl_coef": 0.2, "kl_target": "rollout"},
     "dppo_binary_tv/own_mask": {"name": "dppo_binary_tv", "mismatch": "mask_sequence"} | _DPPO,
 }
 """A user's function -> the built-in loss that it writes once more."""

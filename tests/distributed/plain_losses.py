@@ -50,7 +50,7 @@ def plain_loss(x: LossInputs, config: LossConfig) -> tuple[Tensor, float]:
         advantage = float(x.advantages[t])
         keep, term = TERMS.get(c.name, masked_term)(x, c, t, advantage)
         if c.kl_coef:
-            towards = x.reference_logprobs if c.kl_anchor == "reference" else x.rollout_logprobs
+            towards = x.reference_logprobs if c.kl_target == "reference" else x.rollout_logprobs
             assert towards is not None
             back = towards[t].double() - x.logprobs[t]
             term = term + c.kl_coef * (back.exp() - back - 1)  # k3

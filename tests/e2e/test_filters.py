@@ -32,7 +32,7 @@ def test_on_policy_the_mean_ratio_is_one(short_run: list[str], tmp_path: Path, p
         assert abs(step["train/ratio"] - 1) <= 1e-6 and step["train/ratio_max"] < 1 + 1e-5
         assert step["train/divergence_max"] < 1e-5 and step["train/abs_prob_diff"] < 1e-6
         assert abs(step["train/topk_other"] - step["train/topk_other_rollout"]) < 1e-6
-        assert 1 < step["rollout/kept_ids"] < 20, "the filters cut, and left a choice"
+        assert 1 < step["rollout/allowed_ids"] < 20, "the filters cut, and left a choice"
 
 
 @pytest.mark.long

@@ -45,7 +45,7 @@ def test_recomputed_and_reference_logprobs_are_those_of_their_weights(short_run:
     assert result.returncode == 0, result.stdout + result.stderr
     first, second = records(tmp_path / "run")[1:]
     for step in (first, second):
-        assert step["train/anchor_abs_prob_diff"] < 1e-5, "pi' is the policy before the update"
+        assert step["train/recomputed_abs_prob_diff"] < 1e-5, "pi' is the policy before the update"
     assert abs(first["train/kl_penalty"]) < 1e-7, "before the first update the policy is its own reference"
     assert second["train/kl_penalty"] > 1e-7, "after it the reference stays behind"
     assert abs(first["train/kl_in_reward"]) < 1e-6 < abs(second["train/kl_in_reward"])

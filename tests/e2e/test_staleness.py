@@ -48,8 +48,8 @@ def test_age_and_oversampling_are_logged_and_old_rollouts_are_further_from_the_p
     assert steps[0]["rollout/policy_age"] == 0 and all(0 < r["rollout/policy_age"] <= 1 for r in steps[1:])
     # The age is a mean over tokens, the fraction one over groups; refills are of age 0.
     assert all((r["rollout/stale_fraction"] in (0, 1)) == (r["rollout/policy_age"] in (0, 1)) for r in steps)
-    left_out = [sum(r[f"rollout/left_out/{why}"] for why in DropReason) for r in steps]
-    assert min(left_out) >= 2, "each of 2 ranks drew 3 prompts and trains on 2"
+    dropped = [sum(r[f"rollout/dropped_groups/{why}"] for why in DropReason) for r in steps]
+    assert min(dropped) >= 2, "each of 2 ranks drew 3 prompts and trains on 2"
     assert all("perf/prefetch_wait_seconds" in r for r in steps[:-1])
     first, *later = [r["train/abs_prob_diff_first"] for r in steps]
     assert min(later) > 2 * first, "the first batch differs by the engine's rounding alone, the others by a whole step"

@@ -269,7 +269,7 @@ def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current
         assert len(found) == len(asked)
         for prompt, completion in zip(asked, found, strict=True):
             check(prompt, completion, {0: old_model})
-        assert engine.take_counts().servers_lost == 1
+        assert engine.take_counts().evicted_servers == 1
         before = clients[1].asked
         assert len(engine.generate(asked[:8], PARAMS)) == 8
         assert clients[1].asked == before, "nobody asked yet whether it is back"
@@ -295,7 +295,7 @@ def test_a_server_killed_during_a_rollout_costs_only_time(two: list[Engine], old
         answered = clients[0].answered + clients[1].answered
         assert len(answered) == 24 and set(answered.values()) == {1}, "each exactly once"
         counts = engine.take_counts()
-        assert counts.servers_lost == 1 and counts.retries >= 1
+        assert counts.evicted_servers == 1 and counts.retries >= 1
         assert len(engine.generate(asked[:4], PARAMS)) == 4
     finally:
         engine.close()

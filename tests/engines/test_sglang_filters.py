@@ -94,4 +94,4 @@ def test_a_run_trains_with_sampling_masks(sglang: Engine, old_model: Reference, 
     for step in steps:
         assert abs(step["train/ratio"] - 1) < 1e-5 and step["train/divergence_max"] < 1e-4
         assert abs(step["train/topk_other"] - step["train/topk_other_rollout"]) < 1e-5
-        assert 1 < step["rollout/kept_ids"] <= 60
+        assert 1 < step["rollout/allowed_ids"] <= 60

@@ -138,7 +138,7 @@ def test_a_run_continues_without_a_server_that_becomes_corrupt_and_reports_it(
         output = result.stdout + result.stderr
         assert result.returncode == 0, output
         steps = step_records(tmp_path / "run")
-        assert len(steps) == 3 and sum(step["rollout/breaches"] for step in steps) >= 2, output
+        assert len(steps) == 3 and sum(step["rollout/invalid_responses"] for step in steps) >= 2, output
         assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in steps)
         assert f"servers  {liar.url}" in output and f"{pair[1].url}: the answer" not in output
         assert f"{liar.url} is not used any more: it violated the contract 2 times since the last sync" in output
@@ -240,7 +240,7 @@ def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tm
         assert step["train/router_missing"] == 0
     assert query_server(pair[1])[0].policy_version == 16
     # Requests of both ranks were under way there, and all of them were asked for again.
-    assert sum(step["rollout/lost_servers"] for step in steps) == 1
+    assert sum(step["rollout/evicted_servers"] for step in steps) == 1
     assert sum(step["rollout/retried_requests"] for step in steps) > 0
     assert pair[0].url in (tmp_path / "out").read_text()
 

@@ -150,7 +150,7 @@ class Loop:
         there += [place.position for places in saved.waiting for place in places]
         there += [place.position for submissions in saved.submissions for each in submissions for place in each.slots]
         assert len(there) == len(set(there)) and all(p < saved.cursor for p in there)
-        assert saved.cursor - len(there) == sum(sum(c.left_out.values()) for c in trained)
+        assert saved.cursor - len(there) == sum(sum(c.dropped_groups.values()) for c in trained)
 
     def _check(self, collected: CollectedRollouts) -> None:
         assert len(collected.groups) == PROMPTS

@@ -255,7 +255,7 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
 
 
 ASSUMED_MASK_SIZE = 32
-"""Assumed mean number of ids that top-p or min-p allow. A run measures its own in ``rollout/kept_ids``."""
+"""Assumed mean number of ids that top-p or min-p allow. A run measures its own in ``rollout/allowed_ids``."""
 
 
 @dataclass(frozen=True, kw_only=True)

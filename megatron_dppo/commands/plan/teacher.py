@@ -48,10 +48,10 @@ class PlannedTeacher:
     def bytes_on_device(self, config: Config, layout: Layout) -> int:
         """Return the bytes of weights on the GPU while the teacher scores responses.
 
-        With ``by_layer`` these are the current and the next layer, embedding and output layer.
+        With ``teacher_offload = "layer"`` these are the current and the next layer, embedding and output layer.
         """
         all_bytes = self.bytes_on_rank(config, layout)
-        if config.distillation.teacher_weights == "whole":
+        if config.distillation.teacher_offload == "model":
             return all_bytes
         layers = self.hf_config.num_hidden_layers // layout.pp
         num_ends = 1 if self.hf_config.tie_word_embeddings else 2

@@ -30,9 +30,9 @@ class PoolCounts:
 
     retries: int = 0
     """Requests that were sent again in full."""
-    servers_lost: int = 0
+    evicted_servers: int = 0
     """Times that a server in use became unhealthy."""
-    breaches: int = 0
+    invalid_responses: int = 0
     """Responses that violated the contract."""
     messages: list[str] = field(default_factory=list)
     """Description of each contract violation and each lost server."""
@@ -50,7 +50,8 @@ class ServerPool:
         ask: sends a request to a server and checks the response.
         max_in_flight: maximum number of requests in flight; further ones wait in order.
         health_seconds: interval between two checks of each server while requests are in flight.
-        patience_seconds: time without a success on any server after which a request that fails everywhere is given up.
+        unavailable_timeout_seconds: time without a success on any server after which a request that fails everywhere
+            is given up.
         first: index of the server that gets the first request. Each trainer rank has its own pool over the same servers
             and sees only its own load. Different numbers keep the ranks from all starting with server 0.
     """
@@ -62,14 +63,14 @@ class ServerPool:
         *,
         max_in_flight: int,
         health_seconds: float,
-        patience_seconds: float = 60.0,
+        unavailable_timeout_seconds: float = 60.0,
         first: int = 0,
     ) -> None:
         if not servers:
             raise ValueError("ServerPool needs at least one server")
         self.counts = PoolCounts()
         self._generate_on = ask
-        self._patience = patience_seconds
+        self._patience = unavailable_timeout_seconds
         self._servers = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
         self._slots = asyncio.Semaphore(max_in_flight)
         self._monitor = HealthMonitor(self._servers, health_seconds, self._mark_unhealthy, lambda: self.version)
@@ -240,7 +241,7 @@ class ServerPool:
             ServerError: ``error`` itself, if the request is wrong and not the server.
         """
         if isinstance(error, ContractViolation):
-            self.counts.breaches += 1
+            self.counts.invalid_responses += 1
             self.counts.messages.append(str(error))
             server.back_off(self._now(), error.detail)
             server.violations.append(error.detail)
@@ -315,5 +316,5 @@ class ServerPool:
     def _mark_unhealthy(self, server: PooledServer, problem: str, *, is_final: bool = False) -> None:
         server.back_off(self._now(), problem)
         if server.mark_unhealthy(problem, is_final=is_final):
-            self.counts.servers_lost += 1
+            self.counts.evicted_servers += 1
             self.counts.messages.append(f"{server.url} is not used any more: {problem}")

@@ -54,7 +54,7 @@ def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float)
     }
     if tokens.recomputed_logprobs is not None:
         # The mismatch of trainer and engine at the same weights, apart from what the update did.
-        metrics["anchor_abs_prob_diff"] = mean((tokens.recomputed.exp() - tokens.rollout_logprobs.exp()).abs())
+        metrics["recomputed_abs_prob_diff"] = mean((tokens.recomputed.exp() - tokens.rollout_logprobs.exp()).abs())
     return metrics | _topk_metrics(tokens)
 
 

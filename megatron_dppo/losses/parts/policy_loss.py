@@ -64,7 +64,6 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     loss = as_loss(config)
     # Prepare: check the inputs, and replace values outside the loss mask by zeros.
     tokens = prepare(inputs, loss)
-    unknown = Metric((inputs.loss_mask & ~tokens.mask).sum(), inputs.loss_mask.sum())
     # From here on the loss mask leaves out tokens without a finite log mu, for the penalties and metrics too.
     inputs = replace(inputs, loss_mask=tokens.mask)
 
@@ -85,7 +84,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
     # Aggregate and report.
     loss_sum = aggregate(token_loss, inputs, tokens)
     metrics = policy_metrics(tokens, decision, keep, loss.ratio_limits[1]) | common_metrics(inputs, loss_sum)
-    metrics |= {"unknown_rollout_fraction": unknown} | extra
+    metrics |= extra
     if counterfactuals:
         metrics |= counterfactual_metrics(
             tokens, decision, keep, loss, inputs.token_weights, factor=factor, coefficient=coefficient
@@ -150,9 +149,9 @@ def aggregate(token_loss: Tensor, inputs: LossInputs, tokens: Tokens) -> Tensor:
 
 
 def kl_term(inputs: LossInputs, tokens: Tokens, config: LossConfig) -> Tensor:
-    """Return ``[T]`` differentiable estimates of KL(pi || ``kl_anchor``), see ``kl_estimate``."""
+    """Return ``[T]`` differentiable estimates of KL(pi || ``kl_target``), see ``kl_estimate``."""
     target = tokens.rollout_logprobs
-    if config.kl_anchor == "reference":
+    if config.kl_target == "reference":
         assert inputs.reference_logprobs is not None
         target = torch.where(tokens.mask, inputs.reference_logprobs.detach().to(target.dtype), 0.0)
     return kl_estimate(tokens.logprobs, target, config.kl_estimator)

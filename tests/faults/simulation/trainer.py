@@ -186,7 +186,7 @@ def _configure(plan: Plan) -> Config:
                 "urls": [f"http://s{i}:80" for i in range(plan.servers)],
                 "max_in_flight": plan.max_in_flight,
                 "health_seconds": plan.health_seconds,
-                "answer_processes": 0,  # in virtual time there is this process alone
+                "client_processes": 0,  # in virtual time there is this process alone
                 "colocated": plan.colocated,
             },
             "weight_sync": {

@@ -230,7 +230,7 @@ class _Run:
         wrong = self._examine(collected, step)
         self._guard(collected, trainer, wrong)
         self.trained[step] = [int(group.prompt.prompt_id) for group in collected.groups]
-        self.left_out[step] = sum(collected.left_out.values())
+        self.left_out[step] = sum(collected.dropped_groups.values())
         self.say(f"step {step} trains on {self.trained[step]}")
         self._released(gpus.for_training)
         self.loop.run(asyncio.sleep(self.plan.train_seconds))
@@ -252,7 +252,7 @@ class _Run:
         on_policy = max(collected.token_ages, default=0) == 0
         config = self.config
         guard = FirstUpdateGuard.from_config(
-            config.train, config.rollout, config.model, dropped_fraction=share, is_on_policy=on_policy
+            config.train, config.rollout, config.model, nonfinite_fraction=share, is_on_policy=on_policy
         )
         difference = trainer.difference(collected.groups)
         try:

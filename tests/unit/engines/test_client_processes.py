@@ -161,7 +161,7 @@ def test_a_request_survives_the_process_that_reads_its_response() -> None:
         os.kill(old, signal.SIGKILL)
         found = await asyncio.wait_for(task, 20)
         assert same(found.token_ids, case.expected.token_ids) and len(set(asked)) == 2
-        assert pool.counts.retries == 1 and pool.counts.servers_lost == 0, "the server is not to blame"
+        assert pool.counts.retries == 1 and pool.counts.evicted_servers == 0, "the server is not to blame"
         assert pids(clients) != [old]
 
     case.use(case.stub(first_is_slow), run)

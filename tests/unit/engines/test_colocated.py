@@ -37,7 +37,7 @@ def test_what_needs_the_gpus_twice_is_refused() -> None:
     for change, words in (
         ({"method": "distributed"}, "NCCL refuses two processes on one GPU. Set method to 'ipc'"),
         ({"train": {"max_staleness": 1}}, "Set train.max_staleness = 0"),
-        ({"eval": {"beside_training": True}}, "remove eval.beside_training"),
+        ({"eval": {"overlap_training": True}}, "remove eval.overlap_training"),
         ({"rollout": {"engine": "local"}}, r"\[rollout.servers\] has no effect with rollout.engine = 'local'"),
     ):
         with pytest.raises(ConfigError, match=words):

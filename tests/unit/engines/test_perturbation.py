@@ -197,7 +197,7 @@ def test_values_that_mean_nothing_are_refused(bad: dict[str, Any]) -> None:
 def test_the_guard_of_the_first_update_does_not_stop_a_difference_that_is_asked_for() -> None:
     configs = [config(**p) for p in ({}, {"router_noise": 0.1})]
     guards = [
-        FirstUpdateGuard.from_config(c.train, c.rollout, c.model, dropped_fraction=0.0, is_on_policy=True)
+        FirstUpdateGuard.from_config(c.train, c.rollout, c.model, nonfinite_fraction=0.0, is_on_policy=True)
         for c in configs
     ]
     guards[1]({"abs_prob_diff": 0.5})

@@ -34,7 +34,7 @@ def pool_of(
         checked(CONTRACT),
         max_in_flight=most,
         health_seconds=health,
-        patience_seconds=patience,
+        unavailable_timeout_seconds=patience,
         first=first,
     )
     for server in servers:
@@ -100,7 +100,7 @@ def test_requests_of_a_server_that_dies_or_hangs_are_completed_once_by_the_other
     assert not servers[1].finished
     done = Counter(name.split("~")[0] for server in servers for name in server.finished)
     assert done == Counter(f"r{i}" for i in range(30)), "each exactly once"
-    assert pool.counts.servers_lost == 1 and pool.counts.retries == 10
+    assert pool.counts.evicted_servers == 1 and pool.counts.retries == 10
 
 
 def test_a_rejected_request_is_the_callers_error_and_evicts_no_server() -> None:
@@ -112,7 +112,7 @@ def test_a_rejected_request_is_the_callers_error_and_evicts_no_server() -> None:
         pool = pool_of(servers)
         with pytest.raises(ServerError, match="HTTP 400: too long"):
             await pool.generate(request("bad"), "p")
-        assert len(await ask(pool, 4)) == 4 and pool.counts.servers_lost == 0 and pool.counts.retries == 0
+        assert len(await ask(pool, 4)) == 4 and pool.counts.evicted_servers == 0 and pool.counts.retries == 0
 
     asyncio.run(run())
 
@@ -150,7 +150,7 @@ def test_a_response_from_other_weights_is_not_used() -> None:
         servers[0].version = -1
         answers = await ask(pool, 6)
         assert {span.policy_version for a in answers for span in a.versions} == {3}
-        assert len(answers) == 6 and pool.counts.servers_lost == 1 and pool.counts.retries >= 1
+        assert len(answers) == 6 and pool.counts.evicted_servers == 1 and pool.counts.retries >= 1
         servers[1].version = 2
         with pytest.raises(NoUsableServer, match=r"none of 2 .* at policy version 3: http://s:0: it .*version -1"):
             await pool.generate(request("x"), "p")

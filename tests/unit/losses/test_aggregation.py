@@ -75,7 +75,7 @@ def test_an_aggregation_without_its_weights_or_its_horizon_is_refused() -> None:
 def test_weights_scale_the_penalties_too_and_leave_the_count_alone() -> None:
     inputs, logprobs = make_inputs([0.5, 0.5], [0.25, 0.5], [0.0, 0.0])
     inputs = dataclasses.replace(inputs, token_weights=torch.tensor([3.0, 1.0]))
-    output = policy_loss(inputs, LossConfig(kl_coef=1.0, kl_estimator="k1", kl_anchor="rollout"))
+    output = policy_loss(inputs, LossConfig(kl_coef=1.0, kl_estimator="k1", kl_target="rollout"))
     output.loss_sum.backward()
     assert logprobs.grad.tolist() == [3.0, 1.0]
     assert int(output.num_tokens) == 2

@@ -143,7 +143,7 @@ def test_kl_penalty_is_added_for_every_token_of_the_loss_mask_dropped_ones_inclu
     inputs, logprobs = make_inputs([0.8, 0.2, 0.5], [0.3, 0.4, 0.5], [1.0, 0.0, 1.0], [True, True, False])
     inputs = dataclasses.replace(inputs, reference_logprobs=reference if anchor == "reference" else None)
     plain = policy_loss(inputs, LossConfig())
-    output = policy_loss(inputs, LossConfig(kl_coef=0.3, kl_estimator=estimator, kl_anchor=anchor))
+    output = policy_loss(inputs, LossConfig(kl_coef=0.3, kl_estimator=estimator, kl_target=anchor))
     output.loss_sum.backward()
     assert output.keep_mask.tolist() == [False, True, False]  # the first is outside the trust region
     other = logprobs.detach().clone().requires_grad_()
@@ -156,7 +156,7 @@ def test_kl_penalty_is_added_for_every_token_of_the_loss_mask_dropped_ones_inclu
 
 def test_kl_penalty_of_probability_zero_is_large_but_finite() -> None:
     inputs, logprobs = make_inputs([0.0, 0.5], [0.5, 0.5], [0.0, 0.0])
-    output = policy_loss(inputs, LossConfig(kl_coef=1.0, kl_anchor="rollout"))
+    output = policy_loss(inputs, LossConfig(kl_coef=1.0, kl_target="rollout"))
     output.loss_sum.backward()
     assert math.isfinite(output.loss_sum.item()) and logprobs.grad.tolist() == [0.0, 0.0]
 

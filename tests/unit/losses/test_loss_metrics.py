@@ -33,9 +33,8 @@ def test_metrics_are_those_of_a_hand_calculation() -> None:
         "ratio_capped_fraction": 1 / 4,
         "kl_k3": sum(r - 1 - math.log(r) for r in (1.5, 0.2, 1.0, 2.0)) / 4,
         "entropy": 2.5,
-        "anchor_abs_prob_diff": 0.1 / 4,
+        "recomputed_abs_prob_diff": 0.1 / 4,
         "loss": 1.9 * math.log(0.4) / 4,
-        "unknown_rollout_fraction": 0.0,
     }
     assert set(output.metrics) == set(want)
     for name, expected in want.items():
@@ -64,6 +63,6 @@ def test_topk_metrics_are_the_masses_of_other_and_the_share_of_tokens_outside() 
 
 def test_kl_penalty_is_reported_per_token_without_its_coefficient() -> None:
     inputs, _ = make_inputs([0.5, 0.25], [0.5, 0.5], [0.0, 0.0])
-    output = policy_loss(inputs, LossConfig(kl_coef=3.0, kl_anchor="rollout", kl_estimator="k1"))
+    output = policy_loss(inputs, LossConfig(kl_coef=3.0, kl_target="rollout", kl_estimator="k1"))
     assert value(output, "kl_penalty") == pytest.approx(-math.log(2) / 2)
     assert value(output, "loss") == pytest.approx(-3 * math.log(2) / 2)

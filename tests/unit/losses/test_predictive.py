@@ -358,7 +358,7 @@ def test_a_head_without_gradient_is_refused() -> None:
         ({"name": "score_centering", "topk_eviction": True}, "topk_eviction = True has no effect"),
         ({"name": "score_centering", "form": "ratio"}, "form = 'ratio' does not exist"),
         ({"kl_estimator": "k1"}, "kl_estimator = k1 has no effect .* kl_coef above 0"),
-        ({"kl_anchor": "rollout"}, "kl_anchor = rollout has no effect .* kl_coef above 0"),
+        ({"kl_target": "rollout"}, "kl_target = rollout has no effect .* kl_coef above 0"),
         ({"name": "prime_rl/2026-04", "kl_coef": 0.0, "kl_estimator": "k2"}, "kl_estimator = k2 has no effect"),
         ({"name": "xyz"}, r"unknown loss\. Expected one of"),
     ],

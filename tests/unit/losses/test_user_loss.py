@@ -42,7 +42,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "penalised": (
         {"name": f"{OWN}:penalised", "options": {"coefficient": 0.2}, "entropy_coef": 0.1},
-        {"name": "pg_is", "kl_coef": 0.2, "kl_anchor": "rollout", "entropy_coef": 0.1},
+        {"name": "pg_is", "kl_coef": 0.2, "kl_target": "rollout", "entropy_coef": 0.1},
     ),
     "mask": (
         {"name": "grpo", "mask": f"{OWN}:ratio_mask", "mask_options": {"low": 0.5, "high": 2.0}},
@@ -153,7 +153,7 @@ class Mine(losses.Loss):
 
 def test_the_keys_of_a_class_are_checked_as_those_of_a_built_in_loss(tmp_path: Path) -> None:
     name = f"{write(tmp_path, CLASS.replace('BODY', 'return losses.weigh_by_ratio(tokens, tokens.log_ratio)'))}:Mine"
-    config = LossConfig(name=name, width=0.25, kl_coef=0.1, kl_anchor="rollout")
+    config = LossConfig(name=name, width=0.25, kl_coef=0.1, kl_target="rollout")
     assert config.width == 0.25 and LossConfig(**config.model_dump()) == config  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(config)) == config
     check_user_functions(config)

@@ -39,7 +39,7 @@ def configured(section: str, **changes: Any) -> Config:
         ("rollout", {"perturbation": {"router_noise": 0.1}}, "[rollout.perturbation]"),
         ("model", {"fused_head": False}, "model.fused_head"),
         ("train", {"router_replay": "rollout"}, "train.router_replay = 'rollout' (expected 'off'"),
-        ("eval", {"beside_training": True}, "eval.beside_training"),
+        ("eval", {"overlap_training": True}, "eval.overlap_training"),
         ("train", {"layer_noise": {"std": 1e-6}}, "train.layer_noise.std = 1e-06 (expected 0, or set train.max_first"),
         ("parallel", {"tensor_model_parallel_size": 4}, "parallel.tensor_model_parallel_size = 4 (expected at most 2)"),
         ("parallel", {"pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size = 2"),
@@ -64,10 +64,14 @@ def test_all_that_is_wrong_is_named_at_once_and_the_rest_is_fine() -> None:
 
 def test_the_guard_allows_nothing_on_policy() -> None:
     made = configured("run")
-    guard = FirstUpdateGuard.from_config(made.train, made.rollout, made.model, dropped_fraction=0.0, is_on_policy=True)
+    guard = FirstUpdateGuard.from_config(
+        made.train, made.rollout, made.model, nonfinite_fraction=0.0, is_on_policy=True
+    )
     assert guard.max_prob_diff == 0.0
     guard({"abs_prob_diff": 0.0})
     with pytest.raises(Exception, match="allows 0"):
         guard({"abs_prob_diff": 1e-12})
-    stale = FirstUpdateGuard.from_config(made.train, made.rollout, made.model, dropped_fraction=0.0, is_on_policy=False)
+    stale = FirstUpdateGuard.from_config(
+        made.train, made.rollout, made.model, nonfinite_fraction=0.0, is_on_policy=False
+    )
     assert stale.max_prob_diff is None

@@ -60,7 +60,7 @@ SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
             "only the teacher gives a signal here",
         ),
         ({"reward": {"function": "none"}}, "there is no training signal"),
-        ({"distillation": SERVED | {"teacher_weights": "by_layer"}}, "no effect with teacher_urls"),
+        ({"distillation": SERVED | {"teacher_offload": "layer"}}, "no effect with teacher_urls"),
         ({"distillation": SERVED | TEACHER}, "loads the teacher in the trainer; remove one of them"),
         ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "applies to teacher servers"),
         ({"distillation": {"teacher_engine": "vllm"}}, "set teacher_path or teacher_urls"),
@@ -206,9 +206,9 @@ def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:
     inside = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096) + 4096
     exact = {"teacher_path": "Qwen3-8B", "divergence": "forward_kl"}
     sizes = []
-    for weights in ("whole", "by_layer"):
+    for offload in ("model", "layer"):
         parallel = {"tensor_model_parallel_size": 2}
-        chosen = config(distillation=exact | {"teacher_weights": weights}, parallel=parallel)
+        chosen = config(distillation=exact | {"teacher_offload": offload}, parallel=parallel)
         layout, teacher = (
             resolve_parallel(chosen.parallel, 4, model_shape(read_hf_config(MODEL))),
             PlannedTeacher.from_config(chosen),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report import sinks
 from megatron_dppo.report.metrics import MetricsWriter, reduce_metrics
@@ -171,3 +172,23 @@ def test_weights_and_biases_without_its_package_is_rejected_with_the_fix(
     monkeypatch.setattr(builtins, "__import__", without_wandb)
     with pytest.raises(ConfigError, match=r"log\.wandb_project = 'mine' .*pip install 'megatron-dppo\[wandb\]'"):
         writer(tmp_path, wandb_project="mine")
+
+
+def test_metrics_of_older_runs_are_read_by_their_current_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = {
+        "rollout/breaches": "rollout/invalid_responses",
+        "rollout/lost_servers": "rollout/evicted_servers",
+        "rollout/kept_ids": "rollout/allowed_ids",
+        "rollout/left_out/no_signal": "rollout/dropped_groups/no_signal",
+        "rollout/left_out/surplus": "rollout/dropped_groups/surplus",
+        "rollout/left_out/given_up": "rollout/dropped_groups/canceled",
+        "train/anchor_abs_prob_diff": "train/recomputed_abs_prob_diff",
+    }
+    values = {name: float(i) for i, name in enumerate(old)}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **values}) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1} | {old[name]: values[name] for name in old}]
+    for name, new in old.items():
+        assert main(["help", name]) == 0
+        assert new in capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_a_server_that_violates_the_contract_twice_is_evicted_until_the_next_syn
     async def run() -> None:
         pool = pool_of(servers)
         check(await ask(pool, 12))
-        assert pool.counts.breaches >= 2 and pool.counts.servers_lost == 1
+        assert pool.counts.invalid_responses >= 2 and pool.counts.evicted_servers == 1
         told = [message for message in pool.counts.messages if "token 0 is 1000000" in message]
         assert told and all("http://s:0" in message for message in told)
         servers[0].fault, before = None, len(servers[0].requests)
@@ -100,7 +100,7 @@ def test_one_contract_violation_does_not_evict_a_server() -> None:
     async def run() -> None:
         pool = pool_of(servers)
         check(await ask(pool, 2))
-        assert pool.counts.breaches == 1 == pool.counts.retries and pool.counts.servers_lost == 0
+        assert pool.counts.invalid_responses == 1 == pool.counts.retries and pool.counts.evicted_servers == 0
         await asyncio.sleep(0.6)
         before = len(servers[0].requests)
         check(await later(pool, 8))
@@ -135,7 +135,7 @@ def test_an_overloaded_or_failing_server_backs_off_while_others_work(code: int) 
     async def run() -> None:
         pool = pool_of(servers)
         check(await ask(pool, 12))
-        assert pool.counts.servers_lost == 0 == pool.counts.breaches and pool.counts.retries == 4
+        assert pool.counts.evicted_servers == 0 == pool.counts.invalid_responses and pool.counts.retries == 4
         await asyncio.sleep(0.6)
         before = len(servers[0].requests)
         check(await later(pool, 6))
@@ -187,7 +187,7 @@ def test_requests_on_a_frozen_server_move_after_one_failed_check_and_it_recovers
         await asyncio.sleep(0.02)
         servers[0].hung = True
         check(await running, 20)
-        assert pool.counts.servers_lost == 1 and pool.counts.retries == 4
+        assert pool.counts.evicted_servers == 1 and pool.counts.retries == 4
         assert "http://s:0 is not used any more: it does not respond" in pool.counts.messages
         running = asyncio.create_task(ask(pool, 8, tokens=100))
         await asyncio.sleep(0.05)
@@ -219,7 +219,7 @@ def test_a_server_whose_engine_hangs_is_evicted_after_three_health_checks() -> N
     async def run() -> None:
         pool = pool_of(servers)
         check(await ask(pool, 8))
-        assert pool.counts.servers_lost == 1 and pool.counts.retries == 4 and checks >= 3
+        assert pool.counts.evicted_servers == 1 and pool.counts.retries == 4 and checks >= 3
         assert "http://s:0 is not used any more: it failed 3 health checks in a row" in pool.counts.messages
 
     asyncio.run(run())

@@ -86,18 +86,23 @@ def test_refills_of_an_old_batch_are_sampled_with_the_current_weights() -> None:
     collected = run_of(1, lambda i: i != 5, dynamic_sampling=True).steps(3)
     assert positions(collected[0]) == [0, 1, 2, 3]
     assert (positions(collected[1]), versions(collected[1])) == ([4, 6, 7, 8], [0, 0, 0, 1])
-    assert collected[1].ages == [1, 1, 1, 0] and collected[1].left_out == {"no_signal": 1, "surplus": 0, "given_up": 0}
+    assert collected[1].ages == [1, 1, 1, 0]
+    assert collected[1].dropped_groups == {
+        "no_signal": 1,
+        "surplus": 0,
+        "canceled": 0,
+    }
     found = values(collected[1])
     assert found.pop("carried_groups") == 0
-    left_out = {"left_out/no_signal": 1, "left_out/surplus": 0, "left_out/given_up": 0}
-    assert found == {"policy_age": 0.75, "policy_age_max": 1, "stale_fraction": 0.75, **left_out}
+    dropped_groups = {"dropped_groups/no_signal": 1, "dropped_groups/surplus": 0, "dropped_groups/canceled": 0}
+    assert found == {"policy_age": 0.75, "policy_age_max": 1, "stale_fraction": 0.75, **dropped_groups}
 
 
 def test_oversampling_keeps_the_first_groups_with_signal_in_the_order_of_the_prompts() -> None:
     run = run_of(0, lambda i: i % 2 == 1, oversample=2)
     collected = run.steps(2)
     assert [positions(c) for c in collected] == [[1, 3, 5, 7], [9, 11, 13, 15]]
-    assert [c.left_out["no_signal"] for c in collected] == [4, 4] and run.stream.cursor == 16  # type: ignore[index]
+    assert [c.dropped_groups["no_signal"] for c in collected] == [4, 4] and run.stream.cursor == 16  # type: ignore[index]
     few = run_of(0, lambda i: i == 2, oversample=1.5).steps(1)[0]
     assert positions(few) == [2, 3, 4, 5], "too few with signal: the step keeps its size"
     refilled = run_of(0, lambda i: i > 5, oversample=1.5, dynamic_sampling=True)

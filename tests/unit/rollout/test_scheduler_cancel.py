@@ -88,13 +88,13 @@ def test_a_canceled_group_comes_first_in_the_next_step() -> None:
     assert [positions(c) for c in collected] == [[0, 2, 3, 5], [1, 4, 6, 7], [10, 11, 12, 13], [9, 15, 16, 17]]
     assert run.stream.cursor == 20, "every prompt is taken once"
     assert [c.num_carried for c in collected] == [2, 1, 1, 0]
-    assert [sum(c.left_out.values()) for c in collected] == [0, 1, 1, 2]
+    assert [sum(c.dropped_groups.values()) for c in collected] == [0, 1, 1, 2]
     assert waiting(run) == [[]]
 
 
-def test_groups_canceled_for_good_are_counted_as_given_up() -> None:
-    found = [c.left_out for c in run_with(Turtle({1: 1, 4: 1, 7: 3}), carry=0).steps(2)]
-    assert found == [{"no_signal": 0, "surplus": 0, "given_up": 2}, {"no_signal": 0, "surplus": 1, "given_up": 1}]
+def test_groups_canceled_for_good_are_counted_as_dropped() -> None:
+    found = [c.dropped_groups for c in run_with(Turtle({1: 1, 4: 1, 7: 3}), carry=0).steps(2)]
+    assert found == [{"no_signal": 0, "surplus": 0, "canceled": 2}, {"no_signal": 0, "surplus": 1, "canceled": 1}]
 
 
 def test_ages_are_those_of_the_tokens() -> None:
@@ -163,7 +163,7 @@ def test_groups_without_signal_are_replaced_by_those_of_later_steps_and_these_by
     collected = run.steps(6)
     # All answers are there at once, so that both orders take the prompts as they come.
     assert [p for c in collected for p in positions(c)] == list(range(1, 48, 2))
-    assert all(c.left_out == {"no_signal": 4, "surplus": 0, "given_up": 0} for c in collected)
+    assert all(c.dropped_groups == {"no_signal": 4, "surplus": 0, "canceled": 0} for c in collected)
     assert [max(c.ages) for c in collected[1:]] == [1] * 5, "what is under way is topped up, not used up"
     assert all(len(call) == 1 for call in engine.calls)
 

@@ -21,7 +21,7 @@ from tests.unit.configs import config
 def guard(dropped: float = 0.0, *, on_policy: bool = True, **sections: dict[str, Any]) -> FirstUpdateGuard:
     made = config(**sections)
     return FirstUpdateGuard.from_config(
-        made.train, made.rollout, made.model, dropped_fraction=dropped, is_on_policy=on_policy
+        made.train, made.rollout, made.model, nonfinite_fraction=dropped, is_on_policy=on_policy
     )
 
 
@@ -56,16 +56,16 @@ def test_the_message_mentions_layer_noise_only_if_it_is_on() -> None:
 def test_tokens_of_older_weights_have_no_limit_and_off_disables_the_guard() -> None:
     guard(on_policy=False)({"abs_prob_diff": 0.9})
     guard(train={"max_first_prob_diff": "off"})({"abs_prob_diff": math.nan})
-    guard(1.0, train={"max_dropped_fraction": "off"})({"abs_prob_diff": 0.0})
+    guard(1.0, train={"max_nonfinite_fraction": "off"})({"abs_prob_diff": 0.0})
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_dropped_tokens_stop_the_run_even_without_another_limit(on_policy: bool) -> None:
     guard(0.01, on_policy=on_policy)({"abs_prob_diff": 0.0})
-    with pytest.raises(TrainingStopped, match=r"100\.00% of the sampled tokens .*max_dropped_fraction = 0\.01"):
+    with pytest.raises(TrainingStopped, match=r"100\.00% of the sampled tokens .*max_nonfinite_fraction = 0\.01"):
         guard(1.0, on_policy=on_policy)({"abs_prob_diff": 0.0})
     with pytest.raises(TrainingStopped, match=r"0\.20% of the sampled"):
-        guard(0.002, train={"max_dropped_fraction": 0.001})({"abs_prob_diff": 0.0})
+        guard(0.002, train={"max_nonfinite_fraction": 0.001})({"abs_prob_diff": 0.0})
 
 
 def test_both_problems_are_reported_at_once() -> None:
@@ -74,7 +74,7 @@ def test_both_problems_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "train", [{"max_first_prob_diff": "none"}, {"max_first_prob_diff": 0.0}, {"max_dropped_fraction": 1.0}]
+    "train", [{"max_first_prob_diff": "none"}, {"max_first_prob_diff": 0.0}, {"max_nonfinite_fraction": 1.0}]
 )
 def test_other_values_of_the_keys_are_rejected(train: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="max_"):

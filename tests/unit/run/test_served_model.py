@@ -114,7 +114,9 @@ def test_servers_start_with_the_folder_and_have_the_limits_of_bf16(folder: Path)
     (plan,) = server_plans(settings, {})
     assert plan.argv[plan.argv.index("--model-path") + 1] == str(folder / "fp8") and "dummy" not in plan.argv
     fp16 = config(folder, "fp8", model={"path": "m", "dtype": "fp16"}, rollout={"dtype": "fp16"})
-    guard = FirstUpdateGuard.from_config(fp16.train, fp16.rollout, fp16.model, dropped_fraction=0.0, is_on_policy=True)
+    guard = FirstUpdateGuard.from_config(
+        fp16.train, fp16.rollout, fp16.model, nonfinite_fraction=0.0, is_on_policy=True
+    )
     assert guard.dtype == "bf16"
 
 

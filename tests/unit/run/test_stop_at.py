@@ -24,7 +24,7 @@ def test_stop_at_needs_an_evaluation_with_an_immediate_result() -> None:
     assert config().eval.stop_at_accuracy is None
     assert config("--eval.stop_at_accuracy", "0.9").eval.stop_at_accuracy == 0.9
     for overrides, text in (
-        (["--eval.beside_training", "true"], "Remove one of them"),
+        (["--eval.overlap_training", "true"], "Remove one of them"),
         (["--data.eval", "null"], "no data.eval: nothing is evaluated"),
         (["--eval.every", "0"], "eval.every = 0: nothing is evaluated"),
     ):

@@ -39,7 +39,9 @@ def publisher(
     servers: list[FakeServer], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[_Trainer, ServerPublisher]:
     probe = SimpleNamespace(run=lambda *_: ProbeFindings({}, {}))
-    rollout = SimpleNamespace(weight_sync=WeightSyncConfig(attempts=2), servers=ServersConfig(patience_seconds=3.5))
+    rollout = SimpleNamespace(
+        weight_sync=WeightSyncConfig(attempts=2), servers=ServersConfig(unavailable_timeout_seconds=3.5)
+    )
     trainer = _Trainer()
     return trainer, ServerPublisher(trainer, None, make(servers, folder), rollout=rollout, probe=probe)  # type: ignore[arg-type]
 
