@@ -27,9 +27,9 @@ class DistillationConfig(Section):
     """Hugging Face folder of the teacher, loaded in the trainer. It needs the policy's vocabulary and tokenizer; its
     size must fit the parallel layout. null loads no teacher in the trainer."""
     teacher_offload: Literal["model", "layer"] = "model"
-    """What moves between host memory and the GPU at a time. ``model``: all weights are on the GPU while the teacher
-    scores responses. ``layer``: only the embeddings, the output layer and one layer are, and the layers are copied
-    again for every micro-batch."""
+    """Unit that moves between host memory and the GPU. ``model``: all weights are on the GPU while the teacher scores
+    responses. ``layer``: only the embeddings, the output layer and one layer are, and the layers are copied again for
+    every micro-batch."""
     teacher_urls: list[str] = Field(default_factory=list)
     """Instead of ``teacher_path``: addresses (``http://HOST:PORT``) of running servers with the teacher's weights. They
     take turns to return the log-probabilities of the sampled tokens. Only with ``divergence = "sampled"``."""
