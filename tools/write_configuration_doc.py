@@ -32,7 +32,8 @@ You configure a run with one TOML file. Each section of this page is a table of 
 | check a file without a run | `megatron-dppo train CONFIG.toml --dry-run` |
 
 `null` in this page means that the key is not set. An unknown key is an error. A relative path of a model, of data or
-of a program is looked up in the folder of the TOML file first.
+of a program is looked up in the folder of the TOML file first, then in your working directory. `run.output_dir` starts
+at the working directory.
 
 `extends = "base.toml"` at the top of a file reads another file first. Tables are merged key by key, and other values
 are replaced. An extended file may extend a further one. A run stores the merged configuration.

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from megatron_dppo.config.describe import closest_hint, exact_hint
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.paths import read_tables
+from megatron_dppo.config.paths import read_tables, resolve_paths
 from megatron_dppo.config.removed import (
     RENAMED_KEYS,
     print_new_names,
@@ -90,6 +90,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
             _insert(values, section, key, value)
         except ConfigError as error:
             problems.append(str(error))
+    resolve_paths(values, Path())  # those of the overrides
     return _read_values(values, problems)
 
 

@@ -1,4 +1,8 @@
-"""Paths in a configuration. A relative path is resolved against the folder of its file if it exists there."""
+"""Paths in a configuration.
+
+A relative path that exists is made absolute: in the folder of its file first, then in the working directory. So a
+configuration means the same from every folder, and records of a run do not depend on the spelling of its paths.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ _FUNCTIONS = (
 
 
 def resolve_paths(values: TomlTable, folder: Path) -> None:
-    """Make the paths of models, data, functions and programs relative to the working directory."""
+    """Make the paths of models, data, functions and programs absolute, if they exist."""
     for section, key in (*_PATHS, *_FUNCTIONS):
         table = values.get(section)
         if not isinstance(table, dict) or key not in table:
@@ -55,9 +59,7 @@ def _resolve_program(values: TomlTable, folder: Path, *key_path: str) -> None:
     for part in key_path:
         table = table.get(part) if isinstance(table, dict) else None
     if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
-        # A string, because Path would drop the "./" of "./serve", which then would be looked up in PATH.
-        beside = os.path.join(folder, table[0])
-        table[0] = beside if os.path.exists(beside) else table[0]
+        table[0] = _resolve(table[0], folder)
     if isinstance(table, list) and key_path[0] == "agent":
         table[1:] = [_resolve(part, folder) if str(part).endswith(".py") else part for part in table[1:]]
 
@@ -83,7 +85,7 @@ def _resolve_rewards(reward: object, folder: Path) -> None:
 
 
 def _resolve(value: Any, folder: Path) -> Any:
-    """Return a path that exists in ``folder`` relative to the working directory, and anything else unchanged.
+    """Return a path that exists in ``folder`` or the working directory as absolute, and anything else unchanged.
 
     Lists and tables are resolved element by element.
     """
@@ -92,14 +94,31 @@ def _resolve(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {name: _resolve(part, folder) for name, part in value.items()}
     # Embedded tasks and Hugging Face data sets are names, not paths.
-    if not isinstance(value, str) or value.startswith(("task:", "hf:")):
+    if not isinstance(value, str) or not value or value.startswith(("task:", "hf:")):
         return value
-    file = value.rpartition(".py:")[0] + ".py" if ".py:" in value else value  # path/to/file.py:function
-    return str(folder / value) if (folder / file).exists() else value
+    file, function = split_function(value)
+    for start in (folder, Path()):
+        if os.path.exists(start / file):  # False, not an error, for text that is no path
+            return absolute_path(start / file) + function
+    return value
+
+
+def split_function(value: str) -> tuple[str, str]:
+    """Return the path of a value, and the ``:function`` that follows a Python file (empty for other values)."""
+    head, separator, function = value.rpartition(".py:")
+    return (f"{head}.py", f":{function}") if separator else (value, "")
+
+
+def absolute_path(path: Path) -> str:
+    """Return an absolute path without ``.`` and ``..``. Links stay, because a link's name may carry the file type."""
+    joined = os.path.join(os.getcwd(), path)
+    normal = os.path.normpath(joined)
+    # "link/.." is not the folder of the link.
+    return normal if os.path.realpath(normal) == os.path.realpath(joined) else joined
 
 
 def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[Path, ...] = ()) -> TomlTable:
-    """Return the tables of a file with ``extends`` applied and paths relative to the working directory.
+    """Return the tables of a file with ``extends`` applied and paths made absolute (``resolve_paths``).
 
     Example: ``b.toml`` contains ``extends = "a.toml"`` and ``[loss] topk = 8``. The result keeps ``[loss] name =
     "dppo_topk_tv"`` of ``a.toml``, and its other tables.

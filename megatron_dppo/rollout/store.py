@@ -86,7 +86,8 @@ def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[StoredRo
     groups = []
     for entry in tree:
         prompt = prompt_at(entry["position"])
-        if (entry["prompt_id"], entry["prompt_token_ids"]) != (prompt.prompt_id, list(prompt.token_ids)):
+        # The name of a prompt has that of its file, which may be renamed.
+        if entry["prompt_token_ids"] != list(prompt.token_ids):
             raise CheckpointError(
                 f"{path} holds rollouts of prompt {entry['prompt_id']} where the data now has {prompt.prompt_id} or "
                 "other text; put the old data.train and tokenizer back, or start again in another run.output_dir"

@@ -3,17 +3,20 @@
 Every key is of one kind. ``results``: the results of the run depend on the key, so a change needs
 ``checkpoint.accept_changes``. ``free``: the key decides where, how fast or how safely the run works; a change is
 printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change.
+
+A path is the same if it leads to the same file, or to a copy of it: where the files are is no part of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.run.contents import flatten, same_value
 
 ChangeKind = Literal["results", "free", "fixed"]
 
@@ -25,7 +28,7 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "lora.alpha": "results",
     "lora.*": "fixed",  # a checkpoint has the adapters as its only weights
     "parallel.*": "free",  # the same curve up to rounding; what Megatron cannot reshard is refused
-    "data.train": "fixed",
+    "data.train": "fixed",  # by its prompts and labels
     "data.*": "results",
     "rollout.servers.model": "results",  # a quantized copy samples from another distribution
     "rollout.servers.*": "free",
@@ -85,21 +88,16 @@ def change_kind(key: str) -> ChangeKind:
     return next((kind for pattern, kind in KEY_KINDS.items() if fnmatchcase(key, pattern)), "results")
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``section.key`` and value of every key. An empty table counts as a value."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
+def find_changes(
+    before: Mapping[str, Any], config: Config, folder: Path = Path(), digests: Mapping[str, str] | None = None
+) -> list[Change]:
     """Return every key that differs, sorted.
 
     Args:
         before: Configuration of the run so far, as JSON. A key that its version did not have counts as its default.
         config: Configuration of this start.
+        folder: Working directory of the run so far, which its relative paths start at.
+        digests: Contents of its files (``content_digests``).
     """
     old = dict(flatten(before))
     new = dict(flatten(config.model_dump(mode="json")))
@@ -110,7 +108,8 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
         new_value = new.get(key, defaults.get(key))
         # None, an empty table and an empty list all mean "not set".
         is_unset = old_value in _EMPTY and new_value in _EMPTY
-        if old_value != new_value and not is_unset:
+        digest = (digests or {}).get(key)
+        if not is_unset and not same_value(old_value, new_value, folder, digest):
             kind = "free" if _is_harmless(key, old, new) else change_kind(key)
             changes.append(Change(key, old_value, new_value, kind))
     return changes

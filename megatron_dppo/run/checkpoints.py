@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files import require_space
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
-from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.parallel.objects import agreed, is_leader
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
 from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.run.contents import content_digests
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.output_checks import estimate_save_bytes
@@ -97,6 +99,8 @@ class Checkpoints:
         self._say = say
         self._saving: CheckpointSave | None = None
         self.folder = checkpoints_folder(Path(config.run.output_dir))
+        # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
+        self._digests = content_digests(config.model_dump(mode="json")) if is_leader(dist.group.WORLD) else {}
 
     @property
     def waits(self) -> bool:
@@ -137,6 +141,8 @@ class Checkpoints:
             "identity": run_identity(config, self._inputs),
             "layout": layout_identity(config, self._inputs),
             "config": config.model_dump(mode="json"),
+            "cwd": os.getcwd(),
+            "digests": self._digests,
         }
         agreed(
             lambda: require_space(self.folder, estimate_save_bytes(config, self._inputs), "a checkpoint"),
@@ -216,7 +222,7 @@ class Checkpoints:
         # Rollouts of other sampling or reward settings must not be trained on: sample their prompts again.
         problem = describe_incompatibility(
             saved,
-            record["config"],
+            self._with_current_sections(record["config"], point),
             self._config.train,
             data=self._config.data,
             rollout=self._config.rollout,
@@ -233,6 +239,12 @@ class Checkpoints:
             prompts = self._inputs.train_prompts
             contents = load_rollouts(before, dp, self._trainer.dp_rank, point.checkpoint, prompts.__getitem__)
         self._stream.restore(saved, contents)
+
+    def _with_current_sections(self, saved_config: Mapping[str, Any], point: ResumePoint) -> dict[str, Any]:
+        """Return the saved configuration with this run's sections where only the spelling of paths differs."""
+        current = self._config.model_dump(mode="json")
+        changed = {change.key.split(".")[0] for change in point.changes}
+        return {**saved_config, **{name: section for name, section in current.items() if name not in changed}}
 
     def tidy(self, point: ResumePoint, state: RunState) -> None:
         """Rename damaged checkpoints and delete surplus ones, after a resume (rank 0)."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
@@ -14,6 +15,10 @@ from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.changes import Change, check_changes, find_changes
 from megatron_dppo.run.inputs import Inputs, ModelInputs
+from megatron_dppo.run.starts import read_starts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,6 @@ def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     identity = {
         "model": {**vars(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings), **lora},
         "seed": config.run.seed,
-        "data": config.data.train,
         "prompts": inputs.train_prompts.fingerprint(),
     }
     # The value that a checkpoint reads back, which has lists for tuples.
@@ -81,16 +85,14 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
         CheckpointError: There are checkpoints but none is usable. Or the usable one has another model, seed or data, a
             layout that Megatron cannot reshard from, or other settings (``run/changes.py``).
     """
-    import torch.distributed as dist
-
     from megatron_dppo.mcore.checkpoint.save_load import read_state
-    from megatron_dppo.parallel.objects import agreed
+    from megatron_dppo.parallel.objects import agreed, from_leader
 
     if config.checkpoint.resume != "auto":
         return None
     # Damaged metrics end the start here, before any checkpoint is renamed or pruned.
     metrics = Path(config.run.output_dir) / "metrics.jsonl"
-    agreed(lambda: len(read_metrics(metrics)), dist.group.WORLD if dist.is_initialized() else None)
+    agreed(lambda: len(read_metrics(metrics)), _world())
     folder = checkpoints_folder(Path(config.run.output_dir))
     chosen, skipped_checkpoints = find_usable_checkpoint(folder, accept_unverified=config.checkpoint.accept_unverified)
     is_fork = chosen is None and config.checkpoint.fork_from is not None
@@ -105,9 +107,11 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
     differing = [key for key, value in identity.items() if state["identity"][key] != value]
     if refused := [key for key in differing if key == "model" or not is_fork]:
         key = refused[0]
+        sources = "" if key != "prompts" else f" (data.train = {state['config']['data']['train']!r})"
+        here = "" if key != "prompts" else f" (data.train = {config.data.train!r})"
         raise CheckpointError(
-            f"{chosen} was written with {key} = {state['identity'][key]}, this run has {identity[key]}. Fix: use the "
-            "same value, or another run.output_dir"
+            f"{chosen} was written with {key} = {state['identity'][key]}{sources}, this run has {identity[key]}{here}. "
+            "Fix: use the same value, or another run.output_dir"
         )
 
     # Layout: any that Megatron can reshard to.
@@ -123,7 +127,7 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
             )
 
     # Settings: those that change the results need checkpoint.accept_changes, except in a fork.
-    changes = find_changes(state["config"], config)
+    changes = from_leader(lambda: _find_changes(state, chosen, config), _world())
     check_changes(changes, chosen, accepted=config.checkpoint.accept_changes or is_fork)
     if is_fork and state["step"] >= config.run.num_steps:
         raise CheckpointError(
@@ -138,6 +142,25 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
         is_fork=is_fork,
         same_stream=not differing,
     )
+
+
+def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config) -> list[Change]:
+    """Return the configuration keys that differ from the run that wrote a checkpoint."""
+    folder = state.get("cwd")
+    if folder is None:  # written by an older version
+        before = [start for start in read_starts(checkpoint.parent.parent) if _resumed_step(start) < state["step"]]
+        folder = before[-1].get("cwd") if before else None
+    return find_changes(state["config"], config, Path(folder or ""), state.get("digests"))
+
+
+def _resumed_step(start: Mapping[str, Any]) -> int:
+    return int(start.get("resumed_step") or 0)
+
+
+def _world() -> ProcessGroup | None:
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _fork_point(config: Config) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.io import dump_toml, load_config
+from megatron_dppo.config.paths import absolute_path
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import write_synced
@@ -42,6 +43,7 @@ def record_start(
     Returns:
         Message about an edited ``config.toml`` that was renamed. Empty if there was none.
     """
+    config = _with_absolute_folders(config)
     text = dump_toml(config)
     records = read_starts(folder)
     record = {
@@ -67,8 +69,19 @@ def record_start(
     return note
 
 
+def _with_absolute_folders(config: Config) -> Config:
+    """Return the configuration with absolute folders to write to, so that it means the same from everywhere."""
+    run = config.run.model_copy(update={"output_dir": absolute_path(Path(config.run.output_dir))})
+    rollout = config.rollout
+    if rollout.weight_sync.folder is not None:
+        folder = absolute_path(Path(rollout.weight_sync.folder))
+        sync = rollout.weight_sync.model_copy(update={"folder": folder})
+        rollout = rollout.model_copy(update={"weight_sync": sync})
+    return config.model_copy(update={"run": run, "rollout": rollout})
+
+
 def load_run_config(folder: Path, overrides: Sequence[str]) -> Config:
-    """Return the configuration of the run in a folder. Relative paths start at the folder where the run was started.
+    """Return the configuration of the run in a folder. Relative paths start at the folder where it was started last.
 
     Raises:
         ConfigError: The folder has no run, or its configuration is invalid.

@@ -19,6 +19,8 @@ from megatron_dppo.losses import SUPERVISED
 from megatron_dppo.mcore.checkpoint.folder import step_number
 from megatron_dppo.parallel.objects import from_leader
 from megatron_dppo.report.clock import PROGRESS
+from megatron_dppo.run.contents import content_digests, flatten, same_value
+from megatron_dppo.run.starts import read_starts
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ def is_warm(folder: Path, warmup: Warmup) -> bool:
         CheckpointError: The marker of a finished warm-up cannot be read.
     """
     try:
-        identity = json.loads((folder / MARKER).read_text(encoding="utf-8"))["identity"]
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        identity = marker["identity"]
+        digests = marker.get("digests", {})
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -66,7 +70,34 @@ def is_warm(folder: Path, warmup: Warmup) -> bool:
             f"{folder / MARKER} cannot be read ({type(error).__name__}: {error}): expected the marker of a finished "
             f"warm-up. Restore a copy of it, or delete {folder} to run the warm-up again"
         ) from error
-    return bool(identity == warmup.identity)
+    return _is_same(identity, warmup.identity, _started_in(folder.parent), digests)
+
+
+def _is_same(old: str, new: str, folder: Path, digests: Mapping[str, str]) -> bool:
+    """Return True if two identities agree, however their paths are spelled and wherever their files are.
+
+    Args:
+        old: Identity of a warm-up so far.
+        new: Identity of this start's.
+        folder: Folder that relative paths of ``old`` start at.
+        digests: Contents of the files of ``old`` (``content_digests``).
+    """
+    if old == new:
+        return True
+    try:
+        before = dict(flatten(json.loads(old)))
+    except (ValueError, AttributeError):
+        return False
+    now = dict(flatten(json.loads(new)))
+    if before.keys() != now.keys():
+        return False
+    return all(same_value(before[key], now[key], folder, digests.get(key)) for key in now)
+
+
+def _started_in(run_folder: Path) -> Path:
+    """Return the working directory of the first start of a run. This one's if it has no record yet."""
+    starts = read_starts(run_folder)
+    return Path(starts[0].get("cwd", "")) if starts else Path()
 
 
 def mark_warm(folder: Path, warmup: Warmup, checkpoints: Path) -> None:
@@ -77,7 +108,8 @@ def mark_warm(folder: Path, warmup: Warmup, checkpoints: Path) -> None:
         warmup: Finished warm-up.
         checkpoints: Folder of the run's checkpoints.
     """
-    write_synced(folder / MARKER, json.dumps({"identity": warmup.identity}) + "\n")
+    marker = {"identity": warmup.identity, "digests": content_digests(json.loads(warmup.identity))}
+    write_synced(folder / MARKER, json.dumps(marker) + "\n")
     shutil.rmtree(checkpoints / _UNFINISHED, ignore_errors=True)
 
 
@@ -158,7 +190,9 @@ def _resume(trainer: PolicyTrainer, folder: Path, expected: Mapping[str, str], r
             f"delete {newest.parent} to start the warm-up at step 0"
         )
     state = read_state(newest)
-    if any(state.get(key) != value for key, value in expected.items()):
+    if state.get("layout") != expected["layout"]:
+        return 0
+    if not _is_same(str(state.get("warmup")), expected["warmup"], Path(), {}):
         return 0
     trainer.load(newest)
     return step_number(newest)

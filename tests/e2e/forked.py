@@ -17,6 +17,7 @@ import traceback
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -27,7 +28,13 @@ GRACE = 30.0
 
 
 def train_forked(
-    arguments: list[str], environment: dict[str, str], processes: int, timeout: float
+    arguments: list[str],
+    environment: dict[str, str],
+    processes: int,
+    timeout: float,
+    *,
+    entry: Literal["train", "main"] = "train",
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """``python -m megatron_dppo.train ARGUMENTS`` in so many ranks; output and exit code are as ``torchrun``'s.
 
@@ -36,6 +43,8 @@ def train_forked(
         environment: of the processes, whole.
         processes: number of ranks.
         timeout: seconds until they are ended.
+        entry: ``main`` runs ``megatron-dppo ARGUMENTS`` instead.
+        cwd: working directory. None uses this process's.
 
     Raises:
         TimeoutError: they ran longer.
@@ -44,7 +53,8 @@ def train_forked(
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = preload()
         environments = [environment | _variables(rank, processes, store.port) for rank in range(processes)]
-        ranks = [context.Process(target=_rank, args=(arguments, each, folder)) for each in environments]
+        common = (folder, entry, cwd or Path.cwd())
+        ranks = [context.Process(target=_rank, args=(arguments, each, *common)) for each in environments]
         for rank in ranks:
             rank.start()
         try:
@@ -66,7 +76,7 @@ def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in (numbers | address).items()}
 
 
-def _rank(arguments: list[str], environment: dict[str, str], folder: str) -> None:
+def _rank(arguments: list[str], environment: dict[str, str], folder: str, entry: str, cwd: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
@@ -75,10 +85,11 @@ def _rank(arguments: list[str], environment: dict[str, str], folder: str) -> Non
         file = os.open(Path(folder) / f"{name}.{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         stream.flush()
         os.dup2(file, number)
-    from megatron_dppo.commands.main import train_main
+    from megatron_dppo.commands.main import main, train_main
 
+    os.chdir(cwd)
     try:
-        code = train_main(arguments)
+        code = main(arguments) if entry == "main" else train_main(arguments)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

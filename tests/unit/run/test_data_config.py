@@ -149,13 +149,14 @@ def test_a_mixed_file_is_rejected_before_the_start(tmp_path: Path, capsys: pytes
     assert "a.jsonl:2: this row looks like problem (text) + answer" in capsys.readouterr().err
 
 
-def test_a_checkpoint_must_have_the_same_sources(tmp_path: Path) -> None:
+def test_a_checkpoint_must_have_the_same_prompts_and_labels_in_a_file_of_any_name(tmp_path: Path) -> None:
     from megatron_dppo.run.resume import run_identity
 
     identities = []
-    for label in ("2", "3"):
-        write_jsonl(tmp_path / "a.jsonl", [{**LAYOUTS["slime text"][0], "label": label}])
-        configuration = example(tmp_path, 'train = ["a.jsonl"]')
+    for label, file in (("2", "a.jsonl"), ("2", "other/b.jsonl"), ("3", "a.jsonl")):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / file, [{**LAYOUTS["slime text"][0], "label": label}])
+        configuration = example(tmp_path, f'train = ["{file}"]')
         identities.append(run_identity(configuration, read_inputs(configuration, 1)))
-    assert identities[0]["data"] == identities[1]["data"] == json.loads(json.dumps(identities[0]["data"]))
-    assert identities[0]["prompts"] != identities[1]["prompts"]
+    assert identities[0] == identities[1] == json.loads(json.dumps(identities[0]))
+    assert identities[0]["prompts"] != identities[2]["prompts"]
