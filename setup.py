@@ -86,7 +86,8 @@ setup(
         "tree-sitter-bash>=0.25",
         "pyyaml",
         "rich>=13",
-        "math-verify>=0.8",
+        # the values of answers, for the reward of mathematics
+        "sympy>=1.13",
         "tensorboard",
         "matplotlib",
     ],

@@ -41,7 +41,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "rewards": (
         {"config", "errors", "functions"},
-        {"aiohttp", "math_verify", "numpy", "reasoning_gym", "transformers"},
+        {"aiohttp", "numpy", "reasoning_gym", "sympy", "transformers"},
     ),
     "mcore": (
         {"config", "errors", "files", "head", "hf", "losses", "parallel", "types"},

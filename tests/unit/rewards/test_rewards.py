@@ -116,7 +116,7 @@ def test_a_truncated_completion_scores_nothing_for_math() -> None:
 
 
 @pytest.mark.slow
-def test_other_answers_are_compared_by_math_verify_in_a_worker_and_never_by_containment() -> None:
+def test_other_answers_are_compared_in_a_worker_and_never_by_containment() -> None:
     cases = [(f"\\boxed{{{a}}}", label, expected) for a, label, expected in PARSED]
     cases += [(f"\\boxed{{{a}}}", "12", 0.0) for a in NOT_CONTAINED]
     cases += [("Answer: 12} and 13", "12", 0.0), (r"\boxed{12}", "12", 1.0), (r"\boxed{12}", "1, 12", 0.0)]
@@ -126,7 +126,7 @@ def test_other_answers_are_compared_by_math_verify_in_a_worker_and_never_by_cont
 
 
 def test_an_equation_counts_by_its_right_side_after_a_bare_name_only() -> None:
-    """math-verify alone takes every one of HIDDEN for 12."""
+    """math-verify takes every one of HIDDEN for 12."""
     cases = [(answer, "12", 0.0) for answer in HIDDEN]
     cases += [(a, label, 1.0) for a, label in EQUATIONS] + [(a, label, 0.0) for a, label in UNEQUAL]
     results = scored("math", [item(f"\\boxed{{{a}}}", label) for a, label, _ in cases])
@@ -139,7 +139,7 @@ def test_an_unclosed_last_box_scores_nothing() -> None:
     assert [r.reward for r in scored("math", [item(text) for text in texts])] == [0.0] * 4
 
 
-def test_importing_math_verify_does_not_count_against_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_the_parser_does_not_count_against_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     class Channel:

@@ -1,0 +1,1 @@
+"""Final answers of mathematics: extraction, normalization, a grammar, and equality."""

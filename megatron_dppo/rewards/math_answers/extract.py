@@ -1,0 +1,120 @@
+r"""The final answer in a response: the last ``\boxed{...}`` after the thinking, or else the last ``Answer:`` line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_BARE_ARGUMENT = re.compile(r"(?:\\[()\[\]]|[^$\s\\]|\\[A-Za-z{}%,!$]+(?:\{[^{}]*\})*)+")
+_ANSWER_LINE = re.compile(
+    r"^[\s*_#>\-]*(?:the\s+)?(?:final\s+)?answer[*_\s]*(?:is\s*)?[*_\s]*[:\uff1a][*_]*\s*(.+?)\s*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SEPARATORS = re.compile(
+    r"(?:[\s,;$&]|\\[()\[\],;! ]|\\(?:quad|qquad)|\\text\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)*"
+)
+_WRAPPED_STOP = re.compile(r"(\$|\*+|\\\))\.$")
+
+
+@dataclass(frozen=True)
+class AnswerBox:
+    """A box and its position in the text."""
+
+    start: int
+    end: int
+    content: str | None
+    """None if the box is not closed."""
+
+
+def after_thinking(text: str) -> str:
+    """Return the text after the last ``</think>``, or all of it without one."""
+    return text.rsplit("</think>", 1)[-1]
+
+
+def extract_answer(text: str) -> str | None:
+    r"""Return the answer after the thinking: the last filled box, or else the last ``Answer:`` line.
+
+    Boxes with nothing but a comma or "and" between them are one answer. Return None if there is no answer, if the last
+    box is not closed, or if the braces of the ``Answer:`` line do not match.
+    """
+    text = after_thinking(text)
+    # A box has precedence over an "Answer:" line, wherever they stand. An empty box answers nothing.
+    boxes = [box for box in find_boxes(text) if box.content != ""]
+    if boxes:
+        return _join_last(text, boxes)
+    lines = _ANSWER_LINE.findall(text)
+    if not lines:
+        return None
+    line = _WRAPPED_STOP.sub(r"\1", lines[-1]).strip("$* ")
+    return line if _closing_brace(line + "}", 0) == len(line) else None
+
+
+def is_well_formed(text: str) -> bool:
+    """Return True if a response has exactly one answer after at most one closed thinking block.
+
+    One answer is one closed, non-empty box, or one ``Answer:`` line without any box. The content of the thinking block
+    does not count. The opening ``<think>`` may be missing, because chat templates add it to the prompt.
+    """
+    thought, closed, response = text.rpartition("</think>")
+    if "</think>" in thought or "<think>" in response or text.count("<think>") > 1:
+        return False
+    if closed and "<think>" in thought and not thought.lstrip().startswith("<think>"):
+        return False
+    boxes = find_boxes(response)
+    if len(boxes) > 1 or (not boxes and len(_ANSWER_LINE.findall(response)) != 1):
+        return False
+    return bool(extract_answer(response)) and (not boxes or bool(boxes[0].content))
+
+
+def find_boxes(text: str) -> list[AnswerBox]:
+    r"""Return all boxes in order; of nested ones the outer. ``\boxed 12`` has the argument up to a space or ``$``."""
+    boxes = []
+    position = 0
+    while match := _BOX.search(text, position):
+        start = match.end()
+        if text.startswith("{", start):
+            end = _closing_brace(text, start + 1)
+            content = None if end is None else text[start + 1 : end].strip()
+            position = start + 1 if end is None else end + 1
+        else:
+            bare = _BARE_ARGUMENT.match(text, start)
+            content = bare[0] if bare else ""
+            position = bare.end() if bare else start
+        boxes.append(AnswerBox(match.start(), position, content))
+    return boxes
+
+
+def single_box(text: str) -> str | None:
+    """Return the content of a text that is nothing but one closed box, or None."""
+    stripped = text.strip()
+    boxes = find_boxes(stripped)
+    if len(boxes) != 1 or (boxes[0].start, boxes[0].end) != (0, len(stripped)):
+        return None
+    return boxes[0].content
+
+
+def _join_last(text: str, boxes: list[AnswerBox]) -> str | None:
+    answers = [boxes[-1].content]
+    for box, following in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        between = text[box.end : following.start]
+        if not between.strip(" \n") or not _SEPARATORS.fullmatch(between) or not re.search(r"[,;&]|and|or", between):
+            break
+        answers.insert(0, box.content)
+    return None if None in answers else ", ".join(map(str, answers))
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return the index of the brace that closes the group with content from ``start`` on, not of an escaped one."""
+    depth = 1
+    index = start
+    while index < len(text):
+        sign = text[index]
+        if sign == "\\":
+            index += 2
+            continue
+        depth += (sign == "{") - (sign == "}")
+        if depth == 0:
+            return index
+        index += 1
+    return None
