@@ -6,16 +6,36 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import require_new, write_new
+
+if TYPE_CHECKING:
+    from megatron_dppo.commands.port.port import PortedConfig
+
+_LISTED_WITH_VERBOSE = ("ported", "default")
 
 
 def add_port_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``port``."""
     parser.add_argument("file", type=Path, help="launch script (.sh) of verl or slime, verl's .yaml, prime-rl's .toml")
     parser.add_argument("--output", type=Path, help="write the TOML there (default: standard output)")
+    parser.add_argument(
+        "--framework-version", metavar="VERSION", help="version whose defaults apply (default: the newest release)"
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        help="folder inside which sourced files and hydra's configurations are read (default: that of the file)",
+    )
+    parser.add_argument(
+        "--variable",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="value of a variable that the script expects from its environment; may be repeated",
+    )
     parser.add_argument("--verbose", action="store_true", help="also list the settings that were ported unchanged")
 
 
@@ -26,38 +46,54 @@ def run_port(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         0, or 1 if the configuration is incomplete or invalid.
 
     Raises:
-        ConfigError: The file cannot be read, or the output exists.
+        ConfigError: The file cannot be read, an option is wrong, or the output exists.
     """
-    from megatron_dppo.commands.port.draft import Status
     from megatron_dppo.commands.port.port import port
 
     if overrides:
         raise ConfigError(f"unexpected argument {overrides[0]!r}; give overrides to train instead")
     require_new(options.output, "--output")
+    variables = dict(_split_variable(text) for text in options.variable)
     try:
-        ported = port(options.file)
+        ported = port(options.file, version=options.framework_version, root=options.root, variables=variables)
     except RecursionError as error:
         raise ConfigError(
             f"{str(options.file)!r} is nested too deeply for a launch script; give the script itself"
         ) from error
-    for status in get_args(Status):
-        rows = [row for row in ported.rows if row.status == status]
-        if not rows:
-            continue
-        is_listed = status != "ported" or options.verbose
-        print(f"\n{status} ({len(rows)})" + ("" if is_listed else "; --verbose lists them"), file=sys.stderr)
-        for row in rows if is_listed else ():
-            source = f"{row.source_key} = {row.value}" if row.source_key else "(not in the file)"
-            print(f"  {source[:70]:<70}  {row.target}", file=sys.stderr)
-    header = f"# Ported from {ported.stack}'s {options.file.name} by megatron-dppo port.\n\n"
+    _print_rows(ported, options.verbose)
+    name = f"{ported.stack} {ported.version}"
+    header = f"# Ported from {options.file.name} by megatron-dppo port, with the defaults of {name}.\n"
+    header += "".join(f"# To do: {problem}\n" for problem in ported.problems) + "\n"
     if options.output is None:
         print(header + ported.toml)
     else:
         write_new(options.output, header + ported.toml)
     for problem in ported.problems:
         print(f"  missing or wrong: {problem}", file=sys.stderr)
-    name = options.output or "my.toml"
-    size = f" --world-size {ported.num_processes}" if ported.num_processes else ""
-    print(f"\nnext: megatron-dppo train {name} --dry-run{size}", file=sys.stderr)
+    size = ported.num_processes or "TO_FILL_IN"
+    target = options.output or "my.toml"
+    print(f"\ndefaults: {name} (--framework-version selects another)", file=sys.stderr)
+    print(f"next: megatron-dppo train {target} --dry-run --world-size {size}", file=sys.stderr)
     print(f'[loss] is that of {ported.stack}. To use DPPO, set name = "dppo_binary_tv" there.', file=sys.stderr)
     return 1 if ported.problems else 0
+
+
+def _split_variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"--variable {text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def _print_rows(ported: PortedConfig, is_verbose: bool) -> None:
+    from megatron_dppo.commands.port.draft import Status
+
+    for status in get_args(Status):
+        rows = [row for row in ported.rows if row.status == status]
+        if not rows:
+            continue
+        is_listed = status not in _LISTED_WITH_VERBOSE or is_verbose
+        print(f"\n{status} ({len(rows)})" + ("" if is_listed else "; --verbose lists them"), file=sys.stderr)
+        for row in rows if is_listed else ():
+            source = f"{row.source_key} = {row.value}" if row.source_key else "(not in the file)"
+            print(f"  {source[:70]:<70}  {row.target}", file=sys.stderr)

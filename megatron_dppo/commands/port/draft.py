@@ -1,15 +1,47 @@
-"""Draft of a configuration translated from another framework, with the status of each of its settings."""
+"""Draft of a configuration translated from another framework, with the status of each of its settings.
+
+A setting is known, unread (its value is not determined by the file) or absent. Only known values are translated. A key
+of this package that depends on an unread value is left to the user, never set to a default.
+"""
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
-Status = Literal["ported", "changed", "unsupported", "unread"]
-"""``changed``: ported with another meaning or default. ``unread``: its value is unknown without running the script."""
+from megatron_dppo.config.describe import keys
+
+Status = Literal["ported", "default", "changed", "unsupported", "unread"]
+"""``default``: not in the file, the framework's own default. ``changed``: ported with another meaning or unit.
+``unread``: the file does not determine the value."""
+FILL_IN = "TO FILL IN"
+"""Start of the value of a key that the user must set. No key accepts it, so such a file cannot be trained."""
+_OPTIONAL = (
+    "log.",
+    "eval.",
+    "data.eval",
+    "checkpoint.",
+    "run.output_dir",
+    "run.seed",
+    "rollout.sglang.",
+    "rollout.vllm.",
+)
+"""Keys that do not change what is trained. Their unread values are listed, and the key is left out."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Setting of another framework."""
+
+    value: Any
+    """Text, list or value in the file. None for ``null``."""
+    unread: str | None = None
+    """Reason why the value is unknown. None if it is known."""
 
 
 @dataclass(frozen=True)
@@ -24,69 +56,144 @@ class PortedSetting:
     """Key and value of this package, or the reason why there is none."""
 
 
+class UnreadSettingError(Exception):
+    """A setting whose value is needed and unknown, or has no counterpart."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.key = key
+        self.reason = reason
+
+
 @dataclass
 class Draft:
     """Settings of another framework and the configuration translated so far.
 
     Example:
-        >>> draft = Draft({"data.max_response_length": "1024"})
-        >>> draft.put("rollout.max_new_tokens", draft.read("data.max_response_length", int), "data.max_response_length")
+        >>> draft = Draft({"data.max_response_length": Setting("1024")}, {}, "verl 0.9.1")
+        >>> with draft.target("rollout.max_new_tokens"):
+        ...     tokens = draft.read("data.max_response_length", integer)
+        ...     draft.put("rollout.max_new_tokens", tokens, "data.max_response_length")
         >>> draft.values, draft.rows[0].status
-        ({'rollout': {'max_new_tokens': 1024}}, 'taken')
+        ({'rollout': {'max_new_tokens': 1024}}, 'ported')
     """
 
-    source: Mapping[str, Any]
-    """Settings by key, as text, list or value in the file."""
-    unread: Mapping[str, str] = field(default_factory=dict)
-    """Settings with an unknown value, and the reason."""
+    source: Mapping[str, Setting]
+    """Settings of the file by key."""
+    defaults: Mapping[str, Any]
+    """Defaults of the framework's version by key, for settings that the file does not have."""
+    version: str
+    """Framework and version of the defaults."""
     values: dict[str, Any] = field(default_factory=dict)
     """Translated configuration as nested tables."""
     rows: list[PortedSetting] = field(default_factory=list)
     handled: set[str] = field(default_factory=set)
-    num_processes: int | None = None
+    consulted: set[str] = field(default_factory=set)
+    """Settings that a value depends on."""
+    to_fill_in: dict[str, str] = field(default_factory=dict)
+    """Keys of this package that the user must set, and the reason."""
+    waiting: dict[str, str] = field(default_factory=dict)
+    """Settings that a key left to the user depends on, and the text of their row if they have no other effect."""
     withheld: set[str] = field(default_factory=set)
-    """Target keys that depend on a setting with an unknown value. They get no default."""
+    """Keys of this package that depend on an unread value. They get no default."""
+    num_processes: int | None = None
+    """Processes of the original run. None if the file does not say."""
 
-    def read(self, key: str, convert: Callable[[Any], Any], default: Any = None) -> Any:
-        """Return the converted value of a setting, or the default if it is missing or cannot be read."""
-        if key not in self.source or key in self.unread:
-            return default
+    def read(self, key: str, convert: Callable[[Any], Any]) -> Any:
+        """Return the converted value of a setting, or the framework's default. None if it has neither.
+
+        Raises:
+            UnreadSettingError: The value is unknown, or is not of the expected form.
+        """
+        self.consulted.add(key)
+        setting = self.source.get(key)
+        if setting is None:
+            value = self.defaults.get(key)
+            return None if value is None else convert(value)
+        if setting.unread is not None:
+            raise UnreadSettingError(key, setting.unread)
+        if setting.value is None or is_null(setting.value):
+            return None
         try:
-            return convert(self.source[key])
-        except (ValueError, TypeError, KeyError, SyntaxError):
-            return default
+            return convert(setting.value)
+        except (ValueError, TypeError, KeyError, SyntaxError) as error:
+            raise UnreadSettingError(key, f"{_shown(setting.value)!r} is not a value of {key}") from error
 
-    def put(self, path: str, value: Any, *source_keys: str, note: str = "") -> None:
-        """Set a target key and record the settings that it comes from as ported, or as changed with a note."""
+    def has(self, key: str) -> bool:
+        """Return True if the file has a setting, read or unread."""
+        return key in self.source
+
+    @contextmanager
+    def target(self, *paths: str) -> Iterator[None]:
+        """Leave these keys of this package to the user if a value inside the block is unread."""
+        before = set(self.consulted)
+        try:
+            yield
+        except UnreadSettingError as error:
+            self.record(error.key, "unread", error.reason)
+            for path in paths:
+                self.leave_to_user(path, error.key, error.reason)
+            waiting = {key: f"{paths[0]} also depends on {error.key}" for key in self.consulted - before}
+            self.waiting = waiting | self.waiting
+
+    def leave_to_user(self, path: str, key: str, reason: str) -> None:
+        """Mark a key of this package as one that the user must set, unless it has a value."""
+        if self.get(path) is not None:
+            return
+        self.withheld.add(path)
+        if not path.startswith(_OPTIONAL):
+            self.to_fill_in[path] = f"{key}: {reason}"
+            self._insert(path, f"{FILL_IN}: {key}: {reason}")
+
+    def get(self, path: str) -> Any:
+        """Return the translated value of a key of this package. None if it has none."""
+        table: Any = self.values
+        for name in path.split("."):
+            if not isinstance(table, dict) or name not in table:
+                return None
+            table = table[name]
+        return table
+
+    def _insert(self, path: str, value: Any) -> None:
         *tables, key = path.split(".")
         table = self.values
         for name in tables:
             table = table.setdefault(name, {})
         table[key] = value
+
+    def put(self, path: str, value: Any, *source_keys: str, note: str = "") -> None:
+        """Set a key of this package and record the settings that it comes from. None sets nothing."""
+        if value is None:
+            return
+        is_default = not any(name in self.source for name in source_keys) and not note and not path.startswith("loss.")
+        if not is_default or value != _package_default(path):
+            self._insert(path, value)
+        text = f"{path} = {value!r}" + (f" ({note})" if note else "")
         for name in source_keys:
-            text = f"{path} = {value!r}" + (f" ({note})" if note else "")
-            self.record(name, "changed" if note else "ported", text)
+            if name in self.source:
+                self.record(name, "changed" if note else "ported", text)
+            elif name not in self.handled:
+                self.handled.add(name)
+                self.rows.append(PortedSetting(name, _shown(self.defaults.get(name)), "default", text))
         if not source_keys:
-            self.rows.append(PortedSetting("", "", "changed", f"{path} = {value!r} ({note})"))
+            self.rows.append(PortedSetting("", "", "changed", text))
 
     def record(self, source_key: str, status: Status, text: str) -> None:
-        """Record the status of a setting. Later calls for the same setting have no effect."""
+        """Record the status of a setting of the file. Later calls for the same setting have no effect."""
         if source_key in self.source and source_key not in self.handled:
             self.handled.add(source_key)
-            value = self.source[source_key]
-            shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            self.rows.append(PortedSetting(source_key, shown, status, text))
+            self.rows.append(PortedSetting(source_key, _shown(self.source[source_key].value), status, text))
 
-    def set_default(self, path: str, value: Any, stack: str) -> None:
-        """Set a target key to the other framework's default, unless it is set already."""
-        if path in self.withheld:
-            return
-        table: Any = self.values
-        for name in path.split("."):
-            if name not in table:
-                self.put(path, value, note=f"{stack}'s default")
-                return
-            table = table[name]
+
+@cache
+def _package_default(path: str) -> Any:
+    """Return the default of a key of this package. None if it has none."""
+    fields = keys()
+    return fields[path].default if path in fields else None
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 Rule = Callable[[Draft, str], None]
@@ -97,63 +204,89 @@ def map_to(path: str, convert: Callable[[Any], Any], note: str = "") -> Rule:
     """Return a rule that maps a setting to the key ``path``."""
 
     def rule(draft: Draft, key: str) -> None:
-        if key in draft.unread:
-            draft.withheld.add(path)
-            return
-        try:
-            value = convert(draft.source[key])
-        except (ValueError, TypeError, KeyError, SyntaxError):
-            draft.record(key, "unread", f"expected a value for {path}")
-            return
-        draft.put(path, value, key, note=note)
+        with draft.target(path):
+            value = draft.read(key, convert)
+            if value is None:
+                draft.record(key, "ported", f"null: {path} keeps its default")
+            elif key in draft.source or (draft.get(path) is None and path not in draft.withheld):
+                draft.put(path, value, key, note=note)
 
     return rule
 
 
 def unsupported(reason: str) -> Rule:
     """Return a rule for a setting without a counterpart."""
-    return lambda draft, key: draft.record(key, "unsupported", reason)
+
+    def rule(draft: Draft, key: str) -> None:
+        if key in draft.source:
+            unread = draft.source[key].unread
+            draft.record(key, "unread" if unread else "unsupported", unread or reason)
+
+    return rule
+
+
+def no_effect(draft: Draft, key: str) -> None:
+    """Record a setting that others make ineffective."""
+    draft.record(key, "ported", "changes nothing beside the other settings")
 
 
 def apply_rules(draft: Draft, table: Mapping[str, Rule], patterns: Mapping[str, Rule]) -> None:
     """Translate the remaining settings: by exact key, else by the longest matching prefix, else as unsupported."""
-    for key in draft.unread:
-        draft.record(key, "unread", draft.unread[key])
-        if key in table:
-            table[key](draft, key)
-    for key in draft.source:
-        if key in draft.handled:
+    for key, setting in draft.source.items():
+        # An unread setting may be handled for one key of this package and leave another one to the user.
+        if key in draft.handled and not (setting.unread and key in table):
             continue
         prefix = max((name for name in patterns if key.startswith(name)), key=len, default=None)
-        rule = table.get(key) or (patterns[prefix] if prefix is not None else unsupported("unknown setting"))
-        rule(draft, key)
+        rule = table.get(key) or (patterns[prefix] if prefix is not None else None)
+        if rule is not None:
+            rule(draft, key)
+        elif key in draft.waiting:
+            draft.record(key, "unread", draft.waiting[key])
+        elif key in draft.consulted and setting.unread is None:
+            no_effect(draft, key)
+        draft.record(key, "unread" if setting.unread else "unsupported", setting.unread or "unknown setting")
+    # After the settings of the file, so that a default never hides one of them.
+    for key in draft.defaults:
+        if key in table and key not in draft.source and key not in draft.handled:
+            table[key](draft, key)
+
+
+def is_null(value: Any) -> bool:
+    """Return True for hydra's and YAML's spellings of null."""
+    return isinstance(value, str) and value.strip().strip("'\"") in ("null", "None", "~", "???")
 
 
 def flag(value: Any) -> bool:
     """Parse a boolean of hydra, YAML or argparse. A flag without a value is true."""
     if isinstance(value, bool):
         return value
-    if value in ([], ""):
+    if value == []:
         return True
     return {"true": True, "false": False, "1": True, "0": False}[text(value).lower()]
 
 
 def text(value: Any) -> str:
-    """Return a string without hydra's inner quotes. A list must have one entry."""
+    """Return a string without hydra's inner quotes. A list must have one entry, and the string a character."""
     if isinstance(value, list):
         (value,) = value
-    return str(value).strip().strip("'\"")
+    string = str(value).strip().strip("'\"")
+    if not string:
+        raise ValueError("an empty string")
+    return string
 
 
 def number(value: Any) -> float:
-    """Parse a float."""
-    return float(text(value))
+    """Parse a finite float."""
+    parsed = float(text(value))
+    if not math.isfinite(parsed):
+        raise ValueError(value)
+    return parsed
 
 
 def integer(value: Any) -> int:
     """Parse an integer, also ``1e3``."""
-    parsed = float(text(value))
-    if not math.isfinite(parsed) or parsed != int(parsed):
+    parsed = number(value)
+    if parsed != int(parsed):
         raise ValueError(value)
     return int(parsed)
 
@@ -166,7 +299,7 @@ def items(value: Any) -> list[str]:
     if not inside.startswith("["):
         return [text(inside)]
     try:
-        return [str(part) for part in ast.literal_eval(inside)]
+        return [text(part) for part in ast.literal_eval(inside)]
     except (ValueError, SyntaxError):
         return [text(part) for part in inside.strip("[]").split(",") if part.strip()]
 
@@ -174,13 +307,15 @@ def items(value: Any) -> list[str]:
 def one_or_list(value: Any) -> str | list[str]:
     """Parse a string or a list, as for ``data.train``."""
     parsed = items(value)
+    if not parsed:
+        raise ValueError("an empty list")
     return parsed[0] if len(parsed) == 1 else parsed
 
 
 def literal(value: Any) -> Any:
     """Parse a number, a boolean or text."""
     string = text(value)
-    for convert in (integer, float):
+    for convert in (integer, number):
         try:
             return convert(string)
         except ValueError:

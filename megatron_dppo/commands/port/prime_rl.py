@@ -1,10 +1,22 @@
-"""Rules for prime-rl's configuration, ``rl.toml`` (commit 559b44772, 2026-08-21)."""
+"""Rules for prime-rl's configuration, ``rl.toml``."""
 
 from __future__ import annotations
 
-from megatron_dppo.commands.port.draft import Draft, Rule, flag, integer, literal, map_to, number, text, unsupported
+from megatron_dppo.commands.port.draft import (
+    Draft,
+    Rule,
+    UnreadSettingError,
+    flag,
+    integer,
+    literal,
+    map_to,
+    number,
+    text,
+    unsupported,
+)
 
 _ENV = "an environment of `verifiers`: prompts go to data.train, its rubric to reward.function, its turns to [agent]"
+_LOSS = "trainer.loss."
 
 TABLE: dict[str, Rule] = {
     "max_steps": map_to("run.num_steps", integer),
@@ -27,6 +39,9 @@ TABLE: dict[str, Rule] = {
     "trainer.optim.betas1": map_to("optimizer.adam_beta1", number),
     "trainer.optim.betas2": map_to("optimizer.adam_beta2", number),
     "trainer.optim.max_norm": map_to("optimizer.clip_grad", number),
+    "trainer.scheduler.type": map_to("optimizer.lr_decay_style", text),
+    "trainer.scheduler.warmup_steps": map_to("optimizer.lr_warmup_steps", integer),
+    "trainer.scheduler.min_lr": map_to("optimizer.min_lr", number),
     "trainer.model.cp": map_to("parallel.context_parallel_size", integer),
     "trainer.model.ep": map_to("parallel.expert_model_parallel_size", integer),
     "trainer.model.tp": map_to("parallel.tensor_model_parallel_size", integer),
@@ -52,33 +67,85 @@ PATTERNS: dict[str, Rule] = {
     ),
 }
 
-DEFAULTS: dict[str, object] = {
-    "train.max_staleness": 8,
-    "optimizer.lr": 1e-6,
-    "optimizer.weight_decay": 0.01,
-    "optimizer.adam_beta2": 0.999,
-}
-
 
 def combine(draft: Draft) -> None:
     """Translate settings that depend on each other."""
-    draft.put("loss.name", "prime_rl/2026-09-18", note="prime-rl's loss of that day; docs/loss.md lists the others")
-    samples, group = draft.read("orchestrator.batch_size", integer), draft.read("orchestrator.group_size", integer)
-    if samples and group and samples % group == 0:
-        note = f"{samples} rollouts / {group}"
-        draft.put("rollout.prompts_per_step", samples // group, "orchestrator.batch_size", note=note)
-    lengths = [k for k in ("trainer.model.seq_len", "trainer.seq_len", "seq_len") if k in draft.source]
-    if lengths:
-        draft.put(
-            "train.micro_batch_tokens", draft.read(lengths[0], integer), lengths[0], note="one row of the trainer"
-        )
+    with draft.target("loss.name"):
+        _loss(draft)
+    _advantage(draft)
+    _sizes(draft)
     draft.put("rollout.engine", "vllm", note="prime-rl's engine")
-    if draft.read("trainer.enable_router_replay", flag, False):
-        draft.put("train.router_replay", "rollout", "trainer.enable_router_replay")
-    if name := draft.read("monitors.wandb.name", text):
-        draft.put("run.output_dir", f"runs/{name}", "monitors.wandb.name", note="the folder of the run")
-    trainers, nodes = (
-        draft.read("deployment.num_train_gpus", integer),
-        draft.read("deployment.num_train_nodes", integer),
-    )
-    draft.num_processes = trainers or (8 * nodes if nodes else None)
+    with draft.target("train.router_replay"):
+        if draft.read("trainer.enable_router_replay", flag):
+            draft.put("train.router_replay", "rollout", "trainer.enable_router_replay")
+    with draft.target("optimizer.lr"):
+        kind = draft.read("trainer.optim.type", text)
+        if kind != "adamw":
+            raise UnreadSettingError("trainer.optim.type", f"{kind}: Adam is the only optimizer here")
+    with draft.target("run.output_dir"):
+        name = draft.read("monitors.wandb.name", text)
+        if name and not draft.has("output_dir"):
+            draft.put("run.output_dir", f"runs/{name}", "monitors.wandb.name", note="the folder of the run")
+    with draft.target("run.output_dir"):
+        trainers = draft.read("deployment.num_train_gpus", integer)
+        nodes = draft.read("deployment.num_train_nodes", integer)
+        draft.num_processes = trainers or (8 * nodes if nodes else None)
+
+
+def _loss(draft: Draft) -> None:
+    """Translate prime-rl's loss: DPPO-Binary-TV (``default``) or IPO, with a KL term to the rollout's policy."""
+    kind = draft.read(_LOSS + "type", text)
+    if kind == "default":
+        draft.put("loss.name", "dppo_binary_tv", _LOSS + "type", note="DPPO-Binary-TV without a cap")
+        draft.put("loss.ratio_cap", "off", note="prime-rl has no cap")
+        limits = {"low": "dppo_mask_low", "high": "dppo_mask_high"}
+    elif kind == "ipo":
+        draft.put("loss.name", "ipo", _LOSS + "type")
+        limit = "ipo_threshold" if draft.has(_LOSS + "ipo_threshold") or _LOSS + "eps" not in draft.defaults else "eps"
+        limits = {"low": limit, "high": limit}
+    else:
+        raise UnreadSettingError(_LOSS + "type", f"no loss here is prime-rl's {kind!r}")
+    draft.put("loss.form", "ratio", note="prime-rl's")
+    for side, name in limits.items():
+        path = f"loss.divergence_threshold_{side}"
+        with draft.target(path):
+            value = draft.read(_LOSS + name, number)
+            if value is None:
+                raise UnreadSettingError(_LOSS + name, f"{draft.version} has no default of it")
+            draft.put(path, value, _LOSS + name)
+    draft.put("loss.aggregation", "token_mean", note="prime-rl divides by the tokens of the batch")
+    with draft.target("loss.kl_coef"):
+        weight = draft.read(_LOSS + "kl_tau", number)
+        if weight:
+            draft.put("loss.kl_coef", 2 * weight, _LOSS + "kl_tau", note=f"{weight:g} log^2 r = {2 * weight:g} k2")
+            draft.put("loss.kl_estimator", "k2", note="prime-rl's")
+            draft.put("loss.kl_anchor", "rollout", note="prime-rl's")
+        draft.record(_LOSS + "kl_tau", "ported", "no penalty")
+
+
+def _advantage(draft: Draft) -> None:
+    with draft.target("train.advantage"):
+        kind = draft.read("orchestrator.algo.type", text)
+        if kind != "grpo":
+            raise UnreadSettingError("orchestrator.algo.type", f"no estimator here is prime-rl's {kind!r}")
+        scale = draft.read(_LOSS + "adv_tau", number)
+        if scale != 1:
+            raise UnreadSettingError(_LOSS + "adv_tau", f"{scale:g}: advantages are not scaled here")
+        draft.put("train.advantage", "mean", "orchestrator.algo.type")
+
+
+def _sizes(draft: Draft) -> None:
+    batch, group = "orchestrator.batch_size", "orchestrator.group_size"
+    with draft.target("rollout.prompts_per_step"):
+        if draft.has("orchestrator.token_batch_size"):
+            raise UnreadSettingError(
+                "orchestrator.token_batch_size", "a step here has a number of prompts, not of tokens"
+            )
+        samples, size = draft.read(batch, integer), draft.read(group, integer)
+        if samples % size:
+            raise UnreadSettingError(batch, f"{samples} rollouts are not a multiple of the group size {size}")
+        draft.put("rollout.prompts_per_step", samples // size, batch, note=f"{samples} rollouts / {size}")
+    with draft.target("train.micro_batch_tokens"):
+        names = ("trainer.model.seq_len", "trainer.seq_len", "seq_len")
+        key = next((name for name in names if draft.has(name)), names[0])
+        draft.put("train.micro_batch_tokens", draft.read(key, integer), key, note="one row of the trainer")

@@ -1,10 +1,11 @@
-"""Rules for slime's arguments (commit 624b824a8, 2026-08-21). Keys are flags without dashes."""
+"""Rules for slime's arguments. Keys are flags without dashes."""
 
 from __future__ import annotations
 
 from megatron_dppo.commands.port.draft import (
     Draft,
     Rule,
+    UnreadSettingError,
     flag,
     integer,
     items,
@@ -15,15 +16,26 @@ from megatron_dppo.commands.port.draft import (
     text,
     unsupported,
 )
-from megatron_dppo.commands.port.verl import KL_ESTIMATORS
+from megatron_dppo.commands.port.slime_loss import combine_loss
 
 _MODEL = "the model's shape is read from model.path/config.json"
-_ADVANTAGES = {"grpo": "std", "gspo": "std", "cispo": "std", "reinforce_plus_plus": "none"}
-_ADVANTAGES["reinforce_plus_plus_baseline"] = "mean"
 _BOXED = ("math", "deepscaler", "dapo", "boxed_math")
 _RAY = "torchrun or srun starts the processes; there is no Ray"
 _OPTIMIZER = ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer")
 _PARALLEL = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+
+
+def _steps(value: object) -> int:
+    return max(0, integer(value))
+
+
+def _replay(mode: str) -> Rule:
+    def rule(draft: Draft, key: str) -> None:
+        with draft.target("train.router_replay"):
+            draft.put("train.router_replay", mode if draft.read(key, flag) else None, key)
+
+    return rule
+
 
 TABLE: dict[str, Rule] = {
     "hf-checkpoint": map_to("model.path", text),
@@ -45,14 +57,13 @@ TABLE: dict[str, Rule] = {
     "rollout-max-response-len": map_to("rollout.max_new_tokens", integer),
     "rollout-temperature": map_to("rollout.temperature", number),
     "rollout-top-p": map_to("rollout.top_p", number),
-    "rollout-top-k": map_to("rollout.top_k", lambda value: max(0, integer(value))),
+    "rollout-top-k": map_to("rollout.top_k", _steps),
     "balance-data": map_to("train.balance_ranks", flag),
     "eval-interval": map_to("eval.every", integer),
     "n-samples-per-eval-prompt": map_to("eval.samples_per_prompt", integer),
     "eval-max-response-len": map_to("eval.max_new_tokens", integer),
-    "eval-temperature": map_to("eval.temperature", number),
     "eval-top-p": map_to("eval.top_p", number),
-    "eval-top-k": map_to("eval.top_k", lambda value: max(0, integer(value))),
+    "eval-top-k": map_to("eval.top_k", _steps),
     "entropy-coef": map_to("loss.entropy_coef", number),
     "lr": map_to("optimizer.lr", number),
     "min-lr": map_to("optimizer.min_lr", number),
@@ -68,11 +79,10 @@ TABLE: dict[str, Rule] = {
     "partial-rollout": unsupported("rollout.partial_rollouts, with rollout.oversample and rollout.abort_slowest"),
     "use-dynamic-batch-size": unsupported("rows are always packed up to train.micro_batch_tokens"),
     "micro-batch-size": unsupported("rows are packed up to train.micro_batch_tokens"),
-    "use-rollout-routing-replay": lambda draft, key: draft.put("train.router_replay", "rollout", key),
-    "use-routing-replay": lambda draft, key: draft.put("train.router_replay", "recorded", key),
+    "use-rollout-routing-replay": _replay("rollout"),
+    "use-routing-replay": _replay("recorded"),
     "use-slime-router": unsupported("the trainer balances requests itself"),
     "optimizer": unsupported("Adam is the only optimizer"),
-    "calculate-per-token-loss": lambda draft, key: draft.put("loss.aggregation", "token_mean", key),
     "attention-dropout": unsupported("always 0"),
     "hidden-dropout": unsupported("always 0"),
     "attention-backend": unsupported("chosen at startup"),
@@ -81,147 +91,155 @@ TABLE: dict[str, Rule] = {
     "rollout-function-path": unsupported("the rollout scheduler cannot be replaced"),
 } | {f"{name}-parallel-size": map_to(f"parallel.{name.replace('-', '_')}_parallel_size", integer) for name in _PARALLEL}
 TABLE |= {name: map_to("optimizer." + name.replace("-", "_"), flag) for name in _OPTIMIZER}
-PATTERNS: dict[str, Rule] = {
-    "recompute-": lambda draft, key: map_to("model.transformer." + key.replace("-", "_"), literal)(draft, key),
-    "moe-token-dispatcher-type": lambda draft, key: map_to("model.transformer.moe_token_dispatcher_type", text)(
-        draft, key
-    ),
-    "sglang-": lambda draft, key: _server_flag(draft, key),
-    "actor-num-": unsupported(_RAY),
-    "rollout-num-gpus": unsupported("rollout.servers.count and the GPUs of each (megatron-dppo serve)"),
-    "wandb-": unsupported("use log.wandb_project and the environment variables of W&B"),
-}
 _SHAPE = """num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention
 kv-channels vocab-size normalization norm-epsilon swiglu disable-bias-linear qk-layernorm rotary-base rotary-percent
 use-rotary-position-embeddings position-embedding-type untie-embeddings-and-output-weights num-experts moe-
 add-qkv-bias multi-latent-attention kv-lora-rank q-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
 max-position-embeddings
 rotary-scaling-factor mscale attention-softmax-in-fp32 spec make-vocab-size-divisible-by"""
-PATTERNS |= {name: unsupported(_MODEL) for name in _SHAPE.split()}
 
-DEFAULTS: dict[str, object] = {
-    "eval.temperature": 1.0,
-    "optimizer.lr_decay_style": "linear",
-    "optimizer.weight_decay": 0.01,
-    "optimizer.adam_beta2": 0.999,
-}
+
+def _model_shape(draft: Draft, key: str) -> None:
+    # The shape comes from config.json, so an unread one changes nothing.
+    draft.record(key, "unsupported", _MODEL)
 
 
 def _server_flag(draft: Draft, key: str) -> None:
-    value = draft.source[key]
-    if isinstance(value, list) and len(value) > 1:
-        draft.record(key, "unsupported", "a list; set it in [rollout.sglang] under SGLang's name")
-    else:
-        draft.put("rollout.sglang." + key.removeprefix("sglang-"), True if value == [] else literal(value), key)
+    path = "rollout.sglang." + key.removeprefix("sglang-")
+    with draft.target(path):
+        value = draft.read(key, lambda words: words)
+        if len(value) > 1:
+            draft.record(key, "unsupported", "a list; set it in [rollout.sglang] under SGLang's name")
+        else:
+            draft.put(path, literal(value) if value else True, key)
+
+
+PATTERNS: dict[str, Rule] = {
+    "recompute-": lambda draft, key: map_to("model.transformer." + key.replace("-", "_"), literal)(draft, key),
+    "moe-token-dispatcher-type": map_to("model.transformer.moe_token_dispatcher_type", text),
+    "sglang-": _server_flag,
+    "actor-num-": unsupported(_RAY),
+    "rollout-num-gpus": unsupported("rollout.servers.count and the GPUs of each (megatron-dppo serve)"),
+    "wandb-": unsupported("use log.wandb_project and the environment variables of W&B"),
+} | dict.fromkeys(_SHAPE.split(), _model_shape)
 
 
 def combine(draft: Draft) -> None:
     """Translate arguments that depend on each other."""
     _sizes(draft)
-    _loss(draft)
-    _penalties(draft)
+    combine_loss(draft)
     _engine(draft)
-    _evaluation_and_reward(draft)
-    if draft.read("tensor-model-parallel-size", integer, 1) == 1:
-        draft.record("sequence-parallel", "unsupported", "has no effect with tensor_model_parallel_size = 1")
-    elif "sequence-parallel" in draft.source:
-        draft.put("parallel.sequence_parallel", True, "sequence-parallel")
-    if "use-wandb" in draft.source and draft.read("wandb-project", text):
-        draft.put("log.wandb_project", draft.read("wandb-project", text), "use-wandb", "wandb-project")
-    if "eval-temperature" not in draft.source and (temperature := draft.read("rollout-temperature", number)):
-        draft.put("eval.temperature", temperature, note="slime evaluates at the rollout's")
-    nodes, gpus = draft.read("actor-num-nodes", integer, 1), draft.read("actor-num-gpus-per-node", integer)
-    draft.num_processes = nodes * gpus if gpus else None
+    _layout(draft)
+    _evaluation(draft)
+    _reward(draft)
+    with draft.target("log.wandb_project"):
+        if draft.has("use-wandb"):
+            draft.put("log.wandb_project", draft.read("wandb-project", text), "use-wandb", "wandb-project")
 
 
 def _sizes(draft: Draft) -> None:
+    with draft.target("train.mini_batches"):
+        steps = draft.read("num-steps-per-rollout", integer)
+        if steps:
+            draft.put("train.mini_batches", steps, "num-steps-per-rollout")
+            draft.record("global-batch-size", "ported", "num-steps-per-rollout sets the number of updates")
+        else:
+            _mini_batches(draft)
+    with draft.target("rollout.oversample"):
+        more, prompts = draft.read("over-sampling-batch-size", integer), draft.read("rollout-batch-size", integer)
+        if more and prompts and more > prompts:
+            note = f"{more} / {prompts} prompts"
+            draft.put("rollout.oversample", more / prompts, "over-sampling-batch-size", note=note)
+    with draft.target("rollout.dynamic_sampling"):
+        path = draft.read("dynamic-sampling-filter-path", text)
+        if path and "nonzero_std" in path:
+            draft.put("rollout.dynamic_sampling", True, "dynamic-sampling-filter-path")
+        elif path:
+            raise UnreadSettingError("dynamic-sampling-filter-path", f"{path}: write it as rollout.filter")
+    with draft.target("train.micro_batch_tokens"):
+        tokens, context = draft.read("max-tokens-per-gpu", integer), draft.read("context-parallel-size", integer)
+        note = f"{tokens} a GPU * {context}" if context and context > 1 else ""
+        draft.put("train.micro_batch_tokens", tokens and tokens * (context or 1), "max-tokens-per-gpu", note=note)
+    with draft.target("run.num_epochs"):
+        if draft.read("num-rollout", integer) is None:
+            draft.put("run.num_epochs", draft.read("num-epoch", number), "num-epoch")
+
+
+def _mini_batches(draft: Draft) -> None:
+    batch = draft.read("global-batch-size", integer)
     prompts, samples = draft.read("rollout-batch-size", integer), draft.read("n-samples-per-prompt", integer)
-    batch, steps = draft.read("global-batch-size", integer), draft.read("num-steps-per-rollout", integer)
-    if steps:
-        draft.put("train.mini_batches", steps, "num-steps-per-rollout")
-    elif prompts and samples and batch and prompts * samples % batch == 0:
-        note = f"{prompts} * {samples} / {batch} samples"
-        draft.put("train.mini_batches", prompts * samples // batch, "global-batch-size", note=note)
-    more = draft.read("over-sampling-batch-size", integer)
-    if more and prompts and more > prompts:
-        draft.put("rollout.oversample", more / prompts, "over-sampling-batch-size", note=f"{more} / {prompts} prompts")
-    if "nonzero_std" in str(draft.source.get("dynamic-sampling-filter-path", "")):
-        draft.put("rollout.dynamic_sampling", True, "dynamic-sampling-filter-path")
-    tokens, context = draft.read("max-tokens-per-gpu", integer), draft.read("context-parallel-size", integer, 1)
-    if tokens:
-        note = f"{tokens} a GPU * {context}" if context > 1 else ""
-        draft.put("train.micro_batch_tokens", tokens * context, "max-tokens-per-gpu", note=note)
-    if not draft.read("num-rollout", integer) and (epochs := draft.read("num-epoch", number)):
-        draft.put("run.num_epochs", epochs, "num-epoch")
-
-
-def _loss(draft: Draft) -> None:
-    estimator = draft.read("advantage-estimator", text, "grpo")
-    low = draft.read("eps-clip", number, 0.2)
-    high = draft.read("eps-clip-high", number, low)
-    if estimator not in _ADVANTAGES:
-        draft.record(
-            "advantage-estimator",
-            "unsupported",
-            "there is no critic; train.advantage keeps its default, the reward minus the group mean",
-        )
-    else:
-        plain = "disable-grpo-std-normalization" in draft.source
-        kind = "mean" if plain and _ADVANTAGES[estimator] == "std" else _ADVANTAGES[estimator]
-        draft.put("train.advantage", kind, "advantage-estimator", "disable-grpo-std-normalization")
-        if estimator.startswith("reinforce"):
-            draft.put("train.advantage_normalization", "batch", note="REINFORCE++")
-    anchored = "pi / mu, from the log-probabilities of the rollout"
-    if estimator == "cispo":
-        draft.put("loss.name", "cispo", note=anchored)
-        draft.put("loss.ratio_floor", 1 - low, "eps-clip")
-        draft.put("loss.ratio_cap", 1 + high, "eps-clip-high")
+    if not batch or not prompts:
         return
-    name = "gspo" if estimator == "gspo" else "ppo_decoupled" if "use-tis" in draft.source else "ppo_clip"
-    draft.put("loss.name", name, note="the old policy is recomputed" if name == "ppo_decoupled" else anchored)
-    draft.put("loss.clip_ratio_low", low, "eps-clip")
-    draft.put("loss.clip_ratio_high", high, "eps-clip-high")
-    if name != "gspo" and "eps-clip-c" in draft.source:
-        draft.put("loss.dual_clip", draft.read("eps-clip-c", number), "eps-clip-c")
-    if name == "ppo_decoupled":
-        draft.put("loss.mismatch", "truncate", "use-tis")
-        draft.put("loss.mismatch_high", draft.read("tis-clip", number, 2.0), "tis-clip")
-
-
-def _penalties(draft: Draft) -> None:
-    value = draft.read("kl-loss-coef", number, 0.0)
-    if "use-kl-loss" in draft.source and value > 0:
-        draft.put("loss.kl_coef", value, "kl-loss-coef")
-        if estimator := draft.read("kl-loss-type", lambda v: KL_ESTIMATORS[text(v)]):
-            draft.put("loss.kl_estimator", estimator, "kl-loss-type")
-    for key in ("use-kl-loss", "kl-loss-coef", "kl-loss-type"):
-        draft.record(key, "ported", "see loss.kl_coef")
-    if (reward := draft.read("kl-coef", number, 0.0)) > 0:
-        draft.put("reward.kl_coef", reward, "kl-coef")
-    draft.record("kl-coef", "ported", "reward.kl_coef is 0")
+    if prompts * samples % batch:
+        raise UnreadSettingError("global-batch-size", f"{prompts} * {samples} samples are not a multiple of {batch}")
+    note = f"{prompts} * {samples} / {batch} samples"
+    draft.put("train.mini_batches", prompts * samples // batch, "global-batch-size", note=note)
 
 
 def _engine(draft: Draft) -> None:
     draft.put("rollout.engine", "sglang", note="slime's engine")
-    if "colocate" in draft.source:
-        draft.put("rollout.servers.colocated", True, "colocate")
-        draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
-    if size := draft.read("rollout-num-gpus-per-engine", integer):
+    with draft.target("rollout.servers.colocated", "rollout.weight_sync.method"):
+        if draft.read("colocate", flag):
+            draft.put("rollout.servers.colocated", True, "colocate")
+            draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
+    with draft.target("rollout.sglang.tp-size"):
+        size = draft.read("rollout-num-gpus-per-engine", integer)
         draft.put("rollout.sglang.tp-size", size, "rollout-num-gpus-per-engine")
+    for key in ("offload", "offload-train", "offload-rollout"):
+        with draft.target("rollout.servers.colocated"):
+            if draft.has(key) and draft.get("rollout.servers.colocated"):
+                draft.read(key, flag)
+                draft.record(
+                    key, "changed", "rollout.servers.colocated = True: server and trainer take turns on the GPU"
+                )
 
 
-def _evaluation_and_reward(draft: Draft) -> None:
-    pairs = draft.read("eval-prompt-data", items, [])
-    if len(pairs) == 1:
-        draft.put("data.eval", pairs[0], "eval-prompt-data")
-    elif pairs and len(pairs) % 2 == 0:
-        draft.put("data.eval", dict(zip(pairs[::2], pairs[1::2], strict=True)), "eval-prompt-data")
-    path, kind = draft.read("custom-rm-path", text), draft.read("rm-type", text)
-    if path:
-        module, _, function = path.rpartition(".")
-        draft.put("reward.function", f"{module}:{function}", "custom-rm-path")
-        draft.record("rm-type", "unsupported", "custom-rm-path names the reward")
-    elif kind in _BOXED:
-        note = "" if kind == "math" else "the last boxed answer, without the rules of " + kind
-        draft.put("reward.function", "math", "rm-type", note=note)
-    draft.record("rm-type", "unsupported", "name a function in reward.function (docs/rewards.md)")
+def _layout(draft: Draft) -> None:
+    with draft.target("parallel.sequence_parallel"):
+        size = draft.read("tensor-model-parallel-size", integer)
+        is_on = draft.read("sequence-parallel", flag)
+        if size == 1:
+            draft.record("sequence-parallel", "unsupported", "has no effect with tensor_model_parallel_size = 1")
+        elif is_on:
+            draft.put("parallel.sequence_parallel", True, "sequence-parallel")
+    with draft.target("model.transformer.moe_token_dispatcher_type"):
+        if draft.read("moe-enable-deepep", flag):
+            draft.put("model.transformer.moe_token_dispatcher_type", "flex", "moe-enable-deepep", note="DeepEP")
+            draft.record("moe-token-dispatcher-type", "ported", "moe_token_dispatcher_type = 'flex'")
+            draft.put("model.transformer.moe_flex_dispatcher_backend", "deepep", note="--moe-enable-deepep")
+    with draft.target("run.output_dir"):
+        nodes, gpus = draft.read("actor-num-nodes", integer), draft.read("actor-num-gpus-per-node", integer)
+        draft.num_processes = nodes * gpus
+    for key in ("actor-num-nodes", "actor-num-gpus-per-node"):
+        draft.record(key, "ported", "torchrun's --nnodes and --nproc-per-node")
+
+
+def _evaluation(draft: Draft) -> None:
+    with draft.target("data.eval"):
+        pairs = draft.read("eval-prompt-data", items) or []
+        if len(pairs) == 1:
+            draft.put("data.eval", pairs[0], "eval-prompt-data")
+        elif pairs and len(pairs) % 2 == 0:
+            draft.put("data.eval", dict(zip(pairs[::2], pairs[1::2], strict=True)), "eval-prompt-data")
+    with draft.target("eval.temperature"):
+        temperature = draft.read("eval-temperature", number)
+        if temperature is not None:
+            draft.put("eval.temperature", temperature, "eval-temperature")
+        else:
+            draft.put(
+                "eval.temperature", draft.read("rollout-temperature", number), note="slime evaluates at the rollout's"
+            )
+
+
+def _reward(draft: Draft) -> None:
+    with draft.target("reward.function"):
+        path, kind = draft.read("custom-rm-path", text), draft.read("rm-type", text)
+        if path:
+            module, _, function = path.rpartition(".")
+            draft.put("reward.function", f"{module}:{function}", "custom-rm-path")
+            draft.record("rm-type", "unsupported", "custom-rm-path names the reward")
+        elif kind in _BOXED:
+            note = "" if kind == "math" else "the last boxed answer, without the rules of " + kind
+            draft.put("reward.function", "math", "rm-type", note=note)
+    if draft.has("rm-type"):
+        draft.record("rm-type", "unsupported", "name a function in reward.function (docs/rewards.md)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from megatron_dppo.commands import main as program
 from megatron_dppo.commands.doctor.command import _Redactor
 from megatron_dppo.commands.examples import run_examples
-from megatron_dppo.commands.port.command import run_port
+from megatron_dppo.commands.port.command import add_port_arguments, run_port
 from megatron_dppo.commands.replay.command import run_replay
 from megatron_dppo.commands.replay.replay import _read_record
 from megatron_dppo.commands.report import run_report
@@ -104,7 +105,7 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem):
             run_replay(replayed, [])
         with pytest.raises(ConfigError, match=problem):
-            run_port(argparse.Namespace(file=tmp_path / "none.sh", output=target, verbose=False), [])
+            run_port(port_options(tmp_path / "none.sh", target), [])
         with pytest.raises(ConfigError, match=problem):
             check_target(target)
     assert (tmp_path / "mine").read_text() == "mine"
@@ -124,14 +125,32 @@ def test_a_watch_that_never_looks_is_refused(seconds: float, tmp_path: Path) -> 
         run_report(options, [])
 
 
+def port_options(file: Path, output: Path | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_port_arguments(parser)
+    return parser.parse_args([str(file), *(["--output", str(output)] if output else [])])
+
+
 def test_a_launch_that_is_nested_without_end_or_counts_to_infinity_is_no_traceback(tmp_path: Path) -> None:
     deep = tmp_path / "deep.yaml"
     deep.write_text("a: " + "[" * 3000 + "]" * 3000)
     with pytest.raises(ConfigError, match="nested too deeply"):
-        run_port(argparse.Namespace(file=deep, output=None, verbose=False), [])
+        run_port(port_options(deep), [])
     endless = tmp_path / "run.sh"
     endless.write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1e400 trainer.n_gpus_per_node=8\n")
-    assert run_port(argparse.Namespace(file=endless, output=None, verbose=False), []) in (0, 1)
+    assert run_port(port_options(endless), []) in (0, 1)
+    for text in (
+        "X=ab; while true; do X=$X$X; done\n",
+        "X=ab; for ((i = 0; i < 900; i++)); do X=$X$X; done\n",
+        "A=(a b); for ((i = 0; i < 900; i++)); do A+=(${A[@]}); done\n",
+        "f() { f; f; }; f\n",
+        "f() { g; g; }; g() { h; h; }; h() { for i in {1..9} 2 3; do f; done; }; f\n",
+        "if $Q; then " * 300 + "X=1;" + " fi;" * 300 + "\n",
+        "N=3; for ((i = 0; i < 900; i++)); do ((N = N * N)); done\n",
+    ):
+        endless.write_text(text + "python3 -m verl.trainer.main_ppo trainer.nnodes=1\n")
+        with contextlib.suppress(ConfigError):
+            run_port(port_options(endless), [])
 
 
 def test_an_interrupt_and_a_reader_that_leaves_end_a_command_in_one_line(

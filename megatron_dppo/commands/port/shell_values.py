@@ -1,0 +1,173 @@
+"""Words and variables of a shell script whose values may be unknown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
+
+
+class UnknownValueError(Exception):
+    """A value that is known only by running the script."""
+
+
+def node_text(node: Node | None) -> str:
+    """Return the source text of a node. Empty for None."""
+    return (node.text or b"").decode() if node is not None else ""
+
+
+class UnsetVariableError(UnknownValueError):
+    """A variable that is not set."""
+
+
+def parse(text: str) -> Node:
+    """Return the syntax tree of a bash script."""
+    # The grammar does not see $1 behind a part of a word (tree-sitter-bash 0.25.1), but sees ${1} there.
+    text = re.sub(r"(?<=[\w}.,:/+-])\$(\d)", r"${\1}", text)
+    return Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
+
+
+def line(node: Node) -> int:
+    """Return the line of a node, from 1."""
+    return node.start_point[0] + 1
+
+
+@dataclass(frozen=True)
+class Word:
+    """Argument of a command, or value of a variable."""
+
+    text: str
+    """Text. Unknown parts stand as in the script."""
+    unknown: str | None = None
+    """Reason why a part of the text is unknown. None if all of it is known."""
+    alternatives: tuple[str, ...] = ()
+    """Possible texts of an unknown word, if all of them are known."""
+    blank: str | None = None
+    """Reason why a part of the text is empty although the script expects a value. None if no part is."""
+    source: str = ""
+    """Expansion in the script that gives no words, for the report. Empty for other words."""
+
+    @property
+    def splits(self) -> list[Word]:
+        """Words that an unquoted expansion gives. Those of each alternative are known, others keep the reason."""
+        if self.source:
+            return [self]
+        if not self.unknown:
+            return [replace(self, text=part) for part in self.text.split()]
+        if not self.alternatives:
+            return [self]
+        texts = [text.split() for text in self.alternatives]
+        merged = [Word(part) for part in texts[0]]
+        for other in texts[1:]:
+            merged = merge_words(merged, [Word(part) for part in other], self.unknown)
+        return merged
+
+
+Variable = dict[str, Word]
+"""Elements of a variable by index or key. A scalar has the only key ``"0"``."""
+
+
+def join_words(words: Sequence[Word]) -> Word:
+    """Return the concatenation of words."""
+    unknown = next((word.unknown for word in words if word.unknown), None)
+    blank = next((word.blank for word in words if word.blank), None)
+    open_words = [i for i, word in enumerate(words) if word.unknown]
+    alternatives: tuple[str, ...] = ()
+    if len(open_words) == 1:
+        i = open_words[0]
+        before = "".join(word.text for word in words[:i])
+        after = "".join(word.text for word in words[i + 1 :])
+        alternatives = tuple(before + text + after for text in words[i].alternatives)
+    return Word("".join(word.text for word in words), unknown, alternatives, blank)
+
+
+def merge_words(first: Sequence[Word], second: Sequence[Word], reason: str) -> list[Word]:
+    """Return the words of two branches in order. Words of only one branch become unknown."""
+    merged: list[Word] = []
+    for tag, i, j, k, m in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        if tag == "equal":
+            merged += first[i:j]
+        else:
+            merged += [word if word.unknown else replace(word, unknown=reason) for word in (*first[i:j], *second[k:m])]
+    return merged
+
+
+@dataclass
+class State:
+    """Variables at one point of a script."""
+
+    variables: dict[str, Variable] = field(default_factory=dict)
+    folder: str | None = None
+    """Working folder. None if it is unknown."""
+    has_ended: bool = False
+    """True after ``exit``, or after ``return`` in a function."""
+    changed_by: str | None = None
+    """Reason why any variable may have another value, such as a sourced file that was not read."""
+
+    def copy(self) -> State:
+        """Return a state that can change independently."""
+        return replace(self, variables={name: dict(value) for name, value in self.variables.items()})
+
+    def set(self, name: str, word: Word) -> None:
+        """Assign a scalar."""
+        self.variables[name] = {"0": word}
+
+    def forget(self, reason: str) -> None:
+        """Make the value of every variable unknown."""
+        self.changed_by = reason
+        for name, value in self.variables.items():
+            self.variables[name] = {
+                key: word if word.unknown else replace(word, unknown=reason) for key, word in value.items()
+            } or {"0": Word("", reason)}
+
+
+def merge_states(states: Sequence[State], line: int) -> State:
+    """Return the state after branches of which any may have been taken.
+
+    Args:
+        states: State at the end of each branch.
+        line: Line of the condition, for the reasons.
+    """
+    merged = states[0].copy()
+    for state in states[1:]:
+        for name in [*merged.variables, *(name for name in state.variables if name not in merged.variables)]:
+            reason = f"${name} is set under a condition (line {line})"
+            merged.variables[name] = _merge_variables(merged.variables.get(name), state.variables.get(name), reason)
+        merged.folder = merged.folder if merged.folder == state.folder else None
+        merged.changed_by = merged.changed_by or state.changed_by
+    return merged
+
+
+def _merge_variables(first: Variable | None, second: Variable | None, reason: str) -> Variable:
+    if first is not None and first == second:
+        return first
+    first_keys, second_keys = list(first or {}), list(second or {})
+    if first_keys in (["0"], []) and second_keys in (["0"], []) and (first or second):
+        return {"0": _merge_scalars(first, second, reason)}
+    if all(key.isdigit() for key in (*first_keys, *second_keys)):
+        merged = merge_words(list((first or {}).values()), list((second or {}).values()), reason)
+        return {str(i): word for i, word in enumerate(merged)}
+    return {
+        key: _merge_scalars(_element(first, key), _element(second, key), reason)
+        for key in {**(first or {}), **(second or {})}
+    }
+
+
+def _element(variable: Mapping[str, Word] | None, key: str) -> Variable | None:
+    return {"0": variable[key]} if variable is not None and key in variable else None
+
+
+def _merge_scalars(first: Variable | None, second: Variable | None, reason: str) -> Word:
+    words = [value["0"] if value else Word("") for value in (first, second)]
+    if words[0] == words[1] and first and second:
+        return words[0]
+    texts: list[str] = []
+    for word in words:
+        if word.unknown and not word.alternatives:
+            return Word(word.text, reason)
+        texts += word.alternatives or (word.text,)
+    return Word(words[0].text, reason, tuple(dict.fromkeys(texts)))

@@ -1,0 +1,146 @@
+"""Rules for verl's engine, rewards, evaluation, length and folders of a run."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from megatron_dppo.commands.port.draft import Draft, UnreadSettingError, flag, integer, items, literal, number, text
+
+_R = "actor_rollout_ref.rollout."
+_SERVER_FLAGS = {
+    "sglang": {"tensor_model_parallel_size": "tp-size", "gpu_memory_utilization": "mem-fraction-static"},
+    "vllm": {
+        "tensor_model_parallel_size": "tensor-parallel-size",
+        "gpu_memory_utilization": "gpu-memory-utilization",
+        "max_num_batched_tokens": "max-num-batched-tokens",
+        "max_num_seqs": "max-num-seqs",
+    },
+}
+_OVERLONG = (
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+)
+_REWARD_FUNCTION = ("custom_reward_function.", "reward.custom_reward_function.")
+
+
+def combine_run(draft: Draft) -> None:
+    """Translate the settings around the training step."""
+    _engine(draft)
+    _adapters(draft)
+    _reward(draft)
+    _evaluation(draft)
+    _length(draft)
+    _trackers(draft)
+    _folder(draft)
+
+
+def _engine(draft: Draft) -> None:
+    with draft.target("rollout.engine"):
+        engine = draft.read(_R + "name", text)
+        if engine is None:
+            return
+        if engine not in _SERVER_FLAGS:
+            raise UnreadSettingError(_R + "name", f"no engine here is verl's {engine!r}; choose vllm or sglang")
+        draft.put("rollout.engine", engine, _R + "name")
+        is_separate = any(key.startswith("async_training.") for key in draft.defaults)
+        if not is_separate:
+            draft.put(
+                "rollout.servers.colocated", True, note="as in verl's hybrid engine; false = servers on other GPUs"
+            )
+            draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
+        for theirs, ours in _SERVER_FLAGS[engine].items():
+            with draft.target(f"rollout.{engine}.{ours}"):
+                draft.put(f"rollout.{engine}.{ours}", draft.read(_R + theirs, literal), _R + theirs)
+
+
+def _adapters(draft: Draft) -> None:
+    for before, rank, alpha in (("lora_", "lora_rank", "lora_alpha"), ("lora.", "lora.rank", "lora.alpha")):
+        rank_key, alpha_key = f"actor_rollout_ref.model.{rank}", f"actor_rollout_ref.model.{alpha}"
+        with draft.target("lora.rank", "lora.alpha"):
+            size = draft.read(rank_key, integer)
+            if size:
+                draft.put("lora.rank", size, rank_key)
+                draft.put("lora.alpha", draft.read(alpha_key, number), alpha_key)
+            else:
+                for key in (rank_key, alpha_key):
+                    draft.record(key, "ported", f"no adapters ({before[:4]})")
+
+
+def _reward(draft: Draft) -> None:
+    for before in _REWARD_FUNCTION:
+        with draft.target("reward.function"):
+            path = draft.read(before + "path", text)
+            name = draft.read(before + "name", text) or "compute_score"
+            if path:
+                draft.put("reward.function", f"{path}:{name}", before + "path", before + "name")
+    for before in _OVERLONG:
+        with draft.target("reward.overlong_buffer_tokens", "reward.overlong_penalty"):
+            if not draft.read(before + "enable", flag):
+                continue
+            draft.put(
+                "reward.overlong_buffer_tokens", draft.read(before + "len", integer), before + "len", before + "enable"
+            )
+            factor = draft.read(before + "penalty_factor", number)
+            draft.put("reward.overlong_penalty", factor, before + "penalty_factor")
+        for name in ("log", "len", "penalty_factor"):
+            draft.record(before + name, "unsupported", "overlong penalties are always logged")
+
+
+def _evaluation(draft: Draft) -> None:
+    with draft.target("eval.every", "data.eval"):
+        every = draft.read("trainer.test_freq", integer)
+        if every is None or every <= 0:
+            for key in ("trainer.test_freq", "data.val_files"):
+                draft.record(key, "unsupported", "trainer.test_freq is not above 0: no evaluation")
+            return
+        files = draft.read("data.val_files", items)
+        if files:
+            draft.put("eval.every", every, "trainer.test_freq")
+            sets = files[0] if len(files) == 1 else {PurePath(f).stem or str(i): f for i, f in enumerate(files)}
+            draft.put("data.eval", sets, "data.val_files")
+
+
+def _length(draft: Draft) -> None:
+    steps_key, epochs_key = "trainer.total_training_steps", "trainer.total_epochs"
+    if draft.get("run.num_steps") is None:
+        with draft.target("run.num_steps"):
+            steps = draft.read(steps_key, integer)
+            if steps:
+                draft.put("run.num_steps", steps, steps_key)
+                draft.record(epochs_key, "unsupported", f"{steps_key} sets the length")
+    if draft.get("run.num_steps") is None:
+        with draft.target("run.num_epochs"):
+            draft.put("run.num_epochs", draft.read(epochs_key, number), epochs_key)
+    with draft.target("checkpoint.save_every"):
+        every = draft.read("trainer.save_freq", integer)
+        if every is not None and every > 0:
+            draft.put("checkpoint.save_every", every, "trainer.save_freq")
+        draft.record("trainer.save_freq", "unsupported", "not above 0: checkpoint.save_every keeps its default")
+
+
+def _trackers(draft: Draft) -> None:
+    with draft.target("log.wandb_project", "log.trackers"):
+        names = draft.read("trainer.logger", str) or ""
+        project = draft.read("trainer.project_name", text)
+        if project and "wandb" in names:
+            draft.put("log.wandb_project", project, "trainer.project_name")
+        trackers = [name for name in ("mlflow", "swanlab", "trackio") if name in names]
+        if trackers:
+            draft.put("log.trackers", trackers, "trainer.logger")
+            if project:
+                draft.put("log.project", project, "trainer.project_name")
+        draft.record("trainer.project_name", "unsupported", "no enabled tracker has projects")
+        draft.record("trainer.logger", "unsupported", "metrics.jsonl and TensorBoard always; W&B by log.wandb_project")
+
+
+def _folder(draft: Draft) -> None:
+    with draft.target("run.output_dir"):
+        folder = draft.read("trainer.default_local_dir", text)
+        if folder:
+            draft.put("run.output_dir", folder, "trainer.default_local_dir")
+            draft.record("trainer.experiment_name", "unsupported", "trainer.default_local_dir names the folder")
+    with draft.target("run.output_dir"):
+        name = draft.read("trainer.experiment_name", text)
+        if name and draft.get("run.output_dir") is None:
+            draft.put("run.output_dir", f"runs/{name}", "trainer.experiment_name", note="the folder of the run")
