@@ -12,6 +12,7 @@
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
 # make docs    the documentation site into site/ (mkdocs); a link that leads nowhere is an error
+# make wheel   wheel and source archive into dist/, checked as the package index would (twine)
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
@@ -47,7 +48,7 @@ PYTHON312_TESTS := tests/unit/mcore/test_extensions.py tests/distributed/test_ex
 	tests/e2e/test_training.py::test_exported_folder_loads_in_transformers_with_the_same_logprobs \
 	tests/e2e/test_demo.py::test_the_demo_runs_from_the_wheel_alone tests/e2e/test_smollm2.py
 
-.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-all test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs lint setup clean
+.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-all test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs wheel lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.commands.main demo --output $(OUT) --seed $(SEED) $(ARGS)
@@ -135,10 +136,18 @@ test-matrix: engines
 bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
-docs:
-	@[ -e .venv-docs/.installed ] || { $${PYTHON:-python3} -m venv --clear .venv-docs && \
-		.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r requirements/docs.txt && touch .venv-docs/.installed; }
+docs: .venv-docs/.installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build -q
+
+# setuptools leaves its work in the source folder, so it gets a copy.
+wheel: .venv-docs/.installed
+	@work=$$(mktemp -d) && git ls-files -z | xargs -0 cp --parents -t "$$work" && \
+		.venv-docs/bin/python -m build -q --no-isolation "$$work" -o "$$work/built" && \
+		.venv-docs/bin/python -m twine check --strict "$$work"/built/* && mkdir -p dist && mv "$$work"/built/* dist/ && rm -r "$$work"
+
+.venv-docs/.installed: requirements/docs.txt
+	@{ $${PYTHON:-python3} -m venv --clear .venv-docs && \
+		.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r requirements/docs.txt && touch .venv-docs/.installed; }
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \
@@ -149,4 +158,4 @@ setup:
 	@tools/setup_env.sh
 
 clean:
-	rm -rf .venv .venv312 .venv-*.stamp runs build *.egg-info
+	rm -rf .venv .venv312 .venv-*.stamp runs build dist *.egg-info

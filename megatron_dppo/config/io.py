@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
-import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -171,6 +170,8 @@ def config_problems(values: TomlTable) -> list[str]:
 
 def dump_toml(config: Config) -> str:
     """Return the resolved configuration as TOML; loading it again gives an equal ``Config``."""
+    import tomli_w  # An extra: the losses need the configuration's types alone.
+
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
