@@ -51,6 +51,8 @@ def test_home_page_and_citation_name_the_version() -> None:
     assert version
     assert f"Version {version[1]}." in (ROOT / "docs/index.md").read_text(encoding="utf-8")
     assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    for page in ("CHANGELOG.md", "docs/releases.md"):
+        assert f"\n## {version[1]}\n" in (ROOT / page).read_text(encoding="utf-8"), "the newest version has notes"
 
 
 def test_links_between_pages_lead_somewhere() -> None:
