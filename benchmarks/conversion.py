@@ -52,7 +52,8 @@ def write_source(folder: Path) -> None:
 def worker(folder: Path, rounds: int) -> None:
     """Read and write on one rank, and write its measurements to the folder."""
     from megatron_dppo.config.model import ParallelConfig
-    from megatron_dppo.hf.folder import FolderWeights, drain
+    from megatron_dppo.hf.folder import drain
+    from megatron_dppo.hf.weight_files import FolderWeights
     from megatron_dppo.weights.conversion import open_converter
     from megatron_dppo.weights.hf_folder import save_hf_folder
 
@@ -97,7 +98,7 @@ def worker(folder: Path, rounds: int) -> None:
 
 def _check(target: Path, source: Path) -> None:
     """Compare this rank's share of the tensors bit by bit."""
-    from megatron_dppo.hf.folder import FolderWeights
+    from megatron_dppo.hf.weight_files import FolderWeights
 
     written, read = FolderWeights(target), FolderWeights(source)
     if written.names() != read.names():

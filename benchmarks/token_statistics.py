@@ -42,7 +42,8 @@ from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation, require_modelopt
-from megatron_dppo.hf.folder import FolderWeights, build_hf_model, copy_into_model, read_hf_config
+from megatron_dppo.hf.folder import build_hf_model, copy_into_model, read_hf_config
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.losses import advantages_by, policy_loss
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.rewards.item import RewardItem

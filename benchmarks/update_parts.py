@@ -31,7 +31,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_dppo.hf.folder import FolderWeights
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 

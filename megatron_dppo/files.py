@@ -49,12 +49,21 @@ _SHORT_WRITE_TEXTS = ("unexpected pos", "PytorchStreamWriter failed")
 """Messages of torch's file writer when fewer bytes reached the disk than it wrote."""
 
 
+_LFS_POINTER = b"version https://git-lfs"
+
+
 def existing_parent(path: Path) -> Path:
     """Return the path itself, or the nearest folder above it that exists."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return True for a text file that Git LFS leaves in place of a large file that was not fetched."""
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def free_bytes(path: Path) -> int:

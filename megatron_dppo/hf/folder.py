@@ -7,6 +7,7 @@ in memory differ between versions of transformers.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families import get_family
+from megatron_dppo.hf.families.rules import OUTPUT
+from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
 from megatron_dppo.types import RoutingShape
 
 WeightStream = Iterable[tuple[str, Tensor]]
@@ -38,25 +40,57 @@ _FP32_SUFFIXES = (_ROUTER_BIAS, ".weight_scale_inv")
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
-def read_hf_config(path: str | Path) -> Any:
+def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
     """Return the transformers configuration of a folder.
 
+    Its ``eos_token_id`` lists the end tokens of config.json and of generation_config.json. Servers stop at both.
+
+    Args:
+        path: Folder of the model.
+        key: Configuration key of the path, for messages.
+
     Raises:
-        CheckpointError: There is no config.json, or transformers cannot read it.
+        CheckpointError: There is no config.json, or transformers cannot read it, or the end tokens are no token ids.
     """
     from transformers import AutoConfig
 
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"model.path = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing"
+            f"{key} = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing"
         )
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # transformers and huggingface_hub raise many kinds of errors.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {reason}") from error
+    _add_generation_end_tokens(folder, hf_config)
+    return hf_config
+
+
+def _add_generation_end_tokens(folder: Path, hf_config: Any) -> None:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    configured = _token_ids(hf_config.eos_token_id, folder / "config.json", hf_config)
+    tokens = list(dict.fromkeys([*configured, *_token_ids(listed, file, hf_config)]))
+    if tokens != configured:
+        hf_config.eos_token_id = tokens
+
+
+def _token_ids(value: Any, file: Path, hf_config: Any) -> list[int]:
+    """Return the tokens of an ``eos_token_id``: a token, a list of them, or null."""
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    vocab_size = getattr(hf_config, "vocab_size", math.inf)
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise CheckpointError(f"{file} has eos_token_id = {value!r}; expected tokens from 0 to {vocab_size - 1}")
+    return tokens
 
 
 def model_shape(hf_config: Any) -> ModelShape:
@@ -85,10 +119,15 @@ def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | No
 
 
 def end_tokens(hf_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a response: those of the tokenizer and of config.json."""
+    """Return the tokens that end a response: those of the tokenizer, and of a configuration of ``read_hf_config``."""
+    return configured_end_tokens(hf_config) | {tokenizer.eos_token_id}
+
+
+def configured_end_tokens(hf_config: Any) -> frozenset[int]:
+    """Return the end tokens of a configuration of ``read_hf_config``, without the tokenizer's."""
     configured = hf_config.eos_token_id
-    configured_tokens = configured if isinstance(configured, list) else [configured]
-    return frozenset({tokenizer.eos_token_id} | {token for token in configured_tokens if token is not None})
+    tokens = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in tokens if token is not None)
 
 
 def preload_models() -> None:
@@ -214,44 +253,22 @@ class DictWeights:
         return set(self._tensors)
 
 
-class FolderWeights:
-    """Safetensors weights of a folder, with random access by name."""
+def is_mtp_weight(name: str, shape: ModelShape) -> bool:
+    """Return True for a weight of a multi-token-prediction layer, which follows the last layer and is not loaded."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and 0 <= int(layer[1]) - shape.num_layers < shape.num_mtp_layers
 
-    def __init__(self, path: str | Path) -> None:
-        # Opened once: a file has thousands of tensors, and opening it reads the names of all.
-        self._files: dict[str, Any] = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            try:
-                handle = safe_open(file, framework="pt")
-                self._files.update(dict.fromkeys(handle.keys(), handle))
-            except SafetensorError as error:
-                raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
-        if not self._files:
-            raise CheckpointError(
-                f"model.path = {str(path)!r} has no *.safetensors weights; expected a complete Hugging Face folder "
-                "(or set model.random_init = true together with a warm-up)"
-            )
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise CheckpointError(f"weight {name} is missing; the folder holds {sorted(self._files)[:3]}, ...")
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+def stream_folder(path: str | Path, hf_config: Any, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
+    """Check that a folder's weights fit its config.json, and return a stream of those that the model has.
 
-    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return a weight's shape and its dtype in safetensors' words (``BF16``) without reading the weight."""
-        header = self._files[name].get_slice(name)
-        return tuple(header.get_shape()), str(header.get_dtype())
-
-    def names(self) -> set[str]:
-        """Return all weight names in the folder."""
-        return set(self._files)
-
-    def stream(self, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
-        """Stream all weights by name. For a ``tied`` model the output layer is omitted: it is the embedding."""
-        for name in sorted(self._files):
-            if not (tied and name == "lm_head.weight"):
-                yield name, self[name]
+    Raises:
+        CheckpointError: See ``check_weights_fit``.
+    """
+    check_weights_fit(path, hf_config, key)
+    shape = model_shape(hf_config)
+    weights = FolderWeights(path, key).stream(tied=hf_config.tie_word_embeddings)
+    return ((name, tensor) for name, tensor in weights if not is_mtp_weight(name, shape))
 
 
 def parameter_count(hf_config: Any) -> int:
@@ -268,44 +285,29 @@ def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path")
         key: Configuration key of the path, for messages.
 
     Raises:
-        CheckpointError: Weights are missing or have other shapes.
+        CheckpointError: Weights are missing, unexpected, quantized, or have other shapes, or the output layer of a tied
+            model is not its embedding.
     """
-    folder = Path(path)
-    files = {file.name for file in folder.glob("*.safetensors")}
-    if not files:
-        raise CheckpointError(
-            f"{key} = {str(path)!r} has no *.safetensors weights; expected a complete Hugging Face folder "
-            "(or set model.random_init = true together with a warm-up)"
-        )
-    if absent := sorted(_files_of_index(folder) - files):
-        raise CheckpointError(
-            f"{key} = {str(path)!r}: model.safetensors.index.json names {absent[0]} ({len(absent)} files in all), "
-            "which is not there; copy the folder again"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in sorted(files):
-        try:
-            with safe_open(folder / name, framework="pt") as handle:
-                shapes |= {weight: tuple(handle.get_slice(weight).get_shape()) for weight in handle.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{folder / name} is not a readable safetensors file: {error}") from error
-    expected = weight_shapes(hf_config)
-    missing = [name for name in expected if name not in shapes]
-    other = [name for name in expected if name in shapes and shapes[name] != expected[name]]
-    if missing or other:
-        name = (missing or other)[0]
-        detail = "is missing" if missing else f"has shape {shapes[name]}, expected {expected[name]}"
+    weights = FolderWeights(path, key)
+    shape, expected = model_shape(hf_config), weight_shapes(hf_config)
+    tied = {OUTPUT.hf[0]} if hf_config.tie_word_embeddings else set()
+    names = {name for name in weights.names() - tied if not is_mtp_weight(name, shape)}
+    missing = [name for name in expected if name not in names]
+    unexpected = sorted(names - expected.keys())
+    stored = {name: weights.describe(name) for name in expected if name in names}
+    other = [name for name, (size, dtype) in stored.items() if size != expected[name] or dtype not in DTYPES]
+    if missing or other or unexpected:
+        name = (missing or other or unexpected)[0]
+        if missing:
+            detail = "is missing"
+        elif other:
+            size, dtype = stored[name]
+            detail = f"has shape {size} in {dtype}, expected {expected[name]} in {', '.join(DTYPES)}"
+        else:
+            detail = "does not belong to the model"
         raise CheckpointError(
             f"{key} = {str(path)!r}: the weights do not fit config.json: {name} {detail} ({len(missing)} missing, "
-            f"{len(other)} of other shapes)"
+            f"{len(other)} of other shapes or dtypes, {len(unexpected)} unexpected)"
         )
-
-
-def _files_of_index(folder: Path) -> set[str]:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return set()
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error}; copy the folder again") from error
+    if tied:
+        check_tied_output(weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,21 +16,12 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families.rules import OUTPUT, Rule
+from megatron_dppo.hf.folder import is_mtp_weight
+from megatron_dppo.hf.weight_files import DTYPES, WeightSource, check_tied_output
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.mapping import router_biases
 from megatron_dppo.mcore.model import padded_vocab_size
 from megatron_dppo.parallel.groups import ParallelGroups
-
-
-class WeightSource(Protocol):
-    """Source of full Hugging Face tensors by their on-disk name."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one tensor."""
-
-    def names(self) -> set[str]:
-        """Return all names."""
-
 
 ADAPTERS = "adapters"
 """Name of the submodule of a model chunk that holds its LoRA adapters, which have no Hugging Face weights."""
@@ -121,30 +111,47 @@ class Bridge:
         """Fill every parameter of this rank from full Hugging Face tensors.
 
         Raises:
-            CheckpointError: Weights are missing, unexpected or of another shape.
+            CheckpointError: Weights are missing, unexpected, quantized or of another shape, or the output layer of a
+                tied model is not its embedding.
         """
         self._check_names(source.names())
+        if self._tied:
+            check_tied_output(source)
         for name, parameter in self._parameters.items():
             rule, layer, expert = mapping.find_rule(name, self._shape, self._tied)
             hf_names = rule.names(layer, expert)[1]
-            full = rule.join([source[hf_name] for hf_name in hf_names], self._shape)
+            tensors = [source[hf_name] for hf_name in hf_names]
+            for hf_name, tensor, expected in zip(hf_names, tensors, self._hf_shapes(rule, parameter), strict=True):
+                if tensor.shape != expected or tensor.dtype not in DTYPES.values():
+                    raise CheckpointError(
+                        f"Expected {hf_name} with shape {tuple(expected)} in a floating dtype of 16 bits or more, got "
+                        f"{tuple(tensor.shape)} in {tensor.dtype}: the weights do not fit config.json."
+                    )
+            full = rule.join(tensors, self._shape)
             if rule.padded:
                 full = mapping.pad_vocabulary(full, self._padded_vocab)
             group = self._shard_group(rule)
-            local = mapping.shard(rule, full, dist.get_rank(group), dist.get_world_size(group))
-            if local.shape != parameter.shape:
-                raise CheckpointError(
-                    f"Expected a shard of shape {tuple(parameter.shape)} for {name}, got {tuple(local.shape)} from "
-                    f"{', '.join(hf_names)}: the weights and config.json are of models of different sizes."
-                )
-            parameter.copy_(local)
+            parameter.copy_(mapping.shard(rule, full, dist.get_rank(group), dist.get_world_size(group)))
+
+    def _hf_shapes(self, rule: Rule, parameter: Tensor) -> list[torch.Size]:
+        """Return the shape of each Hugging Face tensor of a parameter.
+
+        They follow from the shard. Tensors of other shapes can join to the same shard (rows of k in q), and a short
+        vocabulary would be padded.
+        """
+        full = list(parameter.shape)
+        if rule.shard_dim is not None:
+            full[rule.shard_dim] *= dist.get_world_size(self._shard_group(rule))
+        if rule.padded:
+            full[0] = self._shape.vocab_size
+        return [part.shape for part in rule.split(torch.empty(full, device="meta"), self._shape)]
 
     def _check_names(self, names: set[str]) -> None:
         expected: set[str] = set()
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             expected.update(rule.names(layer, expert)[1])
         # Files of a tied model may hold the output layer too; it equals the embedding and is not loaded.
-        extra = {name for name in names - expected - set(OUTPUT.hf) if not mapping.is_mtp_weight(name, self._shape)}
+        extra = {name for name in names - expected - set(OUTPUT.hf) if not is_mtp_weight(name, self._shape)}
         missing = expected - names
         if missing or extra:
             raise CheckpointError(

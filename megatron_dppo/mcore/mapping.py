@@ -50,12 +50,6 @@ def find_rule(name: str, shape: ModelShape, tied: bool) -> tuple[Rule, int, int]
     raise KeyError(f"No rule maps the Megatron parameter {name!r} to Hugging Face.")
 
 
-def is_mtp_weight(name: str, shape: ModelShape) -> bool:
-    """Return True for a weight of a multi-token-prediction layer, which follows the last layer and is not loaded."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return layer is not None and 0 <= int(layer[1]) - shape.num_layers < shape.num_mtp_layers
-
-
 def shard(rule: Rule, full: Tensor, rank: int, parts: int) -> Tensor:
     """Return the shard of a full tensor for one of ``parts`` tensor-parallel ranks."""
     if rule.shard_dim is None or parts == 1:

@@ -18,7 +18,8 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.mcore.bridge import Bridge, WeightSource
+from megatron_dppo.hf.weight_files import WeightSource
+from megatron_dppo.mcore.bridge import Bridge
 from megatron_dppo.mcore.forward import forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.head import OutputHead
 from megatron_dppo.mcore.host_memory import OffloadedModel, to_host

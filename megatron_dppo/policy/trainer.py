@@ -19,8 +19,9 @@ from megatron_dppo.config.train import LayerNoiseConfig, TrainConfig
 from megatron_dppo.data.training_samples import RowShape
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape, routing_shape
+from megatron_dppo.hf.weight_files import WeightSource
 from megatron_dppo.losses import Objective, with_cosines
-from megatron_dppo.mcore.bridge import Bridge, WeightSource
+from megatron_dppo.mcore.bridge import Bridge
 from megatron_dppo.mcore.checkpoint.save_load import (
     CheckpointSave,
     check_can_save,

@@ -299,7 +299,7 @@ class PromptReader:
 
 def _check_reference(path: str, expected: ModelShape) -> None:
     """Check that the reference policy is a complete folder and has the shape of the policy."""
-    hf_config = read_hf_config(path)
+    hf_config = read_hf_config(path, "model.reference_path")
     shape = model_shape(hf_config)
     if shape != expected:
         raise ConfigError(

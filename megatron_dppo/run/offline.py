@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import CheckpointError, ConfigError, PublishError
 from megatron_dppo.files import disk_errors
-from megatron_dppo.hf.folder import FolderWeights, read_hf_config
+from megatron_dppo.hf.folder import check_weights_fit, read_hf_config, stream_folder
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.engine import RolloutEngine
@@ -100,10 +102,11 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
         if run is not None and model is None:
             name = _load_checkpoint(config, engine, hf_config, platform.device, run, step)
         else:
-            folder, name = FolderWeights(config.model.path), config.model.path
-            _load_weights(
-                config, engine, hf_config, platform.device, lambda: folder.stream(tied=hf_config.tie_word_embeddings)
-            )
+            name = config.model.path
+            check_weights_fit(name, hf_config)
+            if note := FolderWeights(name).note():
+                print(note, file=sys.stderr)
+            _load_weights(config, engine, hf_config, platform.device, lambda: stream_folder(name, hf_config))
         yield Offline(config, engine, prompts, name)
     finally:
         engine.close()

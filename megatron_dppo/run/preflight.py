@@ -17,6 +17,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.errors import ConfigError, ErrorCollector, MultipleErrors, UserError
 from megatron_dppo.hf.folder import model_shape
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.losses.parts.user_check import check_user_functions
 from megatron_dppo.parallel.objects import from_each
 from megatron_dppo.parallel.platform import Platform, require_devices
@@ -139,6 +140,8 @@ def _megatron(start: Start) -> Iterable[UserError]:
             check_build_tools(megatron_config)
         if platform.is_cuda:
             start.notes.append(model.kernel_summary(megatron_config, config.model))
+        if not config.model.random_init and (note := FolderWeights(config.model.path).note()):
+            start.notes.append(note)
         if num_mtp_layers := model_shape(hf_config).num_mtp_layers:
             start.notes.append(
                 f"model    config.json has {num_mtp_layers} multi-token prediction layer(s) "

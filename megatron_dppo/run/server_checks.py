@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
 from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.errors import ConfigError, ServerError, UserError
-from megatron_dppo.hf.folder import model_shape, read_hf_config
+from megatron_dppo.hf.folder import configured_end_tokens, model_shape, read_hf_config
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.weights.quantization import BLOCK, GROUP, Format, Quantization, find_quantized_names
 
@@ -126,16 +124,14 @@ def served_quantization(config: Config) -> Quantization | None:
         return None
     folder = Path(path)
     name = f"rollout.servers.model = {path!r}"
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{name} is not a Hugging Face folder: {folder / 'config.json'} is missing")
-    settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    settings = getattr(read_hf_config(path, "rollout.servers.model"), "quantization_config", None)
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{name} is not quantized: its config.json has no quantization_config. Remove the key (servers then "
             "start with model.path), or make a quantized folder with megatron-dppo convert quantize"
         )
     weight_format = _read_format(settings, name)
-    quantized_names = find_quantized_names(_tensor_names(folder, name), weight_format)
+    quantized_names = find_quantized_names(FolderWeights(folder, "rollout.servers.model").names(), weight_format)
     if not quantized_names:
         raise ConfigError(f"{name}: its config.json has the format {weight_format}, but no weight has this format")
     return Quantization(weight_format, quantized_names)
@@ -151,13 +147,16 @@ def check_served_model(config: Config) -> None:
     if served_quantization(config) is None or path is None:
         return
     trained = read_hf_config(config.model.path)
-    served = read_hf_config(path)
+    served = read_hf_config(path, "rollout.servers.model")
     del served.quantization_config  # model_shape rejects quantized models, which cannot be trained
     differences = [
         f"{key} {getattr(trained, key, None)!r}, {getattr(served, key, None)!r}"
         for key in _COMPARED_KEYS
         if getattr(trained, key, None) != getattr(served, key, None)
     ]
+    ends = [sorted(configured_end_tokens(each)) for each in (trained, served)]
+    if ends[0] != ends[1]:
+        differences.append(f"eos_token_id {ends[0]}, {ends[1]}")
     if differences or model_shape(trained) != model_shape(served):
         raise ConfigError(
             f"rollout.servers.model = {path!r} is another model than model.path = {config.model.path!r} "
@@ -184,14 +183,3 @@ def _require(settings: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...
     for key, values in supported.items():
         if settings.get(key) not in values:
             raise ConfigError(f"{name} has {key} = {settings.get(key)!r} in its quantization_config; {_SUPPORTED}")
-
-
-def _tensor_names(folder: Path, name: str) -> set[str]:
-    tensor_names: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor_names.update(opened.keys())
-        except SafetensorError as error:
-            raise ConfigError(f"{name}: {file} is not a readable safetensors file: {error}") from error
-    return tensor_names

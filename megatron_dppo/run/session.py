@@ -19,7 +19,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import count_gpus_per_server, server_options
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.files import disk_errors, require_space
-from megatron_dppo.hf.folder import DictWeights, FolderWeights, build_hf_model, stream_model
+from megatron_dppo.hf.folder import DictWeights, build_hf_model, stream_model
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.objects import agreed, from_each, is_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
@@ -56,7 +57,7 @@ from megatron_dppo.run.watchdog import Watchdog
 from megatron_dppo.weights.sharing import find_sharing
 
 if TYPE_CHECKING:
-    from megatron_dppo.mcore.bridge import WeightSource
+    from megatron_dppo.hf.weight_files import WeightSource
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer

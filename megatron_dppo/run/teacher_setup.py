@@ -14,7 +14,8 @@ from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import CheckpointError, ConfigError, ErrorCollector, UserError
 from megatron_dppo.hf.families import get_family
-from megatron_dppo.hf.folder import FolderWeights, check_weights_fit, model_shape, read_hf_config
+from megatron_dppo.hf.folder import check_weights_fit, model_shape, read_hf_config
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.run.inputs import ModelInputs

@@ -19,7 +19,8 @@ from megatron_dppo.config.layout import Layout, resolve_parallel
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.hf.folder import is_mtp_weight, model_shape, read_hf_config
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Quantization
@@ -43,7 +44,10 @@ class Converter:
 
     def load_hf(self) -> None:
         """Load the weights of the Hugging Face folder."""
-        self.bridge.load(FolderWeights(self.hf_folder))
+        weights = FolderWeights(self.hf_folder, "the folder")
+        self.bridge.load(weights)
+        if (note := weights.note()) and dist.get_rank() == 0:
+            print(note, file=sys.stderr)
 
     def save_megatron(self, target: Path) -> None:
         """Write a ``torch_dist`` checkpoint of the weights."""
@@ -83,8 +87,6 @@ class Converter:
 
     def find_differences(self) -> list[str]:
         """Compare the model's weights with the Hugging Face folder: names, shapes, every bit. A collective."""
-        from megatron_dppo.mcore.mapping import is_mtp_weight
-
         source = FolderWeights(self.hf_folder)
         shape = model_shape(self.hf_config)
         expected = {name for name in source.names() if not is_mtp_weight(name, shape)}

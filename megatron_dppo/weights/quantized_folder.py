@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.hf.folder import model_shape, read_hf_config
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import Format, Quantization
 

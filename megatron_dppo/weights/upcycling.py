@@ -7,7 +7,6 @@ mixture therefore computes what the dense model computes, whatever its random ro
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,18 +18,16 @@ from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import require_space
-from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config, weight_shapes
+from megatron_dppo.hf.folder import model_shape, read_hf_config, weight_shapes
+from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.upcycled_config import Upcycling, upcycled_config
 
 INIT_STD = 0.02
 """Standard deviation of weights that the dense model does not have."""
-_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes of dense weights, by their names in safetensors files."""
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
 _SHARED_EXPERT_INPUT = re.compile(r".*\.shared_expert\.(gate_proj|up_proj)\.weight")
 _ROUTER = ".mlp.gate.weight"
-_EMBEDDING = "model.embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 
 
@@ -71,22 +68,13 @@ def upcycle_folder(
     model_shape(upcycled)
     dense_shapes = weight_shapes(dense_config)
     upcycled_shapes = weight_shapes(upcycled)
-    weights = _open_weights(source)
+    weights = FolderWeights(source, "the dense folder")
     dtypes = _check_weights(source, weights, dense_shapes, tied=dense_config.tie_word_embeddings)
     before, after = (sum(map(math.prod, shapes.values())) for shapes in (dense_shapes, upcycled_shapes))
     require_space(target, after * max(dtype.itemsize for dtype in dtypes.values()), "the mixture of experts")
     stream = _upcycled_weights(weights, upcycled_shapes, dtypes, settings)
     save_hf_folder(target, source, stream, None, config=config, max_shard_bytes=max_shard_bytes)
     return UpcycledModel(config["model_type"], before, after)
-
-
-def _open_weights(source: Path) -> FolderWeights:
-    if not any(source.glob("*.safetensors")):
-        raise CheckpointError(
-            f"Expected weights in {source}/*.safetensors, got none. Fix: download the complete folder, or save it with "
-            "transformers."
-        )
-    return FolderWeights(source)
 
 
 def _check_weights(
@@ -97,22 +85,17 @@ def _check_weights(
     Raises:
         CheckpointError: a weight is missing, has another shape or a quantized dtype, or does not belong to the model.
     """
-    names = _weight_names(source, weights)
+    names = weights.names()
     missing = sorted(expected.keys() - names)
     if missing:
         raise CheckpointError(
             f"Expected the {len(expected)} weights that config.json describes in {source}, got {len(missing)} fewer; "
             f"missing: {', '.join(missing[:3])}. Fix: download the complete folder."
         )
-    if tied and _OUTPUT in names:
-        if not torch.equal(weights[_OUTPUT], weights[_EMBEDDING]):
-            raise CheckpointError(
-                f"Expected {_OUTPUT} to equal {_EMBEDDING} in {source}, as config.json has tie_word_embeddings = true, "
-                "got different tensors. Fix: set tie_word_embeddings = false there."
-            )
+    if tied:
+        check_tied_output(weights)
         names.discard(_OUTPUT)
-    # Old folders have the frequencies of the rotary embedding, which follow from config.json.
-    unexpected = sorted(name for name in names - expected.keys() if not name.endswith(".rotary_emb.inv_freq"))
+    unexpected = sorted(names - expected.keys())
     if unexpected:
         raise CheckpointError(
             f"Expected only weights of the dense model in {source}, got {', '.join(unexpected[:3])}. Fix: choose a "
@@ -121,26 +104,13 @@ def _check_weights(
     dtypes = {}
     for name, shape in expected.items():
         stored_shape, stored = weights.describe(name)
-        if stored_shape != shape or stored not in _DTYPES:
+        if stored_shape != shape or stored not in DTYPES:
             raise CheckpointError(
-                f"Expected {name} with shape {shape} in {' or '.join(_DTYPES)} in {source}, got {stored_shape} in "
+                f"Expected {name} with shape {shape} in {' or '.join(DTYPES)} in {source}, got {stored_shape} in "
                 f"{stored}. Fix: use an unquantized folder whose config.json describes its weights."
             )
-        dtypes[name] = _DTYPES[stored]
+        dtypes[name] = DTYPES[stored]
     return dtypes
-
-
-def _weight_names(source: Path, weights: FolderWeights) -> set[str]:
-    """Return the names that transformers reads: a folder may have the weights in a second format beside them."""
-    index = source / "model.safetensors.index.json"
-    if not index.is_file():
-        return weights.names()
-    try:
-        return weights.names() & json.loads(index.read_text())["weight_map"].keys()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"Expected JSON with 'weight_map' in {index}, got {type(error).__name__}: {error}. Fix: download it again."
-        ) from error
 
 
 def _upcycled_weights(

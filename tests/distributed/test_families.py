@@ -5,6 +5,7 @@ CI takes some of the grid, ``make test-long`` all.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.folder import DictWeights, stream_model
+from megatron_dppo.hf.folder import DictWeights, stream_model, weight_shapes
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
@@ -89,6 +90,46 @@ def whole_grid(processes: int) -> list[Case]:
 @pytest.mark.parametrize("processes", sorted(SAMPLED))
 def test_families_equal_transformers(processes: int) -> None:
     run_distributed(run, processes, SAMPLED[processes])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(processes: int) -> None:
+    run_distributed(wrong_tensors, processes)
+
+
+def wrong_tensors(rank: int, world_size: int) -> None:
+    """Each weight of a layer with other sizes, those that join to the same shard among them, and quantized."""
+    from megatron_dppo.mcore.compat.shims import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron.core import parallel_state
+
+    for family, tied in (("qwen2", True), ("llama", False), ("glm4_moe", False), ("deepseek_v3", False)):
+        model = hf_reference(tied, family=family)
+        bridge = build_trainer(
+            Case(TP if world_size == 2 else {}, family=family, tied=tied), model, platform, "fp32"
+        ).bridge
+        weights, expected = dict(stream_model(model)), weight_shapes(model.config)
+        names = [n for n in expected if not re.search(r"layers\.[02]|experts\.[1-9]", n)]
+        for name in names:
+            weight = weights[name]
+            refused(bridge, weights | {name: weight.to(torch.int8)}, name)
+            for dim in range(weight.ndim):
+                refused(bridge, weights | {name: torch.cat([weight, weight.narrow(dim, 0, 1)], dim)}, name)
+                refused(bridge, weights | {name: weight.narrow(dim, 0, weight.shape[dim] - 1)}, name)
+        if family == "llama":  # the rows of q, k and v add up
+            query, key = ("model.layers.1.self_attn." + n for n in ("q_proj.weight", "k_proj.weight"))
+            refused(bridge, weights | {query: weights[query][:32], key: weights[query]}, query)
+        if tied:
+            refused(bridge, weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, "lm_head.weight")
+        bridge.load(DictWeights(weights.items()))
+        parallel_state.destroy_model_parallel()
+
+
+def refused(bridge: Any, weights: dict[str, Tensor], name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"Expected {re.escape(name)} "):
+        bridge.load(DictWeights(weights.items()))
 
 
 @pytest.mark.long

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.hf.folder import FolderWeights, model_shape, stream_model
+from megatron_dppo.hf.folder import model_shape, stream_model
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore import mapping
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.data.training_samples import pack
-from megatron_dppo.hf.folder import FolderWeights, model_shape, read_hf_config
+from megatron_dppo.hf.folder import model_shape, read_hf_config
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import TrainingSample
 

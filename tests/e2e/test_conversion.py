@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from megatron_dppo.hf.folder import FolderWeights, build_hf_model, stream_model
+from megatron_dppo.hf.folder import build_hf_model, stream_model
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.upcycled_config import Upcycling
 from megatron_dppo.weights.upcycling import upcycle_folder

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.hf.folder import FolderWeights, build_hf_model, copy_into_model, read_hf_config, stream_model
+from megatron_dppo.hf.folder import build_hf_model, copy_into_model, read_hf_config, stream_model
+from megatron_dppo.hf.weight_files import FolderWeights
 from tests.distributed.families import family_config
 from tests.e2e.runs import CONFIG, flags, step_records, train
 

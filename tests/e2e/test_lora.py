@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.hf.folder import FolderWeights
+from megatron_dppo.hf.weight_files import FolderWeights
 from tests.e2e.runs import ROOT, environment, flags, from_base, step_records, train, without_timings
 
 pytestmark = pytest.mark.e2e

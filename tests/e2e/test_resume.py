@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_dppo.commands.main import train_main
-from megatron_dppo.hf.folder import FolderWeights
+from megatron_dppo.hf.weight_files import FolderWeights
 from tests.e2e.runs import CONFIG, command, environment, flags, from_base, train, without_timings
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dppo.data.training_samples import to_training_sample
-from megatron_dppo.hf.folder import FolderWeights
+from megatron_dppo.hf.weight_files import FolderWeights
 from tests.e2e.runs import flags, records, train
 
 pytestmark = pytest.mark.e2e

@@ -28,7 +28,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "functions": ({"errors"}, set()),
     "parallel": ({"errors"}, {"torch", "numpy"}),
     "config": ({"errors", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
-    "hf": ({"config", "errors", "types"}, {"torch", "safetensors", "transformers"}),
+    "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (

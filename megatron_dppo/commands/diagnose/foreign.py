@@ -33,12 +33,12 @@ from megatron_dppo.data.routing import compact_routes
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo.errors import DataError
 from megatron_dppo.hf.folder import (
-    FolderWeights,
     build_hf_model,
     copy_into_model,
     model_shape,
     read_hf_config,
     routing_shape,
+    stream_folder,
 )
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import RoutingShape, SamplingParams, TrainingSample
@@ -73,7 +73,7 @@ def diagnose_rollouts(path: Path, model: str, declared: DeclaredSampling, limit:
     hf_config = read_hf_config(model)
     dumped = read_dump(path, limit, model_shape(hf_config).vocab_size)
     copy = build_hf_model(hf_config, torch.float32).to(Platform.detect().device)
-    copy_into_model(copy, FolderWeights(model).stream(tied=hf_config.tie_word_embeddings))
+    copy_into_model(copy, stream_folder(model, hf_config, "the model"))
     shape = routing_shape(hf_config)
     dumped = [_with_routes(each, shape) for each in dumped]
     return _RolloutScorer(copy, shape, dumped, declared).ledger()

@@ -11,6 +11,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape, routing_shape
+from megatron_dppo.hf.weight_files import find_weight_files
 from megatron_dppo.parallel.platform import DTYPES
 
 
@@ -74,8 +75,8 @@ def served_weight_bytes(config: Config, parameters: int) -> int:
     parameters in ``rollout.dtype``.
     """
     folder = config.rollout.servers.model
-    if folder is not None and (files := list(Path(folder).glob("*.safetensors"))):
-        return sum(file.stat().st_size for file in files)
+    if folder is not None and any(Path(folder).glob("*.safetensors")):
+        return sum(file.stat().st_size for file in find_weight_files(Path(folder), "rollout.servers.model").files)
     return parameters * DTYPES[config.rollout.dtype or config.model.dtype].itemsize
 
 

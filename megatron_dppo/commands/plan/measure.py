@@ -16,9 +16,9 @@ from megatron_dppo.commands.plan.meter import HOST, Meter
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.head.teacher import TeacherTargets
+from megatron_dppo.hf.weight_files import WeightSource
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore import forward, head, offload, optim, rehearsal, router_replay
-from megatron_dppo.mcore.bridge import WeightSource
 from megatron_dppo.mcore.setup import initialize_megatron
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer

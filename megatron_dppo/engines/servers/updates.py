@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
-from safetensors import SafetensorError, safe_open
-
 from megatron_dppo.engines.servers.fields import INCOMPLETE
-from megatron_dppo.errors import CheckpointError, ConfigError, ServerError
+from megatron_dppo.errors import ConfigError, ServerError
+from megatron_dppo.hf.weight_files import find_weight_files, open_weight_file
 
 # A server carries its state in its weight version, so that any client, also one of a later run, can continue from it.
 RELEASED = "released"
@@ -125,16 +123,8 @@ def check_weights(folder: Path) -> None:
     """
     if not folder.is_dir():
         return  # a path of the server's machine: the server reports itself if there is nothing
-    index = folder / "model.safetensors.index.json"
-    files = set(folder.glob("*.safetensors"))
-    if index.is_file():
-        files |= {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-    for file in sorted(files):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
+    for file in find_weight_files(folder, "the folder of new weights").files:
+        open_weight_file(file)
 
 
 class FolderUpdates(ReleasedMemory):

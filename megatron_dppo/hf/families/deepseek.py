@@ -9,7 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families.family import Family, Rope, raise_unsupported, require_values, rope_parameters
+from megatron_dppo.hf.families.family import (
+    Family,
+    Rope,
+    raise_unsupported,
+    require_values,
+    rope_number,
+    rope_parameters,
+)
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
 
@@ -71,17 +78,22 @@ def _rope_fields(hf_config: Any) -> dict[str, Any]:
     for key, value in {"attention_factor": None, "truncate": True}.items():
         if parameters.get(key, value) != value:
             raise_unsupported(hf_config, f"rope_parameters.{key}", parameters[key], f"{value!r}")
-    mscale_all_dim = parameters.get("mscale_all_dim") or 0.0
+    mscale = rope_number(hf_config, parameters, "mscale", 0.0)
+    mscale_all_dim = rope_number(hf_config, parameters, "mscale_all_dim", 0.0)
+    # transformers uses ``mscale`` only together with ``mscale_all_dim``; Megatron, SGLang and vLLM use each by itself.
+    if (mscale_all_dim and not mscale) or (not mscale_all_dim and mscale not in (0.0, 1.0)):
+        raise_unsupported(
+            hf_config, "rope_parameters.mscale", parameters.get("mscale"), "mscale together with mscale_all_dim"
+        )
     return dict(
         rope_type="yarn",
         rotary_base=parameters["rope_theta"],
-        rotary_scaling_factor=float(parameters["factor"]),
-        original_max_position_embeddings=parameters["original_max_position_embeddings"],
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
-        # transformers uses ``mscale`` only if both are set.
-        mscale=float(parameters["mscale"]) if mscale_all_dim and parameters.get("mscale") else 1.0,
-        mscale_all_dim=float(mscale_all_dim),
+        rotary_scaling_factor=rope_number(hf_config, parameters, "factor"),
+        original_max_position_embeddings=int(rope_number(hf_config, parameters, "original_max_position_embeddings")),
+        beta_fast=rope_number(hf_config, parameters, "beta_fast", 32.0),
+        beta_slow=rope_number(hf_config, parameters, "beta_slow", 1.0),
+        mscale=mscale or 1.0,
+        mscale_all_dim=mscale_all_dim,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -105,7 +106,22 @@ def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in kinds:
         raise_unsupported(hf_config, "rope_type", kind, " or ".join(map(repr, kinds)))
-    return {**parameters, "rope_type": kind, "rope_theta": float(parameters.get("rope_theta") or hf_config.rope_theta)}
+    theta = {"rope_theta": parameters.get("rope_theta") or getattr(hf_config, "rope_theta", None)}
+    return {**parameters, "rope_type": kind, "rope_theta": rope_number(hf_config, theta, "rope_theta")}
+
+
+def rope_number(hf_config: Any, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a parameter of the rotary embedding. ``default`` also replaces null and 0, as in transformers.
+
+    Raises:
+        CheckpointError: It is missing without a default, or no positive number.
+    """
+    value = parameters.get(key)
+    if not value and default is not None:
+        return default
+    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise_unsupported(hf_config, f"rope_parameters.{key}", value, "a positive number")
+    return float(value)
 
 
 def default_rope(hf_config: Any) -> Rope:

@@ -14,6 +14,7 @@ from megatron_dppo.hf.families.family import (
     grouped_fields,
     raise_unsupported,
     require_values,
+    rope_number,
     rope_parameters,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
@@ -32,9 +33,9 @@ def _rope(hf_config: Any) -> Rope:
     if parameters["rope_type"] == "default":
         return default_rope(hf_config)
     for key, value in _LLAMA3.items():
-        if parameters[key] != value:
-            raise_unsupported(hf_config, f"rope_parameters.{key}", parameters[key], f"{value!r} (fixed in Megatron)")
-    return Rope(parameters["rope_theta"], llama3_factor=float(parameters["factor"]))
+        if (stored := parameters.get(key)) != value:
+            raise_unsupported(hf_config, f"rope_parameters.{key}", stored, f"{value!r} (fixed in Megatron)")
+    return Rope(parameters["rope_theta"], llama3_factor=rope_number(hf_config, parameters, "factor"))
 
 
 _family = partial(Family, shape=_shape, fields=grouped_fields, attention=grouped_attention, dense=DENSE_MLP)

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor,
+    _yarn_get_mscale,
+)
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from megatron_dppo.commands.plan.arithmetic import plan_kv_cache
 from megatron_dppo.commands.plan.machine import get_machine
@@ -21,9 +27,9 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families import FAMILIES, get_family
 from megatron_dppo.hf.folder import (
-    FolderWeights,
     build_hf_model,
     copy_into_model,
+    is_mtp_weight,
     model_shape,
     read_hf_config,
     routing_shape,
@@ -31,6 +37,7 @@ from megatron_dppo.hf.folder import (
     stream_model,
     weight_shapes,
 )
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore import mapping
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo.run.inputs import family_problems
@@ -115,6 +122,42 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
+@pytest.mark.parametrize("mscale_all_dim", [None, 0, 0.7, 1.0])
+@pytest.mark.parametrize("mscale", [None, 0, 0.7, 1.0])
+def test_yarn_scales_as_transformers_does_or_is_refused(
+    mscale: float | None, mscale_all_dim: float | None, factor: float
+) -> None:
+    hf_config = family_config("deepseek_v3")
+    values = YARN | {"factor": factor, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    # Servers take the default 1 for a missing mscale, and use it without mscale_all_dim.
+    agree = bool(mscale) == bool(mscale_all_dim) or (mscale == 1.0 and not mscale_all_dim)
+    hf_config.rope_parameters = {key: value for key, value in values.items() if value is not None}
+    if not agree:
+        with pytest.raises(CheckpointError, match=r"rope_parameters.mscale = .*together with mscale_all_dim"):
+            get_family(hf_config).rope(hf_config)
+        return
+    fields = get_family(hf_config).fields(hf_config, model_shape(hf_config))
+    rotary = _yarn_get_concentration_factor(factor, fields["mscale"], fields["mscale_all_dim"])
+    assert rotary == pytest.approx(ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))[1], rel=1e-12)
+    softmax = _yarn_get_mscale(factor, fields["mscale_all_dim"]) ** 2
+    assert softmax == pytest.approx(yarn_apply_mscale(hf_config.rope_parameters, 1.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [None, "4", -1, math.inf, math.nan, [2.0], 0])
+@pytest.mark.parametrize("key", ["factor", "original_max_position_embeddings", "rope_theta"])
+def test_a_rotary_parameter_that_is_no_positive_number_is_refused(key: str, value: Any) -> None:
+    hf_config = family_config("deepseek_v3")
+    hf_config.rope_parameters = YARN | {key: value}
+    if key == "rope_theta":
+        hf_config.rope_theta = value
+    with pytest.raises(CheckpointError, match=rf"rope_parameters.{key} = .*a positive number"):
+        get_family(hf_config).rope(hf_config)
+
+
 @pytest.mark.parametrize(("family", "change", "message"), REFUSED)
 def test_what_a_family_has_not_is_refused_by_name(family: str, change: dict[str, Any], message: str) -> None:
     hf_config = family_config(family)
@@ -136,11 +179,11 @@ def test_layers_for_further_tokens_are_left_out_and_no_others() -> None:
     hf_config.num_nextn_predict_layers = 1
     shape = model_shape(hf_config)
     layers = shape.num_layers
-    assert mapping.is_mtp_weight(f"model.layers.{layers}.eh_proj.weight", shape)
+    assert is_mtp_weight(f"model.layers.{layers}.eh_proj.weight", shape)
     for name in (f"model.layers.{layers + 1}.eh_proj.weight", f"model.layers.{layers - 1}.odd", "model.norm.weight"):
-        assert not mapping.is_mtp_weight(name, shape)
+        assert not is_mtp_weight(name, shape)
     hf_config.num_nextn_predict_layers = 0
-    assert not mapping.is_mtp_weight(f"model.layers.{layers}.eh_proj.weight", model_shape(hf_config))
+    assert not is_mtp_weight(f"model.layers.{layers}.eh_proj.weight", model_shape(hf_config))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

@@ -174,6 +174,10 @@ def lose_weight(folder: Path) -> None:
     tensors = load_file(folder / "b.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "b.safetensors")
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map["model.norm.weight"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
 
 
 def other_shape(folder: Path) -> None:
@@ -185,9 +189,12 @@ def other_shape(folder: Path) -> None:
     ("damage", "words"),
     [
         (cut_off, "b.safetensors is not a readable safetensors file"),
-        (lose_file, "names b.safetensors (1 files in all), which is not there"),
-        (lose_weight, "do not fit config.json: model.norm.weight is missing (1 missing, 0 of other shapes)"),
-        (other_shape, "model.norm.weight has shape (3,), expected (64,)"),
+        (lose_file, "names b.safetensors (2 files in all), which is not there"),
+        (
+            lose_weight,
+            "do not fit config.json: model.norm.weight is missing (1 missing, 0 of other shapes or dtypes, 0",
+        ),
+        (other_shape, "model.norm.weight has shape (3,) in F32, expected (64,)"),
     ],
 )
 def test_incomplete_weights_are_detected_from_their_headers(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.run import engines
 from megatron_dppo.run.guard import FirstUpdateGuard
@@ -163,17 +163,22 @@ def test_folders_with_an_unsupported_quantization_are_rejected(
 
 
 def test_another_model_missing_weights_and_a_missing_folder_are_rejected(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json is missing"):
+    with pytest.raises(CheckpointError, match=r"rollout.servers.model = .*config.json is missing"):
         served_quantization(config(folder, "nowhere"))
     settings = json.loads((folder / "fp8" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="has the format fp8, but no weight"):
+    with pytest.raises(CheckpointError, match=r"rollout.servers.model = .* has no \*.safetensors weights"):
         served_quantization(config(folder, tmp_path))
     (folder / "other").mkdir()
     for file in (folder / "fp8").iterdir():
         (folder / "other" / file.name).write_bytes(file.read_bytes())
     (folder / "other" / "config.json").write_text(json.dumps(settings | {"hidden_size": 512}))
     with pytest.raises(ConfigError, match=r"another model than model.path = .*hidden_size 256, 512"):
+        check_served_model(config(folder, "other"))
+    (folder / "other" / "config.json").write_text(json.dumps(settings))
+    check_served_model(config(folder, "other"))
+    (folder / "other" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 17]}))
+    with pytest.raises(ConfigError, match=r"another model than .*eos_token_id \[\], \[2, 17\]"):
         check_served_model(config(folder, "other"))
     (preflight_check,) = (check for check in CHECKS if check.name == "the servers' model")
     with pytest.raises(ConfigError, match="another model"):

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError
 from megatron_dppo.hf.families import get_family
-from megatron_dppo.hf.folder import FolderWeights, build_hf_model, model_shape, read_hf_config
+from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.weights import upcycling
 from megatron_dppo.weights.upcycled_config import TARGETS, Upcycling
 from megatron_dppo.weights.upcycling import upcycle_folder
@@ -308,8 +309,9 @@ def test_folders_that_cannot_be_read_or_written_are_refused(
     monkeypatch.undo()
     (dense / "model.safetensors.index.json").write_text("{}")
     assert_refused(dense, "Expected JSON with 'weight_map' in .*index.json.*Fix")
+    (dense / "model.safetensors.index.json").unlink()
     (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
-    assert_refused(dense, r"Expected weights in .*\*.safetensors, got none. Fix")
+    assert_refused(dense, r"has no \*.safetensors weights \(its pytorch_model")
 
 
 def test_a_failure_on_the_way_leaves_no_folder(

@@ -10,6 +10,7 @@ runs on a CPU. This one joins a plain torch group (gloo or NCCL) and speaks the 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -245,7 +246,11 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
         ValueError: the folder has no tensors, or a file is broken; nothing was read yet.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
+    index = Path(folder) / "model.safetensors.index.json"
     try:
+        if index.exists():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [Path(folder) / name for name in sorted(names)]
         opened = [safe_open(file, framework="pt") for file in files]
     except Exception as error:
         raise ValueError(f"weights not touched: {error}") from error
