@@ -288,8 +288,9 @@ def test_the_key_value_cache_of_the_30b_example() -> None:
 
 
 def test_quantized_weights_leave_more_cache(tmp_path: Path) -> None:
-    (tmp_path / "model-1.safetensors").write_bytes(b"")
-    with (tmp_path / "model-2.safetensors").open("wb") as file:
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"a file that is not the model")
+    with (tmp_path / "model-00002-of-00002.safetensors").open("wb") as file:
         file.truncate(PARAMETERS + 1000)  # a sparse file of the size of FP8
     config = big("--rollout.servers.model", str(tmp_path), "--rollout.weight_sync.method", "disk")
     hf_config, layout = load_model_config(config.model.path)[0], layout_of(config, 32)
