@@ -148,9 +148,9 @@ def _choose_without_index(folder: Path, names: list[str], key: str) -> list[str]
         return names
     if not names:
         pickled = any(folder.glob("pytorch_model*.bin"))
-        found = " (its pytorch_model*.bin are pickle files; save them as safetensors with transformers)"
+        hint = " (its pytorch_model*.bin are pickle files; save them as safetensors with transformers)"
         raise CheckpointError(
-            f"{key} = {str(folder)!r} has no *.safetensors weights{found if pickled else ''}; expected a complete "
+            f"{key} = {str(folder)!r} has no *.safetensors weights{hint if pickled else ''}; expected a complete "
             "Hugging Face folder (or set model.random_init = true together with a warm-up)"
         )
     raise CheckpointError(
@@ -193,11 +193,11 @@ class FolderWeights:
     """
 
     def __init__(self, path: str | Path, key: str = "model.path") -> None:
-        found = find_weight_files(Path(path), key)
+        selected = find_weight_files(Path(path), key)
         # Opened once: a file has thousands of tensors, and opening it reads the names of all.
-        handles = {file: open_weight_file(file) for file in found.files}
+        handles = {file: open_weight_file(file) for file in selected.files}
         stored = {file: set(handle.keys()) for file, handle in handles.items()}
-        weight_map = _map_of_files(stored) if found.weight_map is None else found.weight_map
+        weight_map = _map_of_files(stored) if selected.weight_map is None else selected.weight_map
         for name, file in weight_map.items():
             if name not in stored[file]:
                 raise CheckpointError(f"Expected {name} in {file}, as {INDEX} says, got none. Copy the folder again.")
