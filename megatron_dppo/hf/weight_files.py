@@ -203,7 +203,7 @@ class FolderWeights:
                 raise CheckpointError(f"Expected {name} in {file}, as {INDEX} says, got none. Copy the folder again.")
         self._files = {name: handles[file] for name, file in weight_map.items() if not is_known_buffer(name)}
         self.buffers = sorted(weight_map.keys() - self._files.keys())
-        self.ignored_files = found.ignored
+        self.ignored_files = selected.ignored
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
