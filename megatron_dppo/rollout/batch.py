@@ -30,11 +30,23 @@ class PolicyAges:
         self._step_by_version = {v: s for v, s in self._step_by_version.items() if s >= step - self._oldest}
 
     def count_tokens_by_age(self, group: RolloutGroup) -> dict[int, int]:
-        """Return the number of a group's tokens by their age in this step."""
+        """Return the number of a group's tokens by their age in this step.
+
+        Raises:
+            RuntimeError: A version is too old to train on, or was never published. Engines reject such responses, so
+                it is a bug of the scheduler or of an engine.
+        """
         tokens: dict[int, int] = {}
         for version, count in count_tokens_by_version(group).items():
             # A skipped update keeps the version, so ``begin_step`` renews its step: unchanged weights do not age.
-            age = self._step - self._step_by_version.get(version, self._step - self._oldest)
+            if version not in self._step_by_version:
+                known = ", ".join(map(str, sorted(self._step_by_version)))
+                raise RuntimeError(
+                    f"step {self._step} got {count} tokens of prompt {group.prompt.prompt_id} with policy version "
+                    f"{version}, expected one of {known}: no step may train on older tokens. Fix: report this bug; "
+                    "train.max_staleness = 0 avoids it"
+                )
+            age = self._step - self._step_by_version[version]
             tokens[age] = tokens.get(age, 0) + count
         return tokens
 

@@ -218,12 +218,13 @@ class Responder:
             sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
             generation = await self._generate(sample, stop_token_ids, remaining)
             sample.response.append_sampled(generation)
-            if generation.finish_reason != FinishReason.ABORT:
-                return generation.finish_reason
             has_tokens = len(generation.token_ids) > 0
-            # An engine that is aborted while it samples the end token reports an abort of a complete response.
+            # An engine that is aborted while it samples the end token reports an abort of a complete response, and one
+            # that reaches the limit with the end token (SGLang) reports ``length``.
             if has_tokens and int(generation.token_ids[-1]) in (*self._end_tokens, *stop_token_ids):
                 return FinishReason.STOP
+            if generation.finish_reason != FinishReason.ABORT:
+                return generation.finish_reason
             empty_responses = 0 if has_tokens else empty_responses + 1
             if empty_responses > _MAX_EMPTY_RESPONSES:
                 raise ServerError(

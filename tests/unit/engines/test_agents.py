@@ -36,7 +36,7 @@ from tests.unit.columns import same
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish
 from tests.unit.fake_servers import logprob, routes
-from tests.unit.scripted import CALL, TASK, TOOLS, World, chat_tokenizer
+from tests.unit.scripted import CALL, TASK, TEMPLATE, TOOLS, World, chat_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +174,82 @@ def test_a_truncated_response_is_closed_by_the_template(world: World) -> None:
     found = world.play(agent)
     assert "long<|im_end|>\n<|im_start|>user\nb<|im_end|>" in world.text(found)
     assert world.trained(found) == ["long", "long answer<|im_end|>"]
+
+
+def test_an_end_token_is_closed_once_and_other_text_at_a_limit_is_closed_whole(world: World) -> None:
+    """The template ends an answer by an exclamation mark in the first case, and by its end token in the second."""
+    world.script = {"assistant\n": "long!! answer"}
+
+    async def agent(task: AgentTask) -> None:
+        limit = {"max_tokens": len(said)}
+        await chat(task, [user("a")], **limit)
+        await chat(task, [user("a"), {"role": "assistant", "content": said}, user("b")], **limit)
+
+    said = "long!"
+    world.tokenizer = chat_tokenizer()
+    end = "{% endfor %}<|im_end|>\n{% endif %}\n{%- endfor %}"
+    assert end in TEMPLATE
+    world.tokenizer.chat_template = TEMPLATE.replace(end, end.replace("<|im_end|>", "!<|im_end|>"))
+    assert "assistant\nlong!!<|im_end|>\n<|im_start|>user\nb" in world.text(world.play(agent))
+
+    # An engine may report the limit although it sampled the end token.
+    def report_limit(request: Any, tokens: list[int], versions: list[int], reason: Any) -> Any:
+        at_limit = len(tokens) == request.params.max_new_tokens
+        return generation(request, tokens, versions, "length" if at_limit else reason)
+
+    generation = world.server._generation
+    world.server._generation = report_limit  # type: ignore[method-assign]
+    world.tokenizer = chat_tokenizer()
+    world.script = {"assistant\n": "four"}
+
+    async def exact(task: AgentTask) -> None:
+        messages = [user("a")]
+        for _ in range(2):
+            body = {"messages": messages, "max_tokens": 5}
+            _, response = await post(task, "/chat/completions", body)
+            (choice,) = response["choices"]
+            assert choice["finish_reason"] == "stop"
+            messages = [*messages, choice["message"], user("b")]
+
+    found = world.play(exact)
+    assert world.trained(found) == ["four<|im_end|>"] * 2 and found.finish_reason == "stop"
+    assert "<|im_end|><|im_end|>" not in world.text(found)
+
+
+def test_a_call_continues_the_longest_conversation_with_the_same_tools(world: World) -> None:
+    world.script = {"assistant\n": "ok"}
+    other = [{"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}]
+
+    async def agent(task: AgentTask) -> None:
+        first = await chat(task, [user("a")], tools=TOOLS)
+        await chat(task, [user("a"), first, user("b")], tools=TOOLS)
+        # Another answer to the first message alone: a conversation of which the next call is a continuation, too.
+        again = await chat(task, [user("a")], tools=TOOLS)
+        await chat(task, [user("a"), again, user("b"), again, user("c")], tools=TOOLS)
+        for tools in (other, []):
+            await chat(task, [user("a"), first, user("b"), first, user("c"), first, user("d")], tools=tools)
+
+    found = world.play(agent, 2000)
+    assert found.counts["agent/sequences"] == 4, "two with the first tools, one for each change of them"
+    sent = [world.tokenizer.decode(request.token_ids) for request in world.server.requests]
+    assert sent[3].startswith(sent[1]) and '"sub"' in sent[4] and "function" not in sent[5]
+    assert world.trained(found) == ["ok<|im_end|>"] * 3
+    assert found.counts["agent/untrained_fraction"] == pytest.approx(1 / 2)
+
+
+def test_a_tool_call_that_was_cut_off_is_reported_as_cut_off(world: World) -> None:
+    """The limit comes after the end of the call, in the text behind it."""
+    world.script = {"assistant\n": CALL + " and then some"}
+    reasons = []
+
+    async def agent(task: AgentTask) -> None:
+        for limit in (len(CALL) + 4, 200):
+            body = {"messages": [user(str(limit))], "max_tokens": limit, "tools": TOOLS}
+            _, response = await post(task, "/chat/completions", body)
+            reasons.append(response["choices"][0]["finish_reason"])
+
+    found = world.play(agent, 1000)
+    assert reasons == ["length", "tool_calls"] and found.finish_reason == "stop"
 
 
 def test_rewritten_history_starts_a_new_sequence_and_the_longest_is_trained(world: World) -> None:

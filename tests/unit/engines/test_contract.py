@@ -222,3 +222,26 @@ def test_candidates_that_cannot_be_sampled_may_stand_at_the_end() -> None:
     kept = given.topk_token_ids[:, 4] < 0
     values[~kept, 3] = given.topk_logprobs[~kept, 3]
     check(request, replace(given, topk_logprobs=values))
+
+
+def test_each_entry_of_the_top_k_counts_and_not_its_ends_alone() -> None:
+    """The order of any two neighbours, and a sampled token between the first and the last of the K."""
+    num_outside = 0
+    for seed in range(5):
+        request, given = honest(seed)
+        assert given.topk_logprobs is not None and given.topk_token_ids is not None
+        for column in range(3):
+            swapped = given.topk_logprobs.clone()
+            swapped[4, [column, column + 1]] = swapped[4, [column + 1, column]]
+            with pytest.raises(ContractViolation, match=r"Top-K: values, at token 4.*falling"):
+                check(request, replace(given, topk_logprobs=swapped))
+        is_outside = given.topk_token_ids[:, 4] >= 0
+        row = int(is_outside.int().argmax())
+        if not is_outside[row]:
+            continue
+        num_outside += 1
+        logprobs, values = given.logprobs.clone(), given.topk_logprobs.clone()
+        logprobs[row] = values[row, 4] = values[row, 2:4].mean()
+        with pytest.raises(ContractViolation, match=rf"sampled token, at token {row}, .*at most the lowest"):
+            check(request, replace(given, logprobs=logprobs, topk_logprobs=values))
+    assert num_outside >= 3

@@ -156,6 +156,23 @@ def test_a_set_that_is_all_in_the_topk_has_all_of_the_mass() -> None:
         check_generation(lower, request, CONTRACT, URL)
 
 
+def test_a_set_of_exactly_k_ids_has_all_of_the_mass() -> None:
+    num_rows = 0
+    for seed in range(12):
+        request, given = filtered(seed)
+        assert given.topk_logprobs is not None and given.topk_token_ids is not None
+        for row, part in enumerate(lists(given)):
+            token = int(given.token_ids[row])
+            if len(part) != 4 or int(given.topk_token_ids[row, 3]) == token:
+                continue
+            num_rows += 1
+            values = given.topk_logprobs.clone()
+            values[row, 3] -= 0.5  # still the last of falling values, and not the sampled token's
+            with pytest.raises(ContractViolation, match=rf"Top-K, at token {row}, is \[0\.9?.*a mass of 1"):
+                check_generation(replace(given, topk_logprobs=values), request, CONTRACT, URL)
+    assert num_rows >= 3
+
+
 def test_more_ids_than_top_k_and_unrequested_sampling_masks_are_rejected() -> None:
     request, given = filtered(0)
     most = max(len(part) for part in lists(given))

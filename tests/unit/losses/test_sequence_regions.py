@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 
@@ -133,3 +136,44 @@ def test_trm_takes_the_two_estimates_of_the_divergence(config: LossConfig, kept:
 def test_keys_that_do_not_fit_are_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossConfig(**keys)  # type: ignore[arg-type]
+
+
+def _plain_prefix_mask(
+    divergence: list[float], outward: list[bool], delta: list[float], *, floor: float, budget: tuple[float, float]
+) -> list[bool]:
+    """Equations 8 to 10 and 22 of arXiv 2606.10968 for the tokens of one sequence that count, one after the other."""
+    last = len(divergence) - 1
+    mean = min(max(float(numpy.quantile(divergence, 0.9)), budget[0]), budget[1])
+    spent = weights = 0.0
+    keep = []
+    for t, moved in enumerate(divergence):
+        weight = 1 - (1 - floor) * t / last if last else 1.0
+        keep.append(not outward[t] or weight * moved <= min(delta[t], delta[t] + mean * weights - spent))
+        spent += weight * moved
+        weights += weight
+    return keep
+
+
+def test_prefix_budgets_of_random_sequences_are_those_of_the_formulas() -> None:
+    """Sequences with tokens of tools at any position; the percentile is mostly inside the budget's limits."""
+    random = numpy.random.default_rng(0)
+    num_kept = num_tokens = 0
+    for _ in range(200):
+        lengths = random.integers(1, 12, 3)
+        count = int(lengths.sum())
+        divergence, sign, advantages = random.random(count) * 0.2, *random.choice([-1.0, 1.0], (2, count))
+        mask = random.random(count) < 0.7
+        ids = numpy.repeat(numpy.arange(3), lengths)
+        columns = [torch.from_numpy(x) for x in (divergence, sign, advantages, mask, ids)]
+        limits: dict[str, Any] = {"floor": 0.4, "budget": (0.02, 0.16)}
+        found = prefix_keep_mask(*columns, thresholds=(0.1, 0.15), **limits).numpy()
+        for sequence in range(3):
+            chosen = mask & (ids == sequence)
+            if not chosen.any():
+                continue
+            outward = (advantages * sign > 0)[chosen].tolist()
+            delta = numpy.where(advantages > 0, 0.15, 0.1)[chosen].tolist()
+            assert found[chosen].tolist() == _plain_prefix_mask(divergence[chosen].tolist(), outward, delta, **limits)
+            num_tokens += sum(outward)
+            num_kept += int(found[chosen][outward].sum())
+    assert 0.1 < 1 - num_kept / num_tokens < 0.5

@@ -338,3 +338,63 @@ def test_everything_that_a_function_declares_is_there_and_the_rest_is_not(tmp_pa
             assert got.topk_valid is not None and got.topk_logprobs is not None
             assert bool((got.topk_logprobs[~got.topk_valid] == -torch.inf).all())
             assert not bool(got.topk_valid[~got.loss_mask].any())
+
+
+DECLARED = {
+    "rollout_logprobs": "",
+    "advantages": "",
+    "recomputed_logprobs": "@needs(recomputed=True)",
+    "reference_logprobs": "@needs(reference=True)",
+    "topk_other_square": "@needs(topk=True, topk_other_square=True)",
+}
+"""Fields that a function may read, and its declaration."""
+
+
+def test_each_declared_field_has_its_own_numbers(tmp_path: Path) -> None:
+    """The gradient of log pi times a field is that field; no two fields of the made-up inputs are equal."""
+    inputs = made_up_inputs(TOPK)
+    for field, declaration in DECLARED.items():
+        file = write(tmp_path, f"{declaration}\ndef f(x): return x.logprobs * x.{field}\n", f"{field}.py")
+        options: dict[str, Any] = {"topk": TOPK} if "topk" in declaration else {}
+        _, (found, *_) = gradients(LossConfig(name=f"{file}:f", **options))
+        expected = torch.where(inputs.loss_mask, getattr(inputs, field).double(), 0.0)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_gradient_that_was_not_declared_does_not_reach_the_model(tmp_path: Path) -> None:
+    body = "@needs(topk=True{})\ndef f(x): return term(x) + x.topk_logprobs.exp().sum(-1) + x.entropy\n"
+    other = made_up_inputs(TOPK).topk_other_logprob
+    assert other is not None
+    for declaration, topk, entropy in (
+        ("", False, False),
+        (", topk_gradient=True", True, False),
+        (", entropy_gradient=True", False, True),
+    ):
+        file = write(tmp_path, body.format(declaration), f"g{len(declaration)}.py")
+        leaf = other.clone().requires_grad_()
+        output, found = gradients(LossConfig(name=f"{file}:f", topk=TOPK), topk_other_logprob=leaf)
+        assert bool(found[0].any())
+        assert (bool(found[2].any()), bool(found[1].any())) == (topk, entropy)
+    body = "@needs(topk=True)\ndef f(x): return term(x) + x.topk_other_logprob + x.rollout_topk_logprobs[:, 0]\n"
+    leaves = [other.clone().requires_grad_(), made_up_inputs(TOPK).rollout_topk_logprobs.clone().requires_grad_()]  # type: ignore[union-attr]
+    inputs = replace(made_up_inputs(TOPK), topk_other_logprob=leaves[0], rollout_topk_logprobs=leaves[1])
+    logprobs = inputs.logprobs.clone().requires_grad_()
+    output = policy_loss(
+        replace(inputs, logprobs=logprobs), LossConfig(name=f"{write(tmp_path, body, 'o.py')}:f", topk=TOPK)
+    )
+    found = torch.autograd.grad(output.loss_sum, [logprobs, *leaves], allow_unused=True)
+    assert bool(found[0].any()) and found[1] is None and found[2] is None
+
+
+def test_counterfactual_cosines_of_a_loss_with_a_weight_are_those_of_the_two_gradients(tmp_path: Path) -> None:
+    mask = f"{write(tmp_path, 'def m(x): return x.rollout_logprobs.exp() + (x.advantages > 0)', 'm.py')}:m"
+    weights = torch.rand(made_up_inputs(TOPK).loss_mask.numel(), generator=torch.Generator().manual_seed(0))
+    user = f"{write(tmp_path, 'def f(x): return term(x) * 0.5')}:f"
+    for name in ("pg_is", "grpo", user):
+        output, (mine, *_) = gradients(LossConfig(name=name, mask=mask), token_weights=weights)
+        found = with_cosines({k: float(m.numerator / m.denominator) for k, m in output.metrics.items()})
+        for other in ("pg_is", "grpo", "dppo_binary_tv"):
+            _, (theirs, *_) = gradients(LossConfig(name=other), token_weights=weights)
+            cosine = torch.nn.functional.cosine_similarity(mine, theirs, dim=0)
+            assert found[f"counterfactual/{other}/cosine"] == pytest.approx(float(cosine), rel=1e-6)
+            assert 0.1 < cosine < 0.999

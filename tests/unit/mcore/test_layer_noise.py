@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from torch import Tensor
 from megatron_dppo.config.train import LayerNoiseConfig
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.layer_noise import RowNoise
+from megatron_dppo.mcore.layer_noise import LayerNoise, RowNoise
+from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.types import TrainingSample
 
 HIDDEN = 48
@@ -69,3 +72,73 @@ def test_layers_outside_the_model_are_rejected(settings: dict[str, Any]) -> None
     assert LayerNoiseConfig(std=1.0, start_layer=1, end_layer=3).layers(4) == range(1, 3)
     with pytest.raises(ConfigError, match="model's 4 layers"):
         LayerNoiseConfig(std=1.0, **settings).layers(4)
+
+
+def learned(std: float, lr: float) -> LayerNoise:
+    """Noise of two layers on one rank."""
+    decoder = SimpleNamespace(
+        layers=[
+            SimpleNamespace(layer_number=1 + i, register_forward_pre_hook=lambda hook, with_kwargs: None)
+            for i in range(2)
+        ]
+    )
+    model: Any = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]), decoder=decoder)
+    config: Any = SimpleNamespace(num_layers=2, sequence_parallel=False, finalize_model_grads_func=None)
+    groups: Any = SimpleNamespace(world=None, tp=None)
+    return LayerNoise([model], config, LayerNoiseConfig(std=std, lr=lr), groups, 0, (0.9, 0.95, 1e-2))
+
+
+def test_only_applied_updates_move_the_standard_deviations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam by hand, with gradients that were multiplied by the loss scale of their update."""
+    one_rank = SimpleNamespace(get_world_size=lambda group: 1, get_rank=lambda group: 0)
+    monkeypatch.setattr("megatron_dppo.mcore.layer_noise.dist", one_rank)
+    noise = learned(0.1, 0.5)
+    first, second, log_std, count = np.zeros(2), np.zeros(2), np.full(2, np.log(0.1)), 0
+    for gradient, scale, applied in (
+        ([0.02, -0.3], 8.0, True),
+        ([np.inf, np.nan], 8.0, False),
+        ([0.5, 0.5], 4.0, False),
+        ([0.01, 0.2], 4.0, True),
+        ([-0.04, 0.1], 1.0, True),
+    ):
+        noise.gradient = torch.tensor(gradient, dtype=torch.float64) * scale
+        before = np.exp(log_std)
+        metrics = noise.step(scale, applied=applied)
+        if applied:
+            count += 1
+            first = 0.9 * first + 0.1 * np.array(gradient)
+            second = 0.95 * second + 0.05 * np.array(gradient) ** 2
+            corrected = np.sqrt(second / (1 - 0.95**count)) + 1e-2
+            log_std = log_std - 0.5 * first / (1 - 0.9**count) / corrected
+        np.testing.assert_allclose(noise.log_std.numpy(), log_std, rtol=1e-12)
+        assert metrics["layer_noise"] == pytest.approx(before.mean()), "the update was made with the earlier values"
+
+
+def test_a_skipped_update_of_the_trainer_is_one_of_the_noise_with_the_scale_that_it_had() -> None:
+    steps: list[tuple[float, bool]] = []
+    scale = SimpleNamespace(value=16.0)
+
+    def noise_step(loss_scale: float, *, applied: bool) -> dict[str, float]:
+        steps.append((loss_scale, applied))
+        return {}
+
+    for applied in (False, True):
+
+        def step(applied: bool = applied) -> Any:
+            scale.value /= 2
+            return SimpleNamespace(applied=applied, grad_norm=1.0, has_lower_scale=True)
+
+        trainer: Any = SimpleNamespace(
+            optimizer=SimpleNamespace(
+                loss_scale=scale, step=step, megatron=SimpleNamespace(param_groups=[{"lr": 0.1}])
+            ),
+            _noise=SimpleNamespace(step=noise_step),
+            policy_version=3,
+        )
+        result = PolicyTrainer.apply(trainer, {})
+        assert (result.skipped, result.policy_version, trainer.policy_version) == (
+            not applied,
+            3 + applied,
+            3 + applied,
+        )
+    assert steps == [(16.0, False), (8.0, True)]

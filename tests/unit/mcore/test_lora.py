@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from megatron_dppo.config.model import LORA_TARGETS, LoraConfig
+from megatron_dppo.mcore.lora import Lora
+from megatron_dppo.mcore.lora_layer import LinearAdapter
 from megatron_dppo.run.changes import change_kind
 from tests.distributed.parity import Case, config_for
 
@@ -75,3 +78,21 @@ def test_a_is_drawn_as_peft_draws_it() -> None:
         assert value == pytest.approx(1.0, abs=0.02)
     assert torch.equal(found, kaiming_uniform(64, 400, "0 q"))
     assert not torch.equal(found, kaiming_uniform(64, 400, "0 k"))
+
+
+def test_weights_are_merged_in_fp32_and_rounded_once() -> None:
+    """Half a step of bf16 and a little more rounds up; either part rounded before the sum would round to even."""
+    step, little = 2.0**-7, 2.0**-17
+    weight = torch.ones(1, 1, dtype=torch.bfloat16)
+    factors = (torch.tensor([[1.0], [little]]), torch.tensor([[step / 2, 1.0]]))
+    adapter: Any = SimpleNamespace(joined_factors=lambda: factors, _is_expert=False, _scale=1.0)
+    delta = LinearAdapter.delta(adapter)
+    assert delta.dtype == torch.float32 and float(delta) == step / 2 + little
+    halves = tuple(factor.bfloat16() for factor in factors)
+    adapter = SimpleNamespace(joined_factors=lambda: halves, _is_expert=False, _scale=1.0)
+    assert float(LinearAdapter.delta(adapter)) == step / 2 + little, "bf16 factors are multiplied in fp32"
+    adapters: Any = SimpleNamespace(_adapter_by_weight={weight: (SimpleNamespace(delta=lambda expert: delta), 0)})
+    merged = Lora.merge(adapters, weight)
+    assert merged.dtype == torch.bfloat16 and float(merged) == 1 + step
+    other = torch.ones(2, dtype=torch.bfloat16)
+    assert torch.equal(Lora.merge(adapters, other), other)

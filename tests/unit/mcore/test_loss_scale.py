@@ -33,6 +33,41 @@ def test_overflows_halve_it_and_a_window_without_one_doubles_it() -> None:
     assert other.state_dict() == scale.state_dict() and float(other.inv_scale) == 0.5
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_any_order_of_overflows_gives_the_scale_of_megatron(hysteresis: int) -> None:
+    """Megatron's own scaler is the reference. After every second step ours is saved and loaded."""
+    apply_shims(Platform.detect(force_cpu=True))
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    from megatron_dppo.mcore.optim import LossScale
+
+    settings = OptimizerConfig(
+        lr=1e-3, initial_loss_scale=64.0, min_loss_scale=2.0, loss_scale_window=3, hysteresis=hysteresis
+    )
+    scale = LossScale(settings, torch.device("cpu"))
+    reference = DynamicGradScaler(
+        initial_scale=64.0,
+        min_scale=2.0,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=3,
+        hysteresis=hysteresis,
+    )
+    random = torch.Generator().manual_seed(hysteresis)
+    values = []
+    for step in range(400):
+        overflow = bool(torch.rand((), generator=random) < 0.3)
+        scale.adjust(overflow=overflow)
+        reference.update(overflow)
+        values.append(scale.value)
+        assert scale.value == float(reference.scale), step
+        if step % 2:
+            saved = scale.state_dict()
+            scale = LossScale(settings, torch.device("cpu"))
+            scale.load_state_dict(saved)
+    assert len(set(values)) > 3
+
+
 def test_its_keys_are_for_fp16_alone() -> None:
     assert configs.config(model={"path": "m", "dtype": "fp16"}, optimizer={"initial_loss_scale": 4.0})
     with pytest.raises(ConfigError, match=r"optimizer\.hysteresis has no effect with model\.dtype = 'bf16'"):

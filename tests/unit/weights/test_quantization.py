@@ -172,6 +172,19 @@ def test_zeros_and_the_smallest_numbers_stay_finite() -> None:
     assert not numbers.any() and bool((scale == 1).all())
 
 
+def test_fp8_of_tiny_weights_is_finite_and_within_half_a_step_of_its_scale() -> None:
+    """Below 448 times the smallest normal fp32 number the scale is subnormal, and rounded by up to half of itself."""
+    largest = torch.cat([torch.arange(225, 2000, 7) * 2.0**-149, 2.0 ** torch.arange(-130.0, -100.0)])
+    for value in largest.tolist():
+        weight = torch.tensor([[value, -value, value / 2, 0.0]])
+        numbers, scale = fp8_blocks(weight)
+        found = numbers.double() * scale.double()
+        assert bool(found.isfinite().all()), value
+        # Three bits of mantissa are a relative error of 1/16; beside it the rounding of the scale, and its clamp.
+        error = (found - weight.double()).abs() / value
+        assert float(error.max()) < (1 / 16 if float(scale) > 2.0**-126 else 0.5), value
+
+
 @pytest.mark.parametrize(
     ("form", "weight", "problem"),
     [
