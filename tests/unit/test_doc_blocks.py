@@ -30,8 +30,27 @@ NOT_RUN = "<!-- not run:"
 def blocks(language: str) -> Iterator[tuple[Path, str, str]]:
     """Page, text of the block, the line above it."""
     for page in PAGES:
-        for above, body in re.findall(rf"([^\n]*)\n+```{language}\n(.*?)^```", page.read_text("utf-8"), re.S | re.M):
-            yield page, body, above
+        for above, found, body in fenced(page.read_text("utf-8")):
+            if found == language:
+                yield page, body, above
+
+
+def fenced(text: str) -> Iterator[tuple[str, str, str]]:
+    """The last line above a block, its language and its text without the indentation of the fence."""
+    above, opening = "", None
+    body: list[str] = []
+    for line in text.splitlines():
+        fence = re.match(r"( *)```(\w*)$", line)
+        if opening is None and fence is not None:
+            opening, body = fence, []
+        elif opening is not None and fence is not None and not fence[2]:
+            yield above, opening[2], "".join(f"{each.removeprefix(opening[1])}\n" for each in body)
+            above, opening = "", None
+        elif opening is not None:
+            body.append(line)
+        elif line.strip():
+            above = line
+    assert opening is None, f"a block is not closed: {body}"
 
 
 def numbered(language: str) -> list[Any]:
@@ -60,15 +79,33 @@ def test_settings_are_known_and_have_their_types(page: Path, text: str, above: s
         assert not wrong
 
 
+def command_lines() -> Iterator[tuple[Path, str, str]]:
+    """Page, line and program of each command. A block without a language whose first line has no program is output."""
+    for page, text, _ in [*blocks("sh"), *blocks("")]:
+        lines = re.split(r"\n| && ", text.replace("\\\n", " "))
+        programs = [_program(line) for line in lines]
+        if programs[0] in CHECKS or programs[0] in FOREIGN:
+            yield from ((page, line, program) for line, program in zip(lines, programs, strict=True) if program)
+
+
+def _program(line: str) -> str:
+    words = (word for word in line.split() if not re.fullmatch(r"[A-Z_0-9]+=.*", word))
+    return next((word for word in words if not word.startswith("#")), "") if not line.startswith("#") else ""
+
+
 def commands() -> list[Any]:
     found = []
-    for page, text, _ in [*blocks("sh"), *blocks("")]:
-        for line in re.split(r"\n| && ", text.replace("\\\n", " ")):
-            first = next((word for word in line.split() if not re.fullmatch(r"[A-Z_0-9]+=.*", word)), "")
-            if first in CHECKS:
-                words = shlex.split(line, comments=True)
-                found.append(pytest.param(words[words.index(first) :], id=f"{page.stem}: {line}"[:80]))
+    for page, line, program in command_lines():
+        if program in CHECKS:
+            words = shlex.split(line, comments=True)
+            found.append(pytest.param(words[words.index(program) :], id=f"{page.stem}: {line.strip()}"[:80]))
     return found
+
+
+def test_no_command_is_left_out() -> None:
+    unknown = {program for _, _, program in command_lines()} - CHECKS.keys() - FOREIGN
+    assert not unknown
+    assert len(commands()) > 100
 
 
 def make_targets() -> set[str]:
@@ -101,6 +138,8 @@ def check_python(words: list[str]) -> None:
         of_engine = words[2].partition(".")[0] in ("sglang", "vllm")  # in an environment of its own
         assert of_engine or importlib.util.find_spec(words[2]) is not None
         return
+    if words[1] == "hf_ptq.py":  # of the folder that the line above it clones
+        return
     check_files(words)
     source = (ROOT / words[1]).read_text()
     assert all(word in source for word in words[2:] if word.startswith("--"))
@@ -111,9 +150,27 @@ def check_torchrun(words: list[str]) -> None:
     check_flags([word for word in words if word.startswith("--") and "." in word])
 
 
+def check_pip(words: list[str]) -> None:
+    """The extras of this package exist."""
+    setup = (ROOT / "setup.py").read_text()
+    for named in re.findall(r"(?:^| )\.\[([\w,-]+)\]", " ".join(words)):
+        assert all(f'        "{extra}": ' in setup for extra in named.split(",")), named
+    check_files(words)
+
+
+def check_uv(words: list[str]) -> None:
+    words = words[2:] if words[1] in ("run", "pip") else words[1:]
+    CHECKS.get(words[0], check_files)(words)
+
+
+def check_script(words: list[str]) -> None:
+    assert os.access(ROOT / words[0], os.X_OK)
+    check_torchrun(words)
+
+
 def check_files(words: list[str]) -> None:
     """Those of the repository; a page may name a folder of a run or of a model, which is not there yet."""
-    named = [w for w in words if re.match(r"(tools|benchmarks|launch|tests)/|examples/.*\.(toml|py)$", w)]
+    named = [w for w in words if re.match(r"(tools|benchmarks|launch|tests|requirements)/|examples/.*\.(toml|py)$", w)]
     assert all((ROOT / word).exists() for word in named), named
 
 
@@ -123,7 +180,14 @@ CHECKS = {
     "python": check_python,
     "torchrun": check_torchrun,
     "sbatch": check_files,
+    "pip": check_pip,
+    "uv": check_uv,
+    "tools/engines/sglang.sh": check_script,
+    "tools/engines/vllm.sh": check_script,
+    "launch/torchrun.sh": check_script,
 }
+FOREIGN = {"cd", "export", "git", "hf", "python3", "source", ".", "vllm", "/shared/sglang/bin/pip"}
+"""Programs whose arguments are not looked at."""
 
 
 @pytest.mark.parametrize("words", commands())

@@ -82,7 +82,7 @@ def prefix_keep_mask(
     low, high = thresholds
     ones = torch.ones_like(divergence, dtype=torch.float64)
     limit = torch.where(advantages > 0, high * ones, low * ones)
-    known = torch.where(mask, divergence.detach().double().nan_to_num(nan=torch.inf), 0.0)
+    known = divergence.detach().double().nan_to_num(nan=torch.inf)
     parts = zip(known.split(lengths), mask.split(lengths), limit.split(lengths), strict=True)
     inside = [_within_budget(*part, floor, budget) for part in parts]
     # As in ``divergence_keep_mask``: an update that leads back to mu is kept whatever its budget.

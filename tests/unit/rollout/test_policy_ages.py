@@ -13,7 +13,7 @@ from megatron_dppo.rollout.batch import PolicyAges, has_signal
 from megatron_dppo.rollout.engine import GroupRequest, SampledFuture
 from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.response import PartialResponse
-from megatron_dppo.rollout.saved import SchedulerState, load_rollouts, save_rollouts
+from megatron_dppo.rollout.saved import SavedSubmission, SchedulerState, load_rollouts, save_rollouts
 from megatron_dppo.rollout.store import StoredRollouts
 from megatron_dppo.types import Completion, Rollout, RolloutGroup, SamplingParams, VersionSpan
 from tests.unit.columns import ids, logs, mask
@@ -111,6 +111,27 @@ def test_groups_submitted_one_by_one_have_seeds_of_their_own(monkeypatch: pytest
     again = run_with_seeds(1)
     again.steps(3)
     assert list(again.engine.seeds.values()) == seeds[:16]
+
+
+def test_refills_and_ranks_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitted together, the groups of a step share a seed; each refill, each step and each rank has another one."""
+    monkeypatch.setattr("megatron_dppo.rollout.scheduler.from_each", lambda value, group: [value, value])
+    seeds = []
+    for rank in range(2):
+        engine = LateEngine({})
+        settings = {"dynamic_sampling": True, "max_refills": 3}
+        make(engine, FakeScorer(lambda i: False), dp=2, rank=rank, rollout=settings).steps(2)
+        assert len(engine.seeds) == 8
+        seeds += list(engine.seeds.values())
+    assert len(set(seeds)) == 16
+
+
+def test_single_groups_stay_single_on_another_number_of_ranks() -> None:
+    single = [[SavedSubmission(2, 1, [PromptSlot(position, 2)]) for position in part] for part in ((0, 1, 4), (2, 3))]
+    for dp in (1, 3):
+        found = SchedulerState(8, 3, {}, [[], []], single).with_data_parallel_size(dp).submissions
+        assert all(len(each.slots) == 1 for submissions in found for each in submissions)
+        assert sorted(each.slots[0].position for submissions in found for each in submissions) == [0, 1, 2, 3, 4]
 
 
 def test_only_scored_samples_give_a_group_signal() -> None:
