@@ -243,7 +243,7 @@ def score_twice(
         the share of rows (a token in a layer) in which engine and trainer chose other experts.
     """
     from megatron_dppo.data.routing import count_differences
-    from megatron_dppo.parallel.objects import from_each
+    from megatron_dppo.parallel.objects import all_gather_objects
     from megatron_dppo.report.metrics import reduce_metrics
     from megatron_dppo.types import Metric, experts_of
 
@@ -264,7 +264,7 @@ def score_twice(
                 live = experts_of(routes[number][where], shape)
                 rows, differ = count_differences(given, live)[0].tolist()
                 metrics.append({"routes": Metric(differ, rows)})
-    tokens = sum(from_each(sum(int(sample.loss_mask.sum()) for sample in samples), trainer.groups.world))
+    tokens = sum(all_gather_objects(sum(int(sample.loss_mask.sum()) for sample in samples), trainer.groups.world))
     return {"tokens": tokens, **reduce_metrics(metrics, trainer.groups.world)}
 
 

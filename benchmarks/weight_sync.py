@@ -106,7 +106,7 @@ def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     from megatron_dppo.config.servers import WeightSyncConfig
     from megatron_dppo.engines.sglang import SGLangServer
     from megatron_dppo.hf.folder import drain
-    from megatron_dppo.weights.handles import MemorySharing
+    from megatron_dppo.weights.ipc import MemorySharing
     from megatron_dppo.weights.sync import WeightSync
 
     ranks = int(os.environ["WORLD_SIZE"])

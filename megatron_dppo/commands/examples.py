@@ -53,7 +53,7 @@ def run_examples(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     names = [RUNNABLE[name].files if name in RUNNABLE else name for name in options.name]
     unknown = [name for name in names if name not in sources]
     if unknown:
-        raise ConfigError(f"example {unknown[0]!r}; expected some of {', '.join(sources)}")
+        raise ConfigError(f"there is no example {unknown[0]!r}; expected some of {', '.join(sources)}")
     targets = {
         name: Path(options.to) / (LAUNCH if name == LAUNCH else f"examples/{name}") for name in dict.fromkeys(names)
     }

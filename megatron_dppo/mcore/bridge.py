@@ -156,7 +156,7 @@ class Bridge:
         if missing or extra:
             raise CheckpointError(
                 f"The weights do not match config.json: {len(missing)} missing (e.g. {sorted(missing)[:2]}), "
-                f"{len(extra)} unexpected (e.g. {sorted(extra)[:2]})"
+                f"{len(extra)} unexpected (e.g. {sorted(extra)[:2]}). Fix: use the complete folder of one model"
             )
 
     @torch.no_grad()

@@ -159,7 +159,7 @@ def check_fp8(fields: Mapping[str, Any], dtype: str, platform: Platform, *, tran
     name = f"model.transformer.fp8 = {fields['fp8']!r}"
     if dtype != "bf16":
         raise ConfigError(
-            f"{name} with model.dtype = {dtype!r}: weights and activations are bf16 beside it; set 'bf16'"
+            f"{name} with model.dtype = {dtype!r}: weights and activations outside of FP8 are bf16. Set 'bf16'"
         )
     if not platform.is_cuda or not transformer_engine:
         there = "there is no GPU" if not platform.is_cuda else "Transformer Engine is not installed"

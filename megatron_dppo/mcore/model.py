@@ -174,7 +174,7 @@ def checked_config(
     except (ValueError, AssertionError, TypeError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(
             f"Megatron's TransformerConfig rejects this model, layout and model.transformer = {model.transformer}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
         ) from error
 
 

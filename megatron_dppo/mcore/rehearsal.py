@@ -168,8 +168,8 @@ def _other_dispatchers(_: Assumptions) -> None:
     def refuse(name: str) -> Callable[..., None]:
         def init(*args: Any, **kwargs: Any) -> None:
             raise PlanError(
-                f"{name}: its token counts have no place in a rehearsal yet; plan with moe_token_dispatcher_type = "
-                "'alltoall'"
+                f"{name} cannot be rehearsed, because it reads its token counts from the router. Fix: plan with "
+                "moe_token_dispatcher_type = 'alltoall'"
             )
 
         return init

@@ -267,5 +267,6 @@ def check_router_replay_support(overrides: Mapping[str, Any]) -> None:
             continue
         if values is None or value in (values if isinstance(values, set) else {values}):
             raise ConfigError(
-                f"model.transformer.{name} = {value!r} cannot go with train.router_replay: {reason}; remove one of them"
+                f"model.transformer.{name} = {value!r} cannot be combined with train.router_replay: {reason}; remove "
+                "one of them"
             )

@@ -23,7 +23,7 @@ def is_leader(group: ProcessGroup | None) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-def from_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
+def broadcast_object(make: Callable[[], T], group: ProcessGroup | None) -> T:
     """Call ``make`` on the first rank of the group and broadcast its result to all ranks.
 
     Tensors and arrays are sent as raw bytes; the objects that hold them are pickled. Pickle is safe here, because all
@@ -44,7 +44,7 @@ def from_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
     return from_message(message)
 
 
-def parts_from_leader(
+def scatter_object(
     make: Callable[[], T], group: ProcessGroup | None, needs: Sequence[Hashable], part: Callable[[T, Any], T]
 ) -> T:
     """Call ``make`` on the first rank of the group and send each other rank the part that it needs.
@@ -56,7 +56,7 @@ def parts_from_leader(
         part: Return the part of a value for the needs of a rank.
     """
     if group is None or len(set(needs)) == 1:
-        return from_leader(make, group)
+        return broadcast_object(make, group)
     size = torch.zeros(1, dtype=torch.int64)
     if not is_leader(group):
         dist.recv(size, group=group, group_src=0)
@@ -75,8 +75,11 @@ def parts_from_leader(
     return value
 
 
-def agreed(make: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Call ``from_leader``, and raise an exception of the first rank on all ranks, so that none waits forever."""
+def run_on_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Call ``make`` on the first rank of the group; all ranks return its result, or raise its exception.
+
+    Without that the other ranks would wait forever for a rank that has raised.
+    """
 
     def attempt() -> tuple[T | None, Exception | None]:
         try:
@@ -84,13 +87,13 @@ def agreed(make: Callable[[], T], group: ProcessGroup | None) -> T:
         except Exception as error:
             return None, error
 
-    value, error = from_leader(attempt, group)
+    value, error = broadcast_object(attempt, group)
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
 
 
-def from_each(value: T, group: ProcessGroup | None) -> list[T]:
+def all_gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
     """Gather the values of all ranks of the group on all ranks, in rank order. Values are pickled."""
     size = 1 if group is None else dist.get_world_size(group)
     if size == 1:
@@ -100,10 +103,10 @@ def from_each(value: T, group: ProcessGroup | None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
-def at_leader(value: T, group: ProcessGroup | None) -> list[T]:
+def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
     """Gather the values of all ranks on the first rank of the group, in rank order.
 
-    Other ranks get an empty list. Tensors are not pickled, as in ``from_leader``.
+    Other ranks get an empty list. Tensors are not pickled, as in ``broadcast_object``.
 
     Args:
         value: Value of this rank.
@@ -129,10 +132,10 @@ def at_leader(value: T, group: ProcessGroup | None) -> list[T]:
     return values
 
 
-def exchange(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
+def all_to_all_objects(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
     """Send ``outgoing[r]`` to rank r of the group and return the received items, in the order of the senders.
 
-    Tensors are not pickled, as in ``from_leader``. Two collectives: the sizes, then one all-to-all of the bytes.
+    Tensors are not pickled, as in ``broadcast_object``. Two collectives: the sizes, then one all-to-all of the bytes.
 
     Args:
         outgoing: One list for each rank, including this one.

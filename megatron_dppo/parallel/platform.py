@@ -69,7 +69,7 @@ def require_devices(local_world_size: int) -> None:
     if torch.cuda.is_available() and local_world_size > torch.cuda.device_count():
         raise ConfigError(
             f"{local_world_size} processes on this machine, but {torch.cuda.device_count()} CUDA devices are visible "
-            "here; start one process a device (--nproc-per-node), or make more devices visible"
+            "here; start one process per device (--nproc-per-node), or make more devices visible"
         )
 
 

@@ -17,7 +17,7 @@ from megatron_dppo.data.balance import assign_samples
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
-from megatron_dppo.parallel.objects import exchange, from_each
+from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
@@ -200,7 +200,7 @@ class Updater:
         """
         trainer = self._trainer
         rank = dist.get_rank(group)
-        lengths = from_each([trainer.row_shape.padded(sample.num_tokens) for sample in samples], group)
+        lengths = all_gather_objects([trainer.row_shape.padded(sample.num_tokens) for sample in samples], group)
 
         # Every rank computes the same assignment from the lengths of all samples, so none has to be sent.
         assignment = assign_samples(
@@ -217,10 +217,10 @@ class Updater:
         for i, sample in enumerate(samples, first_index):
             outgoing[target_ranks[i]].append(sample)
 
-        # ``exchange`` returns samples in the order of their source ranks, which is the order of their global indices.
+        # ``all_to_all_objects`` returns samples in the order of their source ranks: that of their global indices.
         received = sorted(i for row in assignment[rank] for i in row)
         local_index = {i: n for n, i in enumerate(received)}
-        return exchange(outgoing, group), [[local_index[i] for i in row] for row in assignment[rank]]
+        return all_to_all_objects(outgoing, group), [[local_index[i] for i in row] for row in assignment[rank]]
 
 
 def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:

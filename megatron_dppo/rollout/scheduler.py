@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import RewardError
-from megatron_dppo.parallel.objects import from_each, from_leader, parts_from_leader
+from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, scatter_object
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import CollectedRollouts, PolicyAges, RankColumns, has_signal, select_rollouts
 from megatron_dppo.rollout.engine import GroupState, RolloutEngine
 from megatron_dppo.rollout.pending import GroupScoring, PromptSlot, ScoredFuture, Submission
-from megatron_dppo.rollout.requests import Prompts, RequestScheduler, oversampled
+from megatron_dppo.rollout.request_scheduler import Prompts, RequestScheduler, oversampled
 from megatron_dppo.rollout.saved import SavedSubmission, SchedulerState
 from megatron_dppo.rollout.store import StoredRollouts
 from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
@@ -128,7 +128,7 @@ class RolloutScheduler:
         # Refill: replace groups without signal by new prompts.
         for attempt in range(1, rollout.max_refills + 1 if rollout.dynamic_sampling else 1):
             with clock.part("waiting"):  # for the rollouts of the slowest rank
-                missing = from_each(max(0, self._share - sum(map(has_signal, sampled))), self._groups.dp)
+                missing = all_gather_objects(max(0, self._share - sum(map(has_signal, sampled))), self._groups.dp)
             if not any(missing):
                 break
             sampled += self._finish(self._submit(step, step, missing, attempt), clock, "rollout")
@@ -142,7 +142,7 @@ class RolloutScheduler:
 
     def wait_for(self, submission: Submission, clock: Clock) -> list[RolloutGroup]:
         """Wait for the groups of ``submit`` and return them. A collective of each replica's ranks."""
-        groups = from_leader(lambda: submission.wait(clock, "rollout"), self._groups.replica)
+        groups = broadcast_object(lambda: submission.wait(clock, "rollout"), self._groups.replica)
         return [group for group in groups if group is not None]
 
     def wait_before_update(self, clock: Clock) -> None:
@@ -162,7 +162,7 @@ class RolloutScheduler:
     def state(self) -> SchedulerState:
         """Return the position in the stream and the pending submissions. A collective of all ranks."""
         local = [SavedSubmission(each.step, each.sampled_at, list(each.slots)) for each in self._submissions]
-        submissions = from_each(local, self._groups.dp)
+        submissions = all_gather_objects(local, self._groups.dp)
         waiting = [list(slots) for slots in self._waiting]
         return SchedulerState(self.cursor, self._next_step, self._ages.state(), waiting, submissions)
 
@@ -238,7 +238,7 @@ class RolloutScheduler:
     def _finish(self, submissions: Sequence[Submission], clock: Clock, part: str) -> list[RolloutGroup]:
         """Return the complete groups of submissions, in order; canceled ones wait for a later step or are given up."""
         replica = self._groups.replica
-        groups = parts_from_leader(
+        groups = scatter_object(
             lambda: [group for each in submissions for group in each.wait(clock, part)],
             replica,
             self._rank_columns,
@@ -249,9 +249,8 @@ class RolloutScheduler:
             canceled = [slot for slot, group in zip(slots, groups, strict=True) if group is None]
             carried = [slot for step, slot in canceled if self._requests.carried_positions(step, [slot])]
             self._num_canceled += len(canceled) - len(carried)
-            self._waiting = [
-                [*new, *old] for new, old in zip(from_each(carried, self._groups.dp), self._waiting, strict=True)
-            ]
+            carried_by_rank = all_gather_objects(carried, self._groups.dp)
+            self._waiting = [[*new, *old] for new, old in zip(carried_by_rank, self._waiting, strict=True)]
         return [group for group in groups if group is not None]
 
     def _take_single_groups(self, step: int, clock: Clock) -> list[RolloutGroup]:
@@ -261,14 +260,14 @@ class RolloutScheduler:
         later ones come in the order of the stream, or of completion. So each group is trained on in its step, or one
         later.
         """
-        positions = from_leader(lambda: self._wait_for_positions(step, clock), self._groups.replica)
+        positions = broadcast_object(lambda: self._wait_for_positions(step, clock), self._groups.replica)
         by_position = {each.slots[0].position: each for each in self._submissions}
         taken = [by_position.pop(position) for position in positions]
         self._submissions = list(by_position.values())
         sampled = self._finish(taken, clock, "prefetch_wait")
         expected = oversampled(self._share, self._rollout.oversample)
         with clock.part("waiting"):
-            extra = from_each(max(0, len(taken) - expected), self._groups.dp)
+            extra = all_gather_objects(max(0, len(taken) - expected), self._groups.dp)
         if self._next_step > step + 1:
             last_step = self._next_step - 1
             slots = self._take_slots(last_step, extra)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dppo.rollout.handles import Handle
+from megatron_dppo.rollout.shared_memory import Handle
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.types import FinishReason, ResponseColumns, RoutingShape, SamplingParams, VersionSpan
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files import require_space
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
-from megatron_dppo.parallel.objects import agreed, is_leader
+from megatron_dppo.parallel.objects import is_leader, run_on_leader
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
 from megatron_dppo.rollout.scheduler import RolloutScheduler
@@ -144,7 +144,7 @@ class Checkpoints:
             "cwd": os.getcwd(),
             "digests": self._digests,
         }
-        agreed(
+        run_on_leader(
             lambda: require_space(self.folder, estimate_save_bytes(config, self._inputs), "a checkpoint"),
             self._trainer.groups.world,
         )

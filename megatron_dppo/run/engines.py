@@ -25,7 +25,7 @@ from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
 from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.requests import sampling_params
+from megatron_dppo.rollout.request_scheduler import sampling_params
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
@@ -37,7 +37,7 @@ from megatron_dppo.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
-    from megatron_dppo.weights.handles import MemorySharing
+    from megatron_dppo.weights.ipc import MemorySharing
     from megatron_dppo.weights.publish import Publisher
 
 

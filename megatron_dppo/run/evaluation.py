@@ -15,13 +15,13 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import add_prefix, reduce_over_samples
 from megatron_dppo.report.records import read_records
 from megatron_dppo.rewards.math import extract_answer
 from megatron_dppo.rollout.pending import Submission
-from megatron_dppo.rollout.requests import sampling_params
+from megatron_dppo.rollout.request_scheduler import sampling_params
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -237,7 +237,7 @@ def write_sample_responses(
         with disk_errors(target, "the answers"):
             write_synced(target, "".join(json.dumps(record) + "\n" for record in records))
 
-    agreed(write, world)
+    run_on_leader(write, world)
     return responses
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.files import require_space
-from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.weights.adapter_folder import save_adapter
@@ -25,7 +25,8 @@ def export_hf(trainer: PolicyTrainer, inputs: Inputs, config: Config, target: Pa
     Raises:
         DiskError: On all ranks, if the folder cannot be written.
     """
-    agreed(lambda: require_space(target, inputs.num_parameters * dtype.itemsize, "the export"), trainer.groups.world)
+    num_bytes = inputs.num_parameters * dtype.itemsize
+    run_on_leader(lambda: require_space(target, num_bytes, "the export"), trainer.groups.world)
     save_hf_folder(target, config.model.path, trainer.export_weights(), dtype, group=trainer.groups.world)
 
 

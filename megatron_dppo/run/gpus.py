@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.run.engines import connect_servers
 from megatron_dppo.weights.publish import release_all
 
@@ -129,4 +129,4 @@ def free_gpus(config: Config, world: dist.ProcessGroup | None) -> list[str]:
             for server in servers:
                 await server.close()
 
-    return agreed(lambda: asyncio.run(release()) if dist.get_rank() == 0 else [], world)
+    return run_on_leader(lambda: asyncio.run(release()) if dist.get_rank() == 0 else [], world)

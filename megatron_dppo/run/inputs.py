@@ -23,7 +23,7 @@ from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
-from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.parallel.objects import broadcast_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
         pairs = None if inputs.warmup_data is None else inputs.warmup_data.pairs
         return inputs.train_prompts, inputs.eval_prompts, pairs, inputs.data_summary
 
-    train, held_out, pairs, summary = from_leader(read, group)
+    train, held_out, pairs, summary = broadcast_object(read, group)
     if inputs is not None:
         return inputs
     warmup = None

@@ -28,7 +28,7 @@ from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import score_completions
-from megatron_dppo.rollout.requests import sampling_params, sampling_seed
+from megatron_dppo.rollout.request_scheduler import sampling_params, sampling_seed
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.run.engines import (
     build_sampling_engine,

@@ -19,7 +19,7 @@ from megatron_dppo.errors import ConfigError, ErrorCollector, MultipleErrors, Us
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.losses.parts.user_check import check_user_functions
-from megatron_dppo.parallel.objects import from_each
+from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform, require_devices
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
@@ -256,7 +256,7 @@ def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGrou
     Raises:
         UserError: On every rank, the problems of all ranks.
     """
-    texts_by_rank = from_each([str(error) for error in errors], group)
+    texts_by_rank = all_gather_objects([str(error) for error in errors], group)
     if len(texts_by_rank) > 1:
         by_text = {str(error): error for error in errors}
         problems = ErrorCollector()

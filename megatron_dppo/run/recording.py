@@ -15,7 +15,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import token_texts
 from megatron_dppo.files import disk_errors
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import agreed, at_leader, is_leader
+from megatron_dppo.parallel.objects import gather_objects, is_leader, run_on_leader
 from megatron_dppo.policy.packed import SampleRecord, TokenRecorder
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.steps.files import StepMeta, write_step
@@ -130,14 +130,14 @@ class StepRecorder:
         groups = self._groups
         sample_records = record.pop_sample_records(self._trainer)
         rollouts = (collected, record) if is_leader(groups.replica) else None
-        records = at_leader(_RankRecord(self._trainer.dp_rank, rollouts, sample_records), groups.world)
+        records = gather_objects(_RankRecord(self._trainer.dp_rank, rollouts, sample_records), groups.world)
 
         def write() -> None:
             if records:
                 file = self._write_file(step, record.policy_version, records)
                 self._write_table(step, file, writer)
 
-        agreed(write, groups.world)
+        run_on_leader(write, groups.world)
 
     def _write_file(self, step: int, policy_version: int, records: Sequence[_RankRecord]) -> Path:
         sample_records = {number: sample for record in records for number, sample in record.sample_records.items()}

@@ -23,7 +23,7 @@ def open_run(folder: Path, name: str = "") -> ReportedRun:
         ConfigError: No such folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is no folder; expected the folder of a run (run.output_dir)")
+        raise ConfigError(f"{str(folder)!r} is not a folder; expected the folder of a run (run.output_dir)")
     return ReportedRun(folder, _decoder(folder), name)
 
 

@@ -86,13 +86,13 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
             layout that Megatron cannot reshard from, or other settings (``run/changes.py``).
     """
     from megatron_dppo.mcore.checkpoint.save_load import read_state
-    from megatron_dppo.parallel.objects import agreed, from_leader
+    from megatron_dppo.parallel.objects import broadcast_object, run_on_leader
 
     if config.checkpoint.resume != "auto":
         return None
     # Damaged metrics end the start here, before any checkpoint is renamed or pruned.
     metrics = Path(config.run.output_dir) / "metrics.jsonl"
-    agreed(lambda: len(read_metrics(metrics)), _world())
+    run_on_leader(lambda: len(read_metrics(metrics)), _world())
     folder = checkpoints_folder(Path(config.run.output_dir))
     chosen, skipped_checkpoints = find_usable_checkpoint(folder, accept_unverified=config.checkpoint.accept_unverified)
     is_fork = chosen is None and config.checkpoint.fork_from is not None
@@ -127,7 +127,7 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
             )
 
     # Settings: those that change the results need checkpoint.accept_changes, except in a fork.
-    changes = from_leader(lambda: _find_changes(state, chosen, config), _world())
+    changes = broadcast_object(lambda: _find_changes(state, chosen, config), _world())
     check_changes(changes, chosen, accepted=config.checkpoint.accept_changes or is_fork)
     if is_fork and state["step"] >= config.run.num_steps:
         raise CheckpointError(
@@ -203,10 +203,10 @@ def find_usable_checkpoint(
     import torch.distributed as dist
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
-    from megatron_dppo.parallel.objects import from_leader
+    from megatron_dppo.parallel.objects import broadcast_object
 
     # Rank 0 lists the folder for all: a file system may show the ranks different contents.
-    candidates = from_leader(lambda: checkpoints(folder), dist.group.WORLD)
+    candidates = broadcast_object(lambda: checkpoints(folder), dist.group.WORLD)
     skipped: list[SkippedCheckpoint] = []
     for checkpoint in reversed(candidates):
         problem = _find_problem(checkpoint, accept_unverified=accept_unverified)

@@ -23,7 +23,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import write_synced
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state, remove_leftovers
-from megatron_dppo.parallel.objects import agreed, is_leader
+from megatron_dppo.parallel.objects import is_leader, run_on_leader
 from megatron_dppo.run.lock import FolderLock
 
 MARKER = ".megatron_dppo_run.json"
@@ -82,7 +82,7 @@ def open_folder(config: Config) -> Iterator[list[str]]:
         return [f"lock     {lock[0].note}", *notes] if lock[0].note else notes
 
     try:
-        yield agreed(lock_and_prepare, dist.group.WORLD)
+        yield run_on_leader(lock_and_prepare, dist.group.WORLD)
     finally:
         if lock and is_leader(dist.group.WORLD):
             lock[0].release()

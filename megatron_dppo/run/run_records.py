@@ -16,7 +16,7 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.pool import PoolCounts
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import agreed
+from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.curves import write_curves
@@ -188,7 +188,7 @@ class Records:
                 with disk_errors(writer.path, "the metrics"):
                     writer.write(step, values)
 
-        agreed(write, self._groups.world)
+        run_on_leader(write, self._groups.world)
         if "rollout/reward" in values:
             self.console.step(step, self._config.run.num_steps, values)
             if writer is not None:
@@ -212,7 +212,7 @@ class Records:
             policy_updates: Number of optimizer updates of the run.
             answers_before: Answers from before training.
         """
-        agreed(lambda: self._summarize(policy_updates, answers_before), self._groups.world)
+        run_on_leader(lambda: self._summarize(policy_updates, answers_before), self._groups.world)
 
     def _summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
         if self.writer is None:

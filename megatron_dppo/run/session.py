@@ -22,7 +22,7 @@ from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, stream_model
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
-from megatron_dppo.parallel.objects import agreed, from_each, is_leader
+from megatron_dppo.parallel.objects import all_gather_objects, is_leader, run_on_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import read_metrics
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
-    from megatron_dppo.weights.handles import MemorySharing
+    from megatron_dppo.weights.ipc import MemorySharing
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Session:
                 changes=[str(change) for change in point.changes] if point is not None else [],
             )
 
-        if note := agreed(write, dist.group.WORLD):
+        if note := run_on_leader(write, dist.group.WORLD):
             say(note)
         self.records.open(self.state.step or None)
 
@@ -316,7 +316,7 @@ def _build_stream(
 ) -> RolloutScheduler:
     # Ranks of a replica receive only the columns that they read: those for the loss go to the last stage, routes by
     # layer.
-    rank_columns = from_each(RankColumns(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
+    rank_columns = all_gather_objects(RankColumns(trainer.is_last_stage, trainer.replayed_layers), groups.replica)
     return RolloutScheduler(
         rollout=config.rollout,
         params=rollout_sampling_params(config),
@@ -362,7 +362,7 @@ def _build_policy(
     checkpoints = checkpoints_folder(Path(config.run.output_dir))
     if inputs.warmup_data is not None and not is_warm(base, warmup):
         steps = config.warmup.num_steps
-        agreed(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
+        run_on_leader(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
         console.print(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
         console.start("warm-up", steps)
 
@@ -384,7 +384,7 @@ def _build_policy(
         console.finish()
         # The marker is written after the weights: an interrupted export is repeated.
         export_hf(trainer, inputs, config, base, torch.float32)
-        agreed(lambda: _mark_warm(base, warmup, checkpoints) if dist.get_rank() == 0 else None, groups.world)
+        run_on_leader(lambda: _mark_warm(base, warmup, checkpoints) if dist.get_rank() == 0 else None, groups.world)
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up. Rerun the same command to train the warmed-up model")
         # The warmed-up model is on disk: until the training begins a signal may end the process at once again.

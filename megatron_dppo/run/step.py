@@ -23,12 +23,12 @@ from megatron_dppo.errors import ServerError
 from megatron_dppo.losses import advantages_by
 from megatron_dppo.losses.parts.returns import Moments, kl_estimate, returns_to_go
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import from_each, from_leader
+from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import reduce_metrics, reduce_over_samples
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.rollout.requests import sampling_seed
+from megatron_dppo.rollout.request_scheduler import sampling_seed
 from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
@@ -262,7 +262,7 @@ def _whiten(
     """Normalize advantages by the mean and deviation of all ranks' tokens; failed rewards stay at 0 and are ignored."""
     local = [s.advantages[s.loss_mask] for s, scored in zip(samples, is_scored, strict=True) if scored]
     # The empty tensor lets a rank without scored samples take part in the collective.
-    moments = reduce(add, from_each(Moments.of(torch.cat([torch.empty(0), *local])), group))
+    moments = reduce(add, all_gather_objects(Moments.of(torch.cat([torch.empty(0), *local])), group))
     return [
         _with_advantages(sample, moments.whiten(sample.advantages), scored)
         for sample, scored in zip(samples, is_scored, strict=True)
@@ -297,7 +297,7 @@ def add_teacher_logprobs(
         except ServerError as error:
             return [], str(error)
 
-    logprobs, problem = from_leader(request, group)
+    logprobs, problem = broadcast_object(request, group)
     if problem:
         raise ServerError("distillation.teacher_urls", problem)
     return [replace(sample, teacher_logprobs=row) for sample, row in zip(samples, logprobs, strict=True)]

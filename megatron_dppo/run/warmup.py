@@ -17,7 +17,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import write_synced
 from megatron_dppo.losses import SUPERVISED
 from megatron_dppo.mcore.checkpoint.folder import step_number
-from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.parallel.objects import broadcast_object
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.run.contents import content_digests, flatten, same_value
 from megatron_dppo.run.starts import read_starts
@@ -179,7 +179,7 @@ def _resume(trainer: PolicyTrainer, folder: Path, expected: Mapping[str, str], r
 
     if resume.resume == "never":
         return 0
-    saved = from_leader(lambda: checkpoints(folder), trainer.groups.world)
+    saved = broadcast_object(lambda: checkpoints(folder), trainer.groups.world)
     if not saved:
         return 0
     newest = saved[-1]

@@ -22,7 +22,7 @@ from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import disk_errors, fsync
 from megatron_dppo.hf.folder import WeightStream, drain
-from megatron_dppo.parallel.objects import agreed, is_leader
+from megatron_dppo.parallel.objects import is_leader, run_on_leader
 
 _WHAT = "the adapter"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight$")
@@ -51,7 +51,7 @@ def save_adapter(
         tensors = copy_to_cpu(stream) if leads else {}
     finally:
         drain(stream)
-    agreed(lambda: write_adapter(target, tensors, adapter_config(lora, base)) if leads else None, group)
+    run_on_leader(lambda: write_adapter(target, tensors, adapter_config(lora, base)) if leads else None, group)
 
 
 def copy_to_cpu(adapters: WeightStream) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_dppo.hf.folder import WeightStream, drain
-from megatron_dppo.parallel.objects import from_leader
+from megatron_dppo.parallel.objects import broadcast_object
 from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.probe import Probe, ProbeFindings
 from megatron_dppo.weights.sync import WeightSync
@@ -96,7 +96,7 @@ class AdapterProof:
             drain(stream)
         else:
             result = work(self._sync)
-        return from_leader(lambda: result, self._trainer.groups.world)
+        return broadcast_object(lambda: result, self._trainer.groups.world)
 
 
 def _without_failed(result: SyncResult, later: SyncResult) -> SyncResult:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_dppo.errors import DiskError
 from megatron_dppo.files import disk_errors, fsync
 from megatron_dppo.hf.folder import WeightStream, drain, stored_dtype
-from megatron_dppo.parallel.objects import agreed, from_each
+from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
 from megatron_dppo.weights.quantization import Quantization, is_quantized, quantize_stream
 
 _WHAT = "the weights"
@@ -62,11 +62,11 @@ def save_hf_folder(
     writer = _FileWriter(partial, rank, size, dtype, max_shard_bytes)
     stream = iter(weights if quantization is None else quantize_stream(_round_weights(weights, dtype), quantization))
     try:
-        agreed(lambda: _write_config(target, partial, Path(source), dtype, config), group)
+        run_on_leader(lambda: _write_config(target, partial, Path(source), dtype, config), group)
         _run_on_all(lambda: writer.write(stream), target, group)
         _run_on_all(writer.rename_files, target, group)
         quantization_config = None if quantization is None else quantization.config(writer.names())
-        agreed(lambda: _publish(writer, partial, target, quantization_config), group)
+        run_on_leader(lambda: _publish(writer, partial, target, quantization_config), group)
     finally:
         drain(stream)
         writer.close()
@@ -89,7 +89,7 @@ def _run_on_all(work: Callable[[], None], target: Path, group: dist.ProcessGroup
             work()
     except DiskError as disk_error:
         problem = str(disk_error)
-    problems = [text for text in from_each(problem, group) if text is not None]
+    problems = [text for text in all_gather_objects(problem, group) if text is not None]
     if problems:
         error = DiskError(problems[0])
         error.on_every_rank = True

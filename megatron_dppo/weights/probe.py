@@ -16,7 +16,7 @@ from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.serving.checks import UNUSED_CONTEXT_TOKENS
 from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.hf.folder import end_tokens
-from megatron_dppo.parallel.objects import from_each, from_leader, is_leader
+from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, is_leader
 from megatron_dppo.rollout.server import Generation
 from megatron_dppo.types import SamplingParams, TrainingSample
 from megatron_dppo.weights.attempt import call_all
@@ -123,7 +123,7 @@ class Probe:
                 has_restarted = isinstance(result, LostWeightsError)
                 errors = findings.wrong if is_mismatch and not has_restarted else findings.silent
                 errors[url] = str(result)
-        findings, responses = from_leader(lambda: (findings, responses), world)
+        findings, responses = broadcast_object(lambda: (findings, responses), world)
         if not responses:
             return findings
         readings = compute_readings(self._trainer, responses, expected, self._micro_batch_tokens)
@@ -131,7 +131,7 @@ class Probe:
         def with_mismatches() -> ProbeFindings:
             return ProbeFindings(findings.wrong | _find_mismatches(responses, expected, readings), findings.silent)
 
-        return from_leader(with_mismatches, world)
+        return broadcast_object(with_mismatches, world)
 
 
 def _find_mismatches(
@@ -214,7 +214,7 @@ def _merge_stages(columns_by_sample: _Columns, trainer: PolicyTrainer) -> list[T
     """Merge the columns of all pipeline stages; ranks of tensor and context parallelism have the same ones."""
     groups = trainer.groups
     local = columns_by_sample if is_leader(groups.tp) and is_leader(groups.cp) else {}
-    stages = [stage for stage in from_each(local, groups.replica) if stage]
+    stages = [stage for stage in all_gather_objects(local, groups.replica) if stage]
     result = []
     for i in columns_by_sample:
         # The last stage has the log-probabilities; each stage has the routes of its layers.

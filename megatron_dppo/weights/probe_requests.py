@@ -135,8 +135,8 @@ async def send_probe(
     if tokens is not None and tokens != expected.prompt_token_ids:
         raise ProbeError(
             server.url,
-            f"wrong tokenizer: the server makes {list(tokens[:8])}... ({len(tokens)} tokens) of the text of which "
-            f"training makes {list(expected.prompt_token_ids[:8])}... ({len(expected.prompt_token_ids)}). It serves "
+            f"wrong tokenizer: for the same text the server has {list(tokens[:8])}... ({len(tokens)} tokens), the "
+            f"trainer {list(expected.prompt_token_ids[:8])}... ({len(expected.prompt_token_ids)}). It serves "
             f"{info.model!r}; start it with the tokenizer of model.path (--tokenizer-path, vLLM: --tokenizer)",
         )
     contract = Contract(vocab_size=expected.vocab_size, end_tokens=expected.end_tokens)
@@ -200,7 +200,7 @@ def _check(generation: Generation, expected: ProbeExpectation, info: ServerInfo,
     if (has_duplicate := (in_order[:, 1:] == in_order[:, :-1]).any(1)).any():
         row = int(has_duplicate.argmax())
         raise ProbeError(
-            url, f"wrong Top-K: the {expected.topk_logprobs} ids of token {row} are not different: {topk[row].tolist()}"
+            url, f"wrong Top-K: the {expected.topk_logprobs} ids of token {row} are not distinct: {topk[row].tolist()}"
         )
     versions = sorted({span.policy_version for span in generation.versions})
     if expected.policy_version is not None and versions != [expected.policy_version]:

@@ -12,11 +12,11 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import NoUsableServer, PublishError, ServerError
 from megatron_dppo.hf.folder import drain
-from megatron_dppo.parallel.objects import agreed, from_each, from_leader
+from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, run_on_leader
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_proof import AdapterProof
 from megatron_dppo.weights.attempt import SyncResult, call_all, wait_for_any
-from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.probe import Probe, ProbeFindings
 from megatron_dppo.weights.sync import WeightSync
 
@@ -62,7 +62,7 @@ async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list
 async def _release(server: InferenceServer) -> None:
     # ``alive`` fails sooner than ``release_memory`` if the server is gone.
     if not await server.alive():
-        raise ServerError(server.url, "no answer")
+        raise ServerError(server.url, "no response")
     await server.release_memory()
 
 
@@ -194,7 +194,7 @@ class ServerPublisher:
 
         if self._engine is not None:
             self._engine.pause()
-        from_each(None, self._trainer.groups.world)  # a barrier: no rank has a request in flight afterwards
+        all_gather_objects(None, self._trainer.groups.world)  # a barrier: no rank has a request in flight afterwards
 
         synced = dict[str, ServerInfo]()
         unproved = dict[str, str]()
@@ -235,12 +235,12 @@ class ServerPublisher:
         attempts = self._rollout.weight_sync.attempts
         if self._engine is not None:
             self._engine.pause()
-        from_each(None, world)  # a barrier: no rank has a request in flight afterwards
+        all_gather_objects(None, world)  # a barrier: no rank has a request in flight afterwards
 
         def release() -> list[str]:
             return [] if self._sync is None else self._sync.run(lambda servers: release_all(servers, attempts))
 
-        return agreed(release, world)
+        return run_on_leader(release, world)
 
     def _wait_for_any(self, urls: Iterable[str]) -> None:
         """Wait on all ranks until one of the servers responds to rank 0, or until the patience ends."""
@@ -250,7 +250,7 @@ class ServerPublisher:
             assert self._sync is not None
             self._sync.run(lambda servers: wait_for_any(servers, patience), urls)
 
-        from_leader(wait, self._trainer.groups.world)
+        broadcast_object(wait, self._trainer.groups.world)
 
     def _attempt(
         self, version: int, synced: Mapping[str, ServerInfo], *, is_last: bool, runs_probe: bool
@@ -266,7 +266,7 @@ class ServerPublisher:
             self._sharing.open(weights).run()
         else:
             drain(weights)
-        result = from_leader(lambda: result, self._trainer.groups.world)
+        result = broadcast_object(lambda: result, self._trainer.groups.world)
 
         new_urls = [url for url in result.good if url not in synced]
         findings = ProbeFindings({}, {})

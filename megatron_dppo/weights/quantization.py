@@ -166,8 +166,8 @@ def _quantize_int4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     _check(name, weight)
     if weight.shape[1] % GROUP:
         raise CheckpointError(
-            f"{name} has {weight.shape[1]} inputs; INT4 has a scale for {GROUP} of them, so expected a multiple of it: "
-            "use fp8"
+            f"{name} has {weight.shape[1]} columns, but INT4 has one scale for {GROUP} of them: expected a multiple of "
+            f"{GROUP}. Fix: use fp8"
         )
     numbers, scale = int4_groups(weight)
     shifts = torch.arange(0, 32, 32 // _PACKED, device=weight.device)
@@ -184,7 +184,10 @@ def _check(name: str, weight: Tensor) -> None:
     if weight.dim() != 2:
         raise CheckpointError(f"{name} has the shape {tuple(weight.shape)}; only matrices can be quantized")
     if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(f"{name} holds numbers that are not finite, so no scale exists")
+        raise CheckpointError(
+            f"{name} has values that are not finite, so no scale exists. Fix: export the weights of a checkpoint "
+            "that is finite"
+        )
 
 
 def _int4_config() -> dict[str, Any]:

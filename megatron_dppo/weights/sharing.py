@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.parallel.objects import from_each
+from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import DTYPES, Platform
-from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.ipc import MemorySharing
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def find_sharing(
     urls = [url.rstrip("/") for url in servers.resolved_urls]  # in the form that the clients use
     local_urls = frozenset(url for url in urls if is_local(url))
     location = RankLocation(machine.node(), int(os.environ.get("LOCAL_RANK", "0")), local_urls)
-    locations = from_each(location, world)
+    locations = all_gather_objects(location, world)
     return MemorySharing(
         owners=find_owners(urls, gpus_per_server, locations, on_gpus=platform.is_cuda),
         bucket_bytes=settings.bucket_megabytes * 2**20,
@@ -103,9 +103,9 @@ def find_owners(
         hosts = [location.host for location in locations if url in location.local_urls]
         if not hosts:
             raise ConfigError(
-                f"rollout.servers.urls: {url} is on none of the trainer's machines ({_hosts(locations)}), whose memory "
-                "rollout.weight_sync.method = 'ipc' has it open. Start it there, or set the method to 'disk' or "
-                "'distributed'"
+                f"rollout.servers.urls: {url} is on none of the trainer's machines ({_hosts(locations)}), and "
+                "rollout.weight_sync.method = 'ipc' shares memory of one machine. Start it there, or set the method to "
+                "'disk' or 'distributed'"
             )
         ranks = [rank for rank, location in enumerate(locations) if location.host == hosts[0]]
         ranks.sort(key=lambda rank: locations[rank].local_rank)
@@ -116,8 +116,9 @@ def find_owners(
         used[hosts[0]] = first + size
         if first + size > len(ranks):
             raise ConfigError(
-                f"rollout.weight_sync.method = 'ipc': up to {url} the servers on {hosts[0]} have {first + size} GPUs, "
-                f"the trainer {len(ranks)} ranks there. Each GPU of a server needs a rank of the trainer on it: lower "
+                f"rollout.weight_sync.method = 'ipc': the servers on {hosts[0]}, up to {url}, use {first + size} GPUs, "
+                f"but the trainer has {len(ranks)} ranks there. Each GPU of a server needs a rank of the trainer on "
+                "it: lower "
                 "rollout.servers.count or the servers' tensor-parallel size, or start more ranks"
             )
         owners[url] = ranks[first : first + size]

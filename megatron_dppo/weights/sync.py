@@ -21,8 +21,8 @@ from megatron_dppo.hf.folder import drain
 from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_folder import copy_to_cpu, write_adapter
 from megatron_dppo.weights.attempt import Attempt, SyncResult
-from megatron_dppo.weights.handles import HandleTransfer, MemorySharing, SharedStream, cast_for_sending
 from megatron_dppo.weights.hf_folder import save_hf_folder
+from megatron_dppo.weights.ipc import HandleTransfer, MemorySharing, SharedStream, cast_for_sending
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, read_num_kv_heads
 from megatron_dppo.weights.quantization import Quantization, quantize_stream
 from megatron_dppo.weights.transfer import BroadcastTransfer, Weights

@@ -187,7 +187,8 @@ class BroadcastTransfer:
             listener, port = self._transport.listen(host)
         except OSError as error:
             raise ConfigError(
-                f"rollout.weight_sync.host = {host!r} is no address of this machine, where rank 0 runs ({error}); set "
+                f"rollout.weight_sync.host = {host!r} is not an address of this machine, where rank 0 runs "
+                f"({error}); set "
                 "it to the one that the servers reach"
             ) from error
         sizes = [attempt.infos[server.url].world_size for server in servers]

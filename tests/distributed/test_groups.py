@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import exchange, from_each, from_leader, parts_from_leader
+from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects, broadcast_object, scatter_object
 from megatron_dppo.parallel.platform import Platform
 from tests.distributed.spawn import run_distributed
 from tests.unit.columns import same
@@ -46,10 +46,10 @@ def check(rank: int, world_size: int) -> None:
     for group in (groups.tp, groups.dp_cp):
         assert group is not None and limit_of(group) == timedelta(minutes=3)
     # What one says, the others of its group hear, and nobody else.
-    assert from_leader(lambda: f"of {rank}", groups.replica) == f"of {pair[0]}"
-    assert from_each(rank, groups.dp) == [rank % 2, rank % 2 + 2]
+    assert broadcast_object(lambda: f"of {rank}", groups.replica) == f"of {pair[0]}"
+    assert all_gather_objects(rank, groups.dp) == [rank % 2, rank % 2 + 2]
     assert groups.dp is not None
-    assert exchange([[f"{rank} to {other}"] for other in ranks["dp"]], groups.dp) == [
+    assert all_to_all_objects([[f"{rank} to {other}"] for other in ranks["dp"]], groups.dp) == [
         f"{other} to {rank}" for other in ranks["dp"]
     ]
     check_columns(rank, groups)
@@ -69,19 +69,19 @@ def check_columns(rank: int, groups: ParallelGroups) -> None:
         "scalar": torch.tensor(-0.0),
         "rest": ("text", 1, None),
     }
-    got = from_leader(lambda: sent, groups.world)
+    got = broadcast_object(lambda: sent, groups.world)
     assert same(got, {**sent, "across": sent["across"].contiguous()} if rank else sent)
     if rank:
         assert got["view"].untyped_storage().nbytes() < 1000, "a view brings nothing but itself"
     # Parts of odd sizes, so that what follows them is not aligned by accident.
-    swapped = exchange([[sent, bytes(rank + other)] for other in range(4)], groups.world)
+    swapped = all_to_all_objects([[sent, bytes(rank + other)] for other in range(4)], groups.world)
     assert [len(each) for each in swapped[1::2]] == [other + rank for other in range(4)]
     assert all(same(each["view"], whole[3:8]) for each in swapped[::2])
 
     needs = [None, "few", None, "few"]
-    made = parts_from_leader(lambda: whole, groups.world, needs, lambda value, need: value[:2] if need else value)
+    made = scatter_object(lambda: whole, groups.world, needs, lambda value, need: value[:2] if need else value)
     assert same(made, whole[:2] if needs[rank] else whole)
-    assert parts_from_leader(lambda: whole, groups.world, [None] * 4, lambda *_: whole[:0]).shape == whole.shape
+    assert scatter_object(lambda: whole, groups.world, [None] * 4, lambda *_: whole[:0]).shape == whole.shape
 
 
 def test_ranks_talk_over_the_cpu_with_a_limit_of_their_own() -> None:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.parallel.objects import from_each
-from megatron_dppo.rollout.handles import SharedBucket
+from megatron_dppo.parallel.objects import all_gather_objects
+from megatron_dppo.rollout.shared_memory import SharedBucket
 from megatron_dppo.weights import handles
 from megatron_dppo.weights.attempt import SyncResult
-from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.ipc import MemorySharing
 from tests.distributed.spawn import run_distributed
 from tests.unit.weight_server import FakeServer, files_of, make, weights
 
@@ -42,7 +42,7 @@ class Attempts:
 
     def __init__(self, folder: Path) -> None:
         self.rank, self.folder = dist.get_rank(), folder
-        self.processes = from_each(os.getpid(), dist.group.WORLD)
+        self.processes = all_gather_objects(os.getpid(), dist.group.WORLD)
         self.sharing = MemorySharing(OWNERS, 2 * 2**20, torch.float32, tied=False, group=dist.group.WORLD)
 
         self.taken: list[bool] = []

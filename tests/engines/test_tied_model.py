@@ -12,7 +12,7 @@ from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.rollout.server import InferenceServer
-from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.checks import check_logprobs

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_dppo.errors import CheckpointError, ServerError
-from megatron_dppo.rollout.handles import DeviceHandle, SharedBucket
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
+from megatron_dppo.rollout.shared_memory import DeviceHandle, SharedBucket
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.transfer_group import flatten_bucket
 from tests.engines.calls import LONG, SHORT, ask, call

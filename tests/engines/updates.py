@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
-from megatron_dppo.rollout.handles import SharedBucket
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
+from megatron_dppo.rollout.shared_memory import SharedBucket
 from megatron_dppo.weights.transfer_group import (
     broadcast_bucket,
     close_transfer_group,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dppo.rollout.handles import SharedBucket, as_flattened_bucket, as_json
+from megatron_dppo.rollout.shared_memory import SharedBucket, as_flattened_bucket, as_json
 from megatron_dppo.weights.transfer_group import flatten_bucket
 from tests.gpu.checks import Result
 

@@ -120,4 +120,4 @@ def test_router_replay_of_a_dense_model_and_of_routers_that_would_ignore_it(refu
     message = refused("--train.router_replay", "R3", "--model.path", str(dense))
     assert "train.router_replay = 'rollout'" in message and "dense model" in message
     message = refused("--train.router_replay", "R3", "--model.transformer.moe_router_fusion", "true")
-    assert "moe_router_fusion = True cannot go with train.router_replay" in message
+    assert "moe_router_fusion = True cannot be combined with train.router_replay" in message

@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import tensor_digest
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.handles import Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import ServerInfo
+from megatron_dppo.rollout.shared_memory import Handle, as_flattened_bucket
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
-from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.quantization import Quantization
 from megatron_dppo.weights.sync import WeightSync
 

@@ -73,7 +73,10 @@ def read_dump(path: Path, limit: int | None = None, vocab_size: int | None = Non
             break
     usable = [each for each in dumped if bool(each.sample.loss_mask.any())]
     if not usable:
-        raise DataError(f"{path} has {len(dumped)} responses, but none has a token with a loss")
+        raise DataError(
+            f"{path} has {len(dumped)} responses, but no token with a loss. Fix: write a loss mask that is 1 on "
+            "trained tokens"
+        )
     return usable
 
 
@@ -85,17 +88,18 @@ def _check_file(path: Path) -> None:
         if not path.exists():
             raise DataError(f"{named}: no such file")
         if not path.is_file():
-            raise DataError(f"{named} is no plain file; give one ({', '.join(_FORMATS)})")
+            raise DataError(f"{named} is not a regular file; give a file ({', '.join(_FORMATS)})")
         with path.open("rb") as file:
             is_empty = not file.read(1)
     except OSError as error:
         raise DataError(f"{named} cannot be opened: {error.strerror}") from error
     if path.suffix not in _FORMATS:
         more = f". {_VERL_BATCH_FIX}" if path.suffix == ".dp" else ""
-        raise DataError(f"{path} is of no format that is read here ({', '.join(_FORMATS)}){more}")
+        raise DataError(f"{path} has an unsupported format; supported are ({', '.join(_FORMATS)}){more}")
     if is_empty:
         raise DataError(
-            f"{path} is empty; expected a row for each response. Was it cut short, or is its writer at work?"
+            f"{path} is empty; expected a row for each response. Fix: wait until the program that writes it has "
+            "finished"
         )
 
 

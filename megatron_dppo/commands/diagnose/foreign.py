@@ -199,5 +199,7 @@ def _with_routes(dumped: DumpedSample, shape: RoutingShape | None) -> DumpedSamp
     try:
         routes = compact_routes(dumped.routes, shape, tokens=tokens, request=dumped.location)
     except ValueError as error:
-        raise DataError(f"the routed experts of the dump do not fit the model: {error}") from error
+        raise DataError(
+            f"the routed experts of the dump do not fit the model: {error}. Fix: pass the --model that sampled it"
+        ) from error
     return replace(dumped, sample=replace(dumped.sample, routed_experts=routes))

@@ -80,8 +80,9 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str]) -> Config:
     there = read_starts(folder)[-1]["world_size"]
     if here != there and not overrides:
         raise ConfigError(
-            f"the run in {str(folder)!r} has {there} processes, here there are {here}: torchrun --nproc-per-node "
-            f"{there} -m megatron_dppo.commands.main diagnose {folder} (or override the layout, where a resume could)"
+            f"the run in {str(folder)!r} was trained by {there} processes, and this command runs with {here}. Fix: "
+            f"torchrun --nproc-per-node {there} -m megatron_dppo.commands.main diagnose {folder}, or override "
+            "[parallel]"
         )
     base = folder / "base"
     if (
@@ -90,7 +91,8 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str]) -> Config:
         and not is_warm(base, warmup_from_config(config))
     ):
         raise ConfigError(
-            f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model: no weights to diagnose"
+            f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model, so there are no weights to "
+            "diagnose. Fix: resume the run until it has saved a checkpoint"
         )
     has_hidden_filter = config.rollout.perturbation.unrecorded_top_p < 1
     if has_hidden_filter and config.rollout.has_filters:

@@ -24,7 +24,7 @@ from megatron_dppo.commands.diagnose.ledger import (
 )
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.parallel.objects import from_each, is_leader
+from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.types import Completion, RolloutGroup, TrainingSample, select_experts, with_weights
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class RunScorer:
     def _all_versions(self, versions: Sequence[Tensor]) -> list[int]:
         """Return the policy versions of all ranks' tokens."""
         local = sorted({int(v) for row in versions for v in row.unique().tolist()} - {_NO_VERSION})
-        return sorted(set().union(*from_each(local, self.trainer.groups.world)))
+        return sorted(set().union(*all_gather_objects(local, self.trainer.groups.world)))
 
     def _score_live(self, samples: Sequence[TrainingSample]) -> _Scores:
         return self._scores(samples, None)
@@ -203,7 +203,7 @@ class RunScorer:
             for i, start in zip(part, accumulate([0, *lengths]), strict=False):
                 logprobs[i] = row.logprobs[start : start + samples[i].num_tokens].float().cpu().clone()
         # Only the last pipeline stage has log-probabilities.
-        gathered = from_each(logprobs, trainer.groups.replica)
+        gathered = all_gather_objects(logprobs, trainer.groups.replica)
         computed = [scores for scores in gathered if scores and scores[0] is not None]
         return list(computed[0])
 
@@ -212,7 +212,7 @@ class RunScorer:
         local = None
         if is_leader(self.trainer.groups.replica):
             local = torch.cat([row[s.loss_mask] for row, s in zip(values, samples, strict=True)])
-        return torch.cat([part for part in from_each(local, self.trainer.groups.world) if part is not None])
+        return torch.cat([part for part in all_gather_objects(local, self.trainer.groups.world) if part is not None])
 
     def scorings(self, chain: Chain, samples: Sequence[TrainingSample]) -> list[CauseScoring]:
         """Return the chain with the tokens of all ranks."""

@@ -31,9 +31,9 @@ def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int
     from megatron_dppo.commands.experiments.report import Request, execute
 
     if overrides:
-        raise ConfigError(f"unexpected argument {overrides[0]!r}; an experiment declares its settings")
+        raise ConfigError(f"unexpected argument {overrides[0]!r}; the settings of an experiment are fixed")
     if options.name not in EXPERIMENTS:
-        raise ConfigError(f"experiment {options.name!r}; expected one of {', '.join(EXPERIMENTS)}")
+        raise ConfigError(f"there is no experiment {options.name!r}; expected one of {', '.join(EXPERIMENTS)}")
     for name in ("jobs", "limit", "warmup_steps"):
         value = getattr(options, name)
         if value is not None and value < 1:

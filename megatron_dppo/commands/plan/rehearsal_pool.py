@@ -79,7 +79,7 @@ class RehearsalPool:
             response = pickle.load(process.stdout)  # Trusted: written by our own process.
         except (EOFError, BrokenPipeError) as error:
             self._idle.put(None)
-            raise PlanError(f"A rehearsal process exited with code {process.wait()}; see its output") from error
+            raise PlanError(f"A rehearsal process exited with code {process.wait()}; see its output above") from error
         self._idle.put(process)
         if isinstance(response, str):
             raise PlanError(f"Rank {request.role.rank} of {request.layout} cannot be rehearsed: {response}")

@@ -20,7 +20,7 @@ from megatron_dppo.commands.replay.outcome import ReplayOutcome
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, ErrorCollector
-from megatron_dppo.parallel.objects import at_leader
+from megatron_dppo.parallel.objects import gather_objects
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.policy.packed import SampleRecord
 from megatron_dppo.policy.update import split_into_mini_batches
@@ -29,7 +29,7 @@ from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import StepMeta, read_meta, read_rows, recorded_steps
 from megatron_dppo.report.steps.rows import groups_from_rows
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.rollout.requests import sampling_seed
+from megatron_dppo.rollout.request_scheduler import sampling_seed
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
 from megatron_dppo.run.run_records import reduce_updates
@@ -96,7 +96,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
             "learning_rate": last.learning_rate,
             "policy_version": float(last.policy_version),
         }
-        recomputed_by_rank = at_leader(record.pop_sample_records(run.trainer), run.groups.world)
+        recomputed_by_rank = gather_objects(record.pop_sample_records(run.trainer), run.groups.world)
         if not recomputed_by_rank:
             return None
         recomputed = {number: sample for rank_samples in recomputed_by_rank for number, sample in rank_samples.items()}
@@ -110,13 +110,15 @@ def _read_record(folder: Path, step: int) -> dict[str, Any]:
     metrics = folder / "metrics.jsonl"
     record = next((record for record in read_metrics(metrics) if record["step"] == step), None)
     if record is None:
-        raise DataError(f"{metrics} has no record of step {step}, so there is nothing to compare with")
+        raise DataError(
+            f"{metrics} has no record of step {step}, so there is nothing to compare with. Fix: choose a recorded step"
+        )
     return record
 
 
 def _recorded_file(folder: Path, step: int) -> Path:
     if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is no folder; expected the folder of a run (run.output_dir)")
+        raise ConfigError(f"{str(folder)!r} is not a folder; expected the folder of a run (run.output_dir)")
     files = recorded_steps(folder)
     if step not in files:
         available = ", ".join(map(str, list(files)[:20])) + (" ..." if len(files) > 20 else "")
@@ -134,9 +136,9 @@ def _replay_config(folder: Path, meta: StepMeta, world: int, overrides: Sequence
         return config
     if world != 1:
         raise ConfigError(
-            f"the step was trained by {meta.world_size} processes ({meta.layout}), here there are {world}: torchrun "
-            f"--nproc-per-node {meta.world_size} -m megatron_dppo.commands.main replay {folder} --step {meta.step}, or "
-            "one process without torchrun"
+            f"step {meta.step} was trained by {meta.world_size} processes ({meta.layout}), and this command runs with "
+            f"{world}. Fix: torchrun --nproc-per-node {meta.world_size} -m megatron_dppo.commands.main replay {folder} "
+            f"--step {meta.step}, or one process without torchrun"
         )
     single = ParallelConfig(
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,

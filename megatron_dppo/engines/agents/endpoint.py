@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_dppo.engines.agents.episode import AgentResponse, Episode
-from megatron_dppo.engines.agents.requests import AgentRequest, CallError, read_chat, read_completion
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, read_chat, read_completion
 from megatron_dppo.engines.agents.response_bodies import MODEL, response_body, stream_events
 from megatron_dppo.engines.servers.responder import LoopThread
 

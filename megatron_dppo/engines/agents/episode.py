@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.engines.agents.requests import AgentRequest, CallError, Message, message_keys, split_tool_calls
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message, message_keys, split_tool_calls
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.turns import ResponseBranch, Turn, Turns
 from megatron_dppo.types import Completion, FinishReason

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dppo.engines.agents.requests import CallError, Message
+from megatron_dppo.engines.agents.request_bodies import CallError, Message
 
 
 class ChatTemplate:

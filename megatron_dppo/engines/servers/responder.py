@@ -229,8 +229,8 @@ class Responder:
             if empty_responses > _MAX_EMPTY_RESPONSES:
                 raise ServerError(
                     "rollout.servers",
-                    f"a request was stopped from outside {empty_responses} times without a new token; does another "
-                    "program send aborts to the servers, or are they paused?",
+                    f"a request was aborted {empty_responses} times without a new token, and not by this run. Check "
+                    "that no other program aborts requests on the servers or pauses them",
                 )
             if empty_responses:
                 await asyncio.sleep(0.02 * 2**empty_responses)

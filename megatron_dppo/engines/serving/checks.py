@@ -109,9 +109,9 @@ def fetch_json(url: str, path: str, key: str | None, timeout: float) -> dict[str
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ServerError(url, f"{path} is no JSON") from error
+        raise ServerError(url, f"GET {path} did not return JSON; is this the URL of an inference server?") from error
     if not isinstance(value, dict):
-        raise ServerError(url, f"{path} is no JSON object")
+        raise ServerError(url, f"GET {path} did not return a JSON object; is this the URL of an inference server?")
     return value
 
 
@@ -121,7 +121,9 @@ def _field(url: str, path: str, key: str | None, timeout: float, *names: str | i
         for name in names:
             value = value[name]
     except (LookupError, TypeError) as error:
-        raise ServerError(url, f"{path} has no {names[0]!r}") from error
+        raise ServerError(
+            url, f"the response to GET {path} has no {names[0]!r}; is the server of another engine or version?"
+        ) from error
     return value
 
 
@@ -162,7 +164,10 @@ def find_server_problems(
     try:
         return [*problems, *find_problems(url, needs, key, timeout)]
     except (TypeError, ValueError, AttributeError) as error:
-        raise ServerError(url, f"does not describe itself as {needs.engine} does ({error})") from error
+        raise ServerError(
+            url,
+            f"its description is not that of {needs.engine} ({error}); check rollout.engine and the server's version",
+        ) from error
 
 
 # A setting that an older version of the engine does not report is not a problem: hence ``is False`` and defaults.

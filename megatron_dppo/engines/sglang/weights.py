@@ -16,8 +16,8 @@ from megatron_dppo.engines.servers.fields import require_object, require_success
 from megatron_dppo.engines.servers.updates import ADAPTER, MemoryTag
 from megatron_dppo.engines.sglang.wire import parse_engine_version
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.rollout.handles import DeviceHandle, Handle, as_flattened_bucket
 from megatron_dppo.rollout.server import transfer_group_name
+from megatron_dppo.rollout.shared_memory import DeviceHandle, Handle, as_flattened_bucket
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 
 _UPDATE_SESSION_VERSION = (0, 5, 21)
@@ -45,7 +45,9 @@ class SGLangWeightUpdates(ServerClient):
     async def _server_info(self) -> dict[str, Any]:
         response = await self._admin.get("/server_info", timeout=self._deadlines.alive)
         if not isinstance(response, dict) or "version" not in response:
-            raise ServerError(f"{self.url}/server_info", f"expected an SGLang server's, got {str(response)[:200]!r}")
+            raise ServerError(
+                f"{self.url}/server_info", f"expected the response of an SGLang server, got {str(response)[:200]!r}"
+            )
         return response
 
     async def pause(self) -> None:
@@ -192,7 +194,9 @@ class SGLangWeightUpdates(ServerClient):
                 for rank in ranks
             )
         except (KeyError, IndexError, TypeError, ValueError):
-            raise ServerError(self.url + path, f"no checksums of the weights: {str(response)[:200]}") from None
+            raise ServerError(
+                self.url + path, f"expected checksums of the weights, got {str(response)[:200]}"
+            ) from None
 
     async def _finish_update(self, version: int) -> None:
         """Drop the caches of the old weights, and only then set the new version."""
@@ -232,8 +236,9 @@ class SGLangWeightUpdates(ServerClient):
         for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if info.get(key, 1) > 1:
                 raise ConfigError(
-                    f"{self.url} runs with {flag} {info[key]}: SGLang takes weights otherwise than from disk only "
-                    f"without it. Start one server a replica, or use the weight sync method disk"
+                    f"{self.url} runs with {flag} {info[key]}: SGLang then accepts new weights from disk only. Start "
+                    "one "
+                    f"server per replica, or set rollout.weight_sync.method = 'disk'"
                 )
         return int(info.get("tp_size", 1))
 

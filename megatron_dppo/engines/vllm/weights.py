@@ -15,8 +15,8 @@ from megatron_dppo.engines.servers.client import ServerClient, bucket_to_json
 from megatron_dppo.engines.servers.fields import INCOMPLETE, require_success
 from megatron_dppo.engines.servers.updates import ADAPTER, MemoryTag
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.rollout.handles import Handle, as_json
 from megatron_dppo.rollout.server import transfer_group_name
+from megatron_dppo.rollout.shared_memory import Handle, as_json
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 
 _EXTENSION = "megatron_dppo_vllm.WorkerExtension"
@@ -39,7 +39,9 @@ class VLLMWeightUpdates(ServerClient):
             response = await self._get(path)
             config = response.get("vllm_config")
             if not isinstance(config, dict) or "model_config" not in config:
-                raise ServerError(self.url + path, f"expected a vLLM server's, got {str(response)[:200]!r}")
+                raise ServerError(
+                    self.url + path, f"expected the response of a vLLM server, got {str(response)[:200]!r}"
+                )
             self._cached_config = config
         return self._cached_config
 
@@ -223,7 +225,7 @@ class VLLMWeightUpdates(ServerClient):
         except ServerError as error:
             raise _explain_missing_call(error) from error
         if not isinstance(response, dict):
-            raise ServerError(self.url + path, f"expected a vLLM server's, got {str(response)[:200]!r}")
+            raise ServerError(self.url + path, f"expected the response of a vLLM server, got {str(response)[:200]!r}")
         return response
 
     async def _control(self, path: str, body: Mapping[str, object], *, repeat: bool = False) -> Mapping[str, Any]:

@@ -187,9 +187,8 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     if inputs.topk_logprobs is None:
         if config.reads_topk_slots or other is None:
             raise ValueError(
-                "topk_sums without topk_logprobs needs topk_other_logprob, and cannot serve topk_eviction = true, "
-                "which takes a single slot out again, nor score_centering, nor a function of the user's that needs the "
-                "Top-K; give topk_logprobs"
+                "topk_sums without topk_logprobs needs topk_other_logprob. topk_eviction = true, score_centering and "
+                "user functions that need the Top-K read single slots. Fix: pass topk_logprobs"
             )
         if config.topk_summary == "rate" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:
             raise ValueError("direction = 'predictive' needs [T, 6] losses.predictive_sums as topk_sums, got [T, 2]")

@@ -49,7 +49,7 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
     for leaf, gradient in gradients.items():
         if not bool(gradient.isfinite().all()):
             raise FunctionError(
-                f"{setting} = {name!r} gives a gradient by {leaf} that is not finite "
+                f"{setting} = {name!r} has a gradient with respect to {leaf} that is not finite "
                 f"({int((~gradient.isfinite()).sum())} of {gradient.numel()} numbers), from finite inputs; look for a "
                 "root, a division or a logarithm of 0 behind a torch.where"
             )
@@ -58,10 +58,10 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
         for leaf, gradient in gradients.items():
             if not torch.allclose(alone[leaf], gradient[part], rtol=_TOLERANCE, atol=_TOLERANCE):
                 unit = "sequence" if needs.sequences else "token"
-                fix = "" if needs.sequences else "; if it is one over sequences, declare needs(sequences=True)"
+                fix = "" if needs.sequences else "; for a loss over sequences, declare needs(sequences=True)"
                 raise FunctionError(
-                    f"{setting} = {name!r} gives tokens another gradient when other {unit}s are in "
-                    f"the same call (or at each call); a term may depend on its own {unit} only{fix}"
+                    f"{setting} = {name!r}: the gradient of a token depends on the other {unit}s of the call, or "
+                    f"changes from call to call; a term may depend on its own {unit} only{fix}"
                 )
     penalized = config.kl_coef > 0 or config.entropy_coef > 0
     if setting == "loss.name" and not needs.zero_advantage and not penalized:
@@ -69,7 +69,7 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
         if any(bool((gradient[idle] != 0).any()) for gradient in gradients.values()):
             raise FunctionError(
                 f"{setting} = {name!r} declares zero_advantage = False, but has a gradient where the "
-                "advantage is 0; take the declaration out"
+                "advantage is 0; remove the declaration"
             )
 
 

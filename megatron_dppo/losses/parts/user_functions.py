@@ -46,7 +46,9 @@ def call_user_loss(
         raise _wrong(function, f"returned {values.dtype}, expected a float for each token")
     _check_tensor(function, keep, tokens, "a bool for each token as the second")
     if keep.dtype != torch.bool:
-        raise _wrong(function, f"returned {keep.dtype} as the second, expected a bool for each token (True = kept)")
+        raise _wrong(
+            function, f"returned {keep.dtype} as its second value, expected a bool for each token (True = kept)"
+        )
     if torch.is_grad_enabled() and tokens.logprobs.requires_grad and not values.requires_grad:
         raise _wrong(
             function,
@@ -136,7 +138,7 @@ def _call(function: UserFunction, inputs: LossInputs, options: dict[str, Any]) -
         raise _wrong(function, f"raised {type(error).__name__}: {error}{where}") from error
     if changed := [name for name, value in given.items() if value._version != versions[name]]:
         raise _wrong(
-            function, f"changes inputs.{changed[0]} in place, which the trainer goes on with; change a clone() of it"
+            function, f"modifies inputs.{changed[0]} in place, but the trainer still needs it; modify a clone() of it"
         )
     return result
 

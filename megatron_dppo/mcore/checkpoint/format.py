@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import summarize_error
 from megatron_dppo.mcore.checkpoint.manifest import check_metadata, restricted_loading
-from megatron_dppo.parallel.objects import agreed, from_each
+from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ def read_sharded(template: dict[str, Any], checkpoint: Path, replicas: dist.Proc
     """
     strategy = _CollectiveLoad()
     try:
-        agreed(lambda: check_metadata(checkpoint), dist.group.WORLD)
+        run_on_leader(lambda: check_metadata(checkpoint), dist.group.WORLD)
         with restricted_loading():
             # Checked on all ranks first: Megatron runs collectives between this and the shards, and a rank that has
             # failed here would leave the others waiting.
@@ -98,7 +98,7 @@ def run_on_all_ranks(read: Callable[[], _T]) -> _T:
         result = read()
     except (Exception, CheckpointException) as error:
         problem = summarize_error(error)
-    problems = from_each(problem, dist.group.WORLD)
+    problems = all_gather_objects(problem, dist.group.WORLD)
     failed = [rank for rank, problem in enumerate(problems) if problem]
     if failed:
         where = "" if len(failed) == len(problems) else f" (on rank {', '.join(map(str, failed))})"

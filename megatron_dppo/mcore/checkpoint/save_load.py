@@ -31,7 +31,7 @@ from megatron_dppo.mcore.lora import trainable_module
 from megatron_dppo.mcore.optim import Optimizer
 from megatron_dppo.mcore.setup import random_states, restore_random_states
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import agreed, from_each
+from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
 
 __all__ = [
     "CheckpointSave",
@@ -143,14 +143,14 @@ def save_checkpoint(
     final = folder / checkpoint_name(step)
     partial = checkpoint_folder.partial_path(final)
     is_finite = all_finite(models, optimizer)
-    if not is_finite and agreed(lambda: checkpoint_folder.is_finite(final), groups.world):
+    if not is_finite and run_on_leader(lambda: checkpoint_folder.is_finite(final), groups.world):
         return CheckpointSave(final, True)
     world = background_group or groups.world
     description = f"the checkpoint of step {step}"
 
     # Now: create the folder, and stage this rank's tensors if they are written in the background.
     with disk_errors(folder, description):
-        agreed(lambda: checkpoint_folder.create_partial(partial), groups.world)
+        run_on_leader(lambda: checkpoint_folder.create_partial(partial), groups.world)
         strategy = shared_save(world, groups.dp_cp, staged=background_group is not None)
         tensors = dist_checkpointing.save(
             _sharded_state(models, optimizer, is_loading=False), str(partial), strategy, async_sharded_save=True
@@ -170,7 +170,7 @@ def save_checkpoint(
         with disk_errors(folder, description):
             tensors.async_fn()
             _seal(partial, {STATE: text}, world)
-            agreed(publish, world)
+            run_on_leader(publish, world)
 
     return CheckpointSave(final, is_finite, write, in_background=background_group is not None)
 
@@ -208,16 +208,16 @@ def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) 
             write_synced(folder / name, text)
         return {name: (folder / name).stat().st_size for name in manifest.list_files(folder)}
 
-    sizes = agreed(write_texts, group)
+    sizes = run_on_leader(write_texts, group)
     # Each rank hashes the shards it has written, which are still in its machine's page cache.
     written_by = {name: int(match[1]) for name in sizes if (match := _SHARD.fullmatch(name)) and int(match[1]) < world}
     other_files = manifest.assign_files(
         {name: size for name, size in sizes.items() if name not in written_by}, rank, world
     )
     names = [*other_files, *(name for name, writer in written_by.items() if writer == rank)]
-    parts = from_each(manifest.hash_files(folder, names, sync=True), group)
+    parts = all_gather_objects(manifest.hash_files(folder, names, sync=True), group)
     records = {name: record for part in parts for name, record in part.items()}
-    agreed(lambda: manifest.write_manifest(folder, records), group)
+    run_on_leader(lambda: manifest.write_manifest(folder, records), group)
 
 
 def find_damage(checkpoint: Path) -> str:
@@ -230,12 +230,12 @@ def find_damage(checkpoint: Path) -> str:
     """
     everyone = dist.group.WORLD if dist.is_initialized() else None
     rank, world = (0, 1) if everyone is None else (dist.get_rank(), dist.get_world_size())
-    problem, records = agreed(lambda: _compare_names_and_sizes(checkpoint), everyone)
+    problem, records = run_on_leader(lambda: _compare_names_and_sizes(checkpoint), everyone)
     if problem:
         return problem
     sizes = {name: record.size for name, record in records.items()}
     names = manifest.assign_files(sizes, rank, world)
-    problems = from_each(manifest.find_content_problem(checkpoint, records, names), everyone)
+    problems = all_gather_objects(manifest.find_content_problem(checkpoint, records, names), everyone)
     return next((problem for problem in problems if problem), "")
 
 
@@ -285,12 +285,12 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
     partial = checkpoint_folder.partial_path(folder)
 
     with disk_errors(folder, "the weights"):
-        agreed(lambda: checkpoint_folder.create_partial(partial), dist.group.WORLD)
+        run_on_leader(lambda: checkpoint_folder.create_partial(partial), dist.group.WORLD)
         dist_checkpointing.save(
             _sharded_model(models), str(partial), StreamedSave(None), async_sharded_save=True
         ).async_fn()
         _seal(partial, texts, dist.group.WORLD)
-        agreed(lambda: checkpoint_folder.complete(partial, folder), dist.group.WORLD)
+        run_on_leader(lambda: checkpoint_folder.complete(partial, folder), dist.group.WORLD)
 
 
 def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: ParallelGroups) -> str:

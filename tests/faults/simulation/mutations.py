@@ -74,10 +74,10 @@ def _twice() -> AbstractContextManager[Any]:
 def _of_places(change: Callable[[list[PromptSlot]], list[PromptSlot]]) -> AbstractContextManager[Any]:
     """What ranks tell each other of stopped groups is changed."""
 
-    def from_each(value: Any, group: Any) -> list[Any]:
+    def all_gather_objects(value: Any, group: Any) -> list[Any]:
         return [change(value) if isinstance(value, list) and value and isinstance(value[0], PromptSlot) else value]
 
-    return mock.patch.object(scheduler, "from_each", from_each)
+    return mock.patch.object(scheduler, "all_gather_objects", all_gather_objects)
 
 
 def _loses_carried() -> AbstractContextManager[Any]:

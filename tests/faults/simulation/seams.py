@@ -26,8 +26,8 @@ from megatron_dppo.engines.sglang import client
 from megatron_dppo.engines.sglang import weights as sglang_weights
 from megatron_dppo.engines.sglang import wire as client_wire
 from megatron_dppo.rollout import pending, scheduler
-from megatron_dppo.rollout.handles import HostHandle
 from megatron_dppo.rollout.response import GrowingResponse
+from megatron_dppo.rollout.shared_memory import HostHandle
 from megatron_dppo.run import engines, gpus
 from megatron_dppo.weights import handles, transfer
 from megatron_dppo.weights import probe as trainer_probe

@@ -111,7 +111,7 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
     with pytest.raises(ConfigError, match="exists and is not a report"):
         check_target(Path("/dev/full"))
-    with pytest.raises(ConfigError, match="is no folder; expected the folder of a run"):
+    with pytest.raises(ConfigError, match="is not a folder; expected the folder of a run"):
         run_replay(argparse.Namespace(run=tmp_path / "none", step=1, json=None), [])
     with pytest.raises(DiskError, match=r"a part of the path is a file|File exists"):
         run_examples(argparse.Namespace(name=["chain_sum"], to=str(tmp_path / "mine")), [])

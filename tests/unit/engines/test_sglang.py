@@ -17,8 +17,8 @@ import torch
 
 from megatron_dppo.engines.sglang import SGLangServer, wire
 from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
-from megatron_dppo.rollout.handles import HostHandle, as_flattened_bucket
 from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.rollout.shared_memory import HostHandle, as_flattened_bucket
 from megatron_dppo.rollout.weight_digests import RankDigests
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
 from tests.unit.columns import ids, logs, same

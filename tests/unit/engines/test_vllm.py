@@ -19,8 +19,8 @@ import torch
 
 from megatron_dppo.engines.vllm import VLLMServer, wire
 from megatron_dppo.errors import ConfigError, ContractViolation, ServerError
-from megatron_dppo.rollout.handles import HostHandle, as_json
 from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo.rollout.shared_memory import HostHandle, as_json
 from megatron_dppo.rollout.weight_digests import RankDigests
 from megatron_dppo.types import FinishReason, RoutingShape, SamplingParams, VersionSpan
 from tests.unit.columns import ids, logs, same

@@ -42,8 +42,8 @@ from megatron_dppo.mcore import mapping
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo.run.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams
-from megatron_dppo.weights.handles import cast_for_sending
 from megatron_dppo.weights.hf_folder import save_hf_folder
+from megatron_dppo.weights.ipc import cast_for_sending
 from tests.distributed.families import OWN, family_config, in_float64
 from tests.distributed.parity import hf_reference, samples
 from tests.unit.configs import config as run_config

@@ -169,7 +169,7 @@ def test_the_keys_of_a_class_are_checked_as_those_of_a_built_in_loss(tmp_path: P
         ("return tokens.nothing", "raised AttributeError: .*nothing"),
         (
             "return losses.weigh_by_ratio(tokens, tokens.log_ratio, tokens.log_ratio > tokens.log_ratio.mean())",
-            "another",
+            "gradient of a token depends",
         ),
     ],
 )
@@ -183,22 +183,22 @@ BAD_LOSSES = {
     "def f(x): return term(x).sum()": r"returned a tensor \[\], expected \[16\]: a term for each token, not their sum",
     "def f(x): return 0.5": r"returned float, expected a tensor \[16\]",
     "def f(x): return (term(x) > 0)": "returned torch.bool, expected a float",
-    "def f(x): return term(x), term(x)": "returned torch.float32 as the second, expected a bool",
+    "def f(x): return term(x), term(x)": "returned torch.float32 as its second value, expected a bool",
     "def f(x): return term(x).detach()": "returned terms without a gradient",
     "def f(x): return term(x) / 0": "returned .*(inf|nan) for .* of 13 tokens; the first has logprobs -",
     "def f(x): raise KeyError('no')": r"raised KeyError: 'no' \(.*own.py, line 4\)",
     "def f(x): return x.topk_logprobs.sum(-1)": "raised AttributeError: 'NoneType'",
-    "def f(x): x.advantages.neg_(); return term(x)": "changes inputs.advantages in place.* clone",
-    "def f(x): x.loss_mask.fill_(True); return term(x)": "changes inputs.loss_mask in place",
-    "def f(x): x.rollout_logprobs[2] = 0; return term(x)": "changes inputs.rollout_logprobs in place",
-    "def f(x): return term(x) + x.logprobs.sub_(1).exp()": "changes inputs.logprobs in place|raised RuntimeError",
+    "def f(x): x.advantages.neg_(); return term(x)": "modifies inputs.advantages in place.* clone",
+    "def f(x): x.loss_mask.fill_(True); return term(x)": "modifies inputs.loss_mask in place",
+    "def f(x): x.rollout_logprobs[2] = 0; return term(x)": "modifies inputs.rollout_logprobs in place",
+    "def f(x): return term(x) + x.logprobs.sub_(1).exp()": "modifies inputs.logprobs in place|raised RuntimeError",
     "def f(x): raise SystemExit(0)": r"raised SystemExit: 0 \(.*own.py, line 4\)",
     "def f(x): return term(x).to('meta')": "returned a tensor on meta .* expected one on cpu",
     "def f(x): return term(x).to_sparse()": "torch.sparse_coo.* expected one on cpu .torch.strided",
-    "def f(x): return term(x) + (x.logprobs - x.logprobs.detach()).sqrt()": "a gradient by logprobs that is not finite",
-    "def f(x): return term(x) / x.loss_mask.sum()": r"gives tokens another gradient when other tokens .*sequences=True",
-    "def f(x): return term(x) * torch.rand_like(x.logprobs)": "or at each call",
-    "@needs(sequences=True)\ndef f(x): return term(x) / x.loss_mask.sum()": "when other sequences are in the same call",
+    "def f(x): return term(x) + (x.logprobs - x.logprobs.detach()).sqrt()": "to logprobs that is not finite",
+    "def f(x): return term(x) / x.loss_mask.sum()": "of a token depends on the other tokens .*sequences=True",
+    "def f(x): return term(x) * torch.rand_like(x.logprobs)": "or changes from call to call",
+    "@needs(sequences=True)\ndef f(x): return term(x) / x.loss_mask.sum()": "depends on the other sequences of",
     "@needs(zero_advantage=False)\ndef f(x): return x.logprobs": "declares zero_advantage = False, but has a gradient",
 }
 
@@ -213,11 +213,11 @@ def test_what_is_wrong_with_a_users_loss_is_told_before_the_run(body: str, messa
 BAD_MASKS = {
     "def f(x): return x.advantages.long()": "returned torch.int64, expected a bool",
     "def f(x): return x.advantages / 0": "returned .*(nan|inf) for",
-    "def f(x): x.advantages.neg_(); return x.loss_mask": "changes inputs.advantages in place",
+    "def f(x): x.advantages.neg_(); return x.loss_mask": "modifies inputs.advantages in place",
     "def f(x): raise SystemExit": "raised SystemExit",
     "def f(x): return x.loss_mask.to('meta')": "returned a tensor on meta",
     "def f(x): return x.advantages[1:]": r"returned a tensor \[15\], expected \[16\]",
-    "def f(x): return (x.logprobs < x.logprobs.mean())": "when other tokens are in the same call",
+    "def f(x): return (x.logprobs < x.logprobs.mean())": "depends on the other tokens of the call",
 }
 
 

@@ -217,8 +217,9 @@ def test_every_rank_packs_the_rows_that_were_dealt(monkeypatch: pytest.MonkeyPat
     updater = Updater(trainer, TrainConfig(micro_batch_tokens=budget), LossConfig())
     sent: list[list[list[TrainingSample]]] = []
     group: Any = object()
-    monkeypatch.setattr(update, "from_each", lambda value, _: [[shape.padded(s.num_tokens) for s in h] for h in held])
-    monkeypatch.setattr(update, "exchange", lambda outgoing, _: sent.append(outgoing))
+    lengths = [[shape.padded(sample.num_tokens) for sample in samples] for samples in held]
+    monkeypatch.setattr(update, "all_gather_objects", lambda value, _: lengths)
+    monkeypatch.setattr(update, "all_to_all_objects", lambda outgoing, _: sent.append(outgoing))
     bins = []
     for rank in range(ranks):
         monkeypatch.setattr("megatron_dppo.policy.update.dist.get_rank", lambda _, rank=rank: rank)

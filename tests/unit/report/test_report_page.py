@@ -154,7 +154,7 @@ def test_a_folder_without_records_and_a_foreign_file_are_rejected(
         write_report(mine, "x")
     assert mine.read_text() == "<html>my page</html>"
     assert main(["report", str(tmp_path / "nothing")]) != 0
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     write_run(tmp_path / "run", 2, every=9)
     assert main(["report", str(tmp_path / "run"), "--wach"]) != 0
     assert "unknown argument '--wach'" in capsys.readouterr().err

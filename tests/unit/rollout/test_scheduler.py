@@ -15,7 +15,7 @@ from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import select_indices
 from megatron_dppo.rollout.pending import PromptSlot
-from megatron_dppo.rollout.requests import oversampled
+from megatron_dppo.rollout.request_scheduler import oversampled
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.saved import SavedSubmission, SchedulerState, load_rollouts, save_rollouts
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups

@@ -191,7 +191,7 @@ def test_a_reward_that_fails_for_a_group_costs_that_group_and_for_a_step_the_run
 def test_ranks_take_new_prompts_in_turn_whatever_they_carry(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier, box = threading.Barrier(2), {}
 
-    def from_each(value: Any, group: Any) -> list[Any]:
+    def all_gather_objects(value: Any, group: Any) -> list[Any]:
         rank = int(threading.current_thread().name)
         box[rank] = value
         barrier.wait(10)
@@ -199,7 +199,7 @@ def test_ranks_take_new_prompts_in_turn_whatever_they_carry(monkeypatch: pytest.
         barrier.wait(10)
         return values
 
-    monkeypatch.setattr("megatron_dppo.rollout.scheduler.from_each", from_each)
+    monkeypatch.setattr("megatron_dppo.rollout.scheduler.all_gather_objects", all_gather_objects)
     runs = [run_with(Turtle({1: 1, 3: 1}), carry=2, dp=2, rank=rank) for rank in range(2)]
     found: dict[int, list[CollectedRollouts]] = {}
     threads = [

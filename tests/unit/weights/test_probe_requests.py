@@ -70,7 +70,7 @@ def test_requests_repeat_until_there_are_enough_tokens() -> None:
         ({"topk_token_ids": torch.tensor([[7, 8, 9, -3, 1]] * 5)}, "gives token -3"),
         (
             {"topk_token_ids": torch.tensor([[7, 8, 9, 7, 1]] * 5)},
-            r"wrong Top-K: .* token 0 are not different: \[7, 8, 9, 7, 1\]",
+            r"wrong Top-K: .* token 0 are not distinct: \[7, 8, 9, 7, 1\]",
         ),
         ({"token_ids": ids([])}, "generated nothing"),
         ({"versions": (VersionSpan(2, 0, 5),)}, r"version \[2\], expected 3"),

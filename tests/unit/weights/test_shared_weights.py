@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rollout.handles import DeviceHandle, SharedBucket, as_flattened_bucket, as_json
-from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.rollout.shared_memory import DeviceHandle, SharedBucket, as_flattened_bucket, as_json
+from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sharing import RankLocation, find_owners, find_sharing, is_local
 from tests.unit.configs import config as config_of
 from tests.unit.weight_server import CPU, FakeServer, files_of, make, weights
@@ -122,7 +122,7 @@ def test_a_server_of_another_size_than_the_configuration_says_is_left_alone(
 def test_memory_of_a_killed_trainer_is_freed_although_a_reader_has_it_open() -> None:
     program = """
 import os, sys, time, torch
-from megatron_dppo.rollout.handles import SharedBucket, as_flattened_bucket
+from megatron_dppo.rollout.shared_memory import SharedBucket, as_flattened_bucket
 bucket = SharedBucket(torch.arange(200, dtype=torch.uint8), readers=1)
 sys.stdout.buffer.write(as_flattened_bucket(bucket.handle, ["a"], ["uint8"], [[200]]))
 sys.stdout.buffer.flush(); os.close(1); time.sleep(60)
@@ -249,7 +249,7 @@ def test_each_server_reads_the_memory_of_the_ranks_on_its_gpus() -> None:
         "rank 0's machine"
     )
     assert find_owners(urls[:3], 1, two, on_gpus=False) == {urls[0]: [3], urls[1]: [1], urls[2]: [3]}
-    with pytest.raises(ConfigError, match=r"up to http://n0:2 the servers on n0 have 4 GPUs, the trainer 2 ranks"):
+    with pytest.raises(ConfigError, match=r"the servers on n0, up to http://n0:2, use 4 GPUs, but the trainer has 2"):
         find_owners(urls, 2, [*places("n0"), *(p for p in places("n1", "n1"))], on_gpus=True)
     with pytest.raises(ConfigError, match=r"servers.urls: http://n2:1 is on none of the trainer's machines \(n0, n1\)"):
         find_owners([*urls, "http://n2:1"], 1, two, on_gpus=True)
@@ -269,7 +269,9 @@ def test_memory_that_cannot_be_shared_is_refused_before_any_work() -> None:
     with pytest.raises(ConfigError, match=r"http://192.0.2.1:30000 is on none of the trainer's machines"):
         sharing_of(far, SimpleNamespace(is_cuda=False), tied=False)
     both = config_of(rollout=rollout | {"servers": {"count": 2, "colocated": True}})
-    with pytest.raises(ConfigError, match=r"up to http://127.0.0.1:30001 the servers on .* have 2 GPUs, the trainer 1"):
+    with pytest.raises(
+        ConfigError, match=r"the servers on .*, up to http://127.0.0.1:30001, use 2 GPUs, but the trainer has 1"
+    ):
         sharing_of(both, on_gpu, tied=False)
     found = sharing_of(both, SimpleNamespace(is_cuda=False), tied=True)
     assert found.tied and found.owners == {f"http://127.0.0.1:3000{i}": [0] for i in (0, 1)}

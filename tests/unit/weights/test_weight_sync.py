@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.weights import sync as weight_sync
-from megatron_dppo.weights.handles import MemorySharing
+from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
 from tests.unit.weight_server import CPU, FakeServer, make, weights
 
@@ -240,7 +240,7 @@ def test_a_disk_that_cannot_be_written_is_a_failure_that_names_the_folder(
 
 
 def test_an_address_of_another_machine_is_named(pair: list[FakeServer], model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"weight_sync.host = '192.0.2.1' is no address of this machine"):
+    with pytest.raises(ConfigError, match=r"weight_sync.host = '192.0.2.1' is not an address of this machine"):
         make(pair, model_folder, method="distributed", host="192.0.2.1").send(iter(weights(0).items()), 0)
 
 

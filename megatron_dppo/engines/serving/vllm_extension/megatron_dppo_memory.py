@@ -1,6 +1,6 @@
 """Access of a vLLM worker to memory of the trainer; runs inside vLLM.
 
-The handle arrives as plain fields (``megatron_dppo/rollout/handles.py``) and is opened by torch's own functions.
+The handle arrives as plain fields (``megatron_dppo/rollout/shared_memory.py``) and is opened by torch's own functions.
 Nothing is unpickled.
 """
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.hf.folder import stored_dtype
-from megatron_dppo.parallel.objects import from_each, from_leader
-from megatron_dppo.rollout.handles import Handle, SharedBucket
+from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
 from megatron_dppo.rollout.server import InferenceServer
+from megatron_dppo.rollout.shared_memory import Handle, SharedBucket
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.transfer import Tensors, Weights
 from megatron_dppo.weights.transfer_group import describe_tensors, flatten_bucket, sort_widest_first
@@ -123,7 +123,7 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
                 shared = self._shared.handle
             except (RuntimeError, OSError) as error:
                 shared = str(error)
-        return from_each(shared, self._group)
+        return all_gather_objects(shared, self._group)
 
     def run(self) -> None:
         """Share every bucket; for all ranks except rank 0."""
@@ -144,7 +144,7 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
         self._free()
 
     def _free(self) -> None:
-        taken = from_leader(lambda: self.taken, self._group)
+        taken = broadcast_object(lambda: self.taken, self._group)
         self.taken = frozenset()
         rank = 0 if self._group is None else dist.get_rank(self._group)
         if self._shared is not None:
