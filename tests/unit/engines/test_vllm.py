@@ -418,7 +418,7 @@ def test_server_info_is_parsed() -> None:
 
 
 def test_another_service_at_the_url_is_reported() -> None:
-    with pytest.raises(ServerError, match=r"/server_info.*: expected a vLLM server's"):
+    with pytest.raises(ServerError, match=r"/server_info.*: expected the response of a vLLM server"):
         use_server(Stub({"/version": {}, "/server_info": "hello"}), lambda server: server.info())
 
 

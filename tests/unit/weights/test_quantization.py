@@ -190,7 +190,7 @@ def test_fp8_of_tiny_weights_is_finite_and_within_half_a_step_of_its_scale() -> 
     [
         ("fp8", torch.full((4, 4), torch.nan), "not finite"),
         ("int4", torch.full((4, 32), torch.inf), "not finite"),
-        ("int4", torch.ones(4, 40), "40 inputs.*multiple"),
+        ("int4", torch.ones(4, 40), "40 columns.*multiple"),
         ("fp8", torch.ones(2, 4, 4), r"shape \(2, 4, 4\)"),
     ],
 )
