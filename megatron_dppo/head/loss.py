@@ -46,6 +46,7 @@ def dppo_head_loss(
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
     grad_scale: Tensor | None = None,
+    round_weight_gradient: bool = True,
 ) -> LossOutput:
     """Compute ``loss`` of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group, with its gradients.
 
@@ -73,6 +74,8 @@ def dppo_head_loss(
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
             accumulation fusion: in backward). ``weight.grad`` gets zeros; ``loss_sum`` must get ``grad_scale``.
         grad_scale: scalar, the gradient that ``loss_sum`` is going to get, times which all are computed; None = 1.
+        round_weight_gradient: on a CPU with fast bf16 products, round the weight's gradient of a part of the rows to
+            bf16 before it is added in fp32. No effect elsewhere.
 
     Returns:
         The loss of all rows: sums over the chunks, ``keep_mask [T]`` (False in rows outside the plan), and metrics
@@ -93,7 +96,11 @@ def dppo_head_loss(
     columns, rows = RowColumns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
     distillation = None if teacher is None else Distillation(teacher, head, rows, vocab_size, targets)
     main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if distillation is None else 2
-    gradient, in_flight = _gradient(head, rows, hidden, weight, bias, chunk_tokens, main_grad, grad_scale, models)
+    needed = _needed(hidden), _needed(weight), _needed(bias)
+    size, in_flight = _chunks(head, rows, chunk_tokens, models)
+    gradient = HeadGradient(
+        head, rows, hidden, needed, size, main_grad, grad_scale, round_weight_gradient=round_weight_gradient
+    )
     run = _HeadCall(head, rows, hidden.detach(), columns, loss, needs, vocab_size, in_flight, gradient, distillation)
     # One pass, chunk by chunk: statistics, loss, gradient.
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
@@ -106,25 +113,13 @@ def _check_needs(needs: LossNeeds) -> None:
         raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
 
 
-def _gradient(
-    head: VocabShard,
-    rows: Rows,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    chunk_tokens: int | None,
-    main_grad: Tensor | None,
-    scale: Tensor | None,
-    models: int,
-) -> tuple[HeadGradient, int]:
-    """Return the gradient accumulator, and the number of chunks whose logits are in memory at the same time."""
-    needed = _needed(hidden), _needed(weight), _needed(bias)
-    in_flight = chunks_in_flight(weight.device, head.group)
+def _chunks(head: VocabShard, rows: Rows, chunk_tokens: int | None, models: int) -> tuple[int, int]:
+    """Return the rows in a chunk, and the number of chunks whose logits are in memory at the same time."""
+    in_flight = chunks_in_flight(head.weight.device, head.group)
     ranks = 1 if head.group is None else head.group.size()
     # On CUDA the chunks in flight share the memory budget, on the CPU the ranks of the machine do. A teacher doubles
     # both.
-    size = chunk_size(chunk_tokens, rows, weight, models * in_flight, models * ranks)
-    return HeadGradient(head, rows, hidden, needed, size, main_grad, scale), in_flight
+    return chunk_size(chunk_tokens, rows, head.weight, models * in_flight, models * ranks), in_flight
 
 
 def _needed(tensor: Tensor | None) -> bool:

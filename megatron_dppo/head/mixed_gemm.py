@@ -2,11 +2,12 @@
 
 On CUDA ``mm(out_dtype=float32)`` does it. On the CPU torch has no such GEMM, so the logits come from a float32 GEMM
 over a block of the weight at a time, converted in the cache. For bf16 numbers oneDNN may use bf16 instructions: the
-products are exact either way.
+products are exact either way. The weight's gradient of a part of the rows may be rounded to bf16 before it is added.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,19 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
 def is_half(dtype: torch.dtype) -> bool:
     """Return True for bf16 and fp16, whose products are added up in fp32."""
     return dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def bf16_products_are_fast() -> bool:
+    """Return True if this processor multiplies bf16 matrices faster than float32 ones.
+
+    It needs AMX, or AVX512-BF16 on AMD. On Intel without AMX torch's bf16 product takes 1.3 to 1.9 times as long as the
+    float32 one (measured on a Xeon of model 207, torch 2.13.0).
+    """
+    # torch.cpu has it from 2.7 on.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    is_amd = "AMD" in str(capabilities.get("cpu_name"))
+    return bool(capabilities.get("amx_bf16")) or bool(capabilities.get("avx512_bf16") and is_amd)
 
 
 @contextmanager
@@ -78,10 +92,13 @@ class WeightGradient:
         weight: ``[W, H]``, for shape, dtype and device.
         chunks: how many there will be; the sum of a single one needs no fp32 buffer.
         into: add to this fp32 tensor instead (``weight.main_grad``).
+        rounded: on the CPU multiply bf16 factors as bf16 and round each chunk's product to bf16 before it is added. The
+            relative error is 2e-3, as that of ``weight.grad`` from autograd.
     """
 
-    def __init__(self, weight: Tensor, chunks: int, into: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, chunks: int, into: Tensor | None = None, *, rounded: bool = False) -> None:
         self._weight = weight
+        self._rounded = rounded and weight.dtype == torch.bfloat16
         self._sum = into
         self._fresh = into is None
         self._added_elsewhere = into is not None
@@ -102,7 +119,8 @@ class WeightGradient:
         elif dlogits.is_cuda:
             torch.addmm(self._sum, dlogits.t(), hidden, out_dtype=self._sum.dtype, beta=beta, out=self._sum)
         else:
-            _add_blocks(self._sum, dlogits, hidden, beta)
+            add = _add_rounded_blocks if self._rounded else _add_blocks
+            add(self._sum, dlogits, hidden, beta)
 
     def result(self) -> Tensor | None:
         """Return the gradient in the dtype of the weight, 0 without any chunk. None if it was added elsewhere."""
@@ -118,3 +136,16 @@ def _add_blocks(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: float) -> 
         for start in range(0, len(total), max(64, step)):
             block = slice(start, start + max(64, step))
             torch.addmm(total[block], dlogits[:, block].float().t(), rows, beta=beta, out=total[block])
+
+
+def _add_rounded_blocks(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: float) -> None:
+    """Compute ``_add_blocks`` by bf16 products, which are rounded to bf16 before they are added."""
+    step = _block_rows(total)
+    # The product of a block is added while it is in the cache.
+    buffer = hidden.new_empty(step, hidden.shape[1])
+    for block in _blocks(total):
+        product = torch.mm(dlogits[:, block].t(), hidden, out=buffer[: block.stop - block.start])
+        if beta:
+            total[block].add_(product)
+        else:
+            total[block].copy_(product)

@@ -14,12 +14,12 @@ _CUDA_CHUNK_BYTES = 2_500_000_000
 GEMMs are at full speed and adding to the fp32 gradient of the weight costs 5 % of them; a shard of the vocabulary needs
 less."""
 _CUDA_CHUNK_ROWS = 4096
-_CPU_CHUNK_BYTES = 24_000_000
-"""Bytes of a chunk's logits in float32 on the CPU: in the last cache, and below what malloc gives back to the system
-after each use."""
-_CPU_CHUNK_ROWS = (64, 512)
-"""Fewer rows would leave the GEMM waiting for the weight; more bring nothing."""
-_CPU_GRADIENT_BYTES = 64_000_000
+_CPU_CHUNK_BYTES = 96_000_000
+"""Bytes of a chunk's logits in float32 on the CPU. Each chunk converts the weight to float32 again, and its small
+operations cost the same for few rows as for many."""
+_CPU_CHUNK_ROWS = 64
+"""Fewer would leave the GEMM waiting for the weight."""
+_CPU_GRADIENT_BYTES = 256_000_000
 """Bytes of two-byte gradients of logits that go through the other two GEMMs together."""
 _CPU_GRADIENT_ROWS = 128
 """Fewer would leave those GEMMs waiting for the weight and its gradient."""
@@ -167,15 +167,14 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
     Args:
         rows: how many there are.
         width: V_local, entries of the shard.
-        device: decides on the budget: 2.5 GB of float32 logits on CUDA, 24 MB on the CPU (more where the shard is so
+        device: decides on the budget: 2.5 GB of float32 logits on CUDA, 96 MB on the CPU (more where the shard is so
             wide that a chunk would be too short for a fast GEMM).
         in_flight: chunks whose logits share that memory: those of this rank, on the CPU those of all ranks.
     """
     if device.type == "cuda":
         most = min(max(_CUDA_CHUNK_BYTES // (4 * width * in_flight), 1), _CUDA_CHUNK_ROWS)
     else:
-        least, limit = _CPU_CHUNK_ROWS
-        most = min(max(_CPU_CHUNK_BYTES // (4 * width * in_flight), least), limit)
+        most = max(_CPU_CHUNK_BYTES // (4 * width * in_flight), _CPU_CHUNK_ROWS)
     # Equal chunks: a short last one would leave the GEMM waiting for the weight.
     number = max(1, -(-rows // most))
     return max(1, -(-rows // number))
@@ -184,7 +183,7 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
 def gradient_rows(rows: int, chunk: int, width: int) -> int:
     """Return the number of rows whose two-byte gradients of ``width`` logits are together in CPU memory.
 
-    It is a multiple of whole chunks, about 64 MB.
+    It is a multiple of whole chunks, about 256 MB.
     """
     most = max(_CPU_GRADIENT_BYTES // (2 * width), _CPU_GRADIENT_ROWS, chunk)
     times = max(1, -(-rows // most))

@@ -89,6 +89,7 @@ def vocab_parallel_head_stats(
     plan: RowPlan | None = None,
     chunk_tokens: int | None = None,
     accumulate_main_grad: bool = False,
+    round_weight_gradient: bool = True,
 ) -> HeadStatistics:
     """Log-probabilities, entropy and Top-K of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group.
 
@@ -110,6 +111,7 @@ def vocab_parallel_head_stats(
         chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
         accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in backward, as Megatron's
             ``gradient_accumulation_fusion`` does; ``weight.grad`` then gets zeros.
+        round_weight_gradient: as in ``dppo_head_loss``.
 
     Returns:
         The statistics. A row whose logits are all -inf has no distribution and gives NaN.
