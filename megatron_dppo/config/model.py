@@ -63,6 +63,10 @@ class ModelConfig(Section):
     fused_head: bool = True
     """Compute output layer, token statistics and loss gradient in one chunked pass, which never holds the full logits.
     false computes the full logits, for comparison."""
+    fp32_head_gradient: bool = False
+    """Add the weight gradient of the output layer without rounding, on every processor. GPUs always do. With bf16
+    weights, CPUs with fast bf16 products (AMX, or AMD with AVX512-BF16) round the gradient of each part of the tokens to
+    bf16 (2e-3) before they add it in fp32, as autograd does, in three quarters of the time."""
     transformer: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's names."""
 

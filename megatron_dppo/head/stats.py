@@ -131,7 +131,8 @@ def vocab_parallel_head_stats(
         sampling_mask = sampling_mask[plan.rows if plan.on_host is None else plan.on_host]
     check_sets(sampling_mask, rows.take(labels), vocab_size)
     main_grad = checked_main_grad(weight, accumulate_main_grad)
-    call = _Call(head, rows, weight, main_grad, sampling_mask, topk, needs, chunk_size(chunk_tokens, rows, weight))
+    size = chunk_size(chunk_tokens, rows, weight)
+    call = _Call(head, rows, weight, main_grad, sampling_mask, topk, needs, size, round_weight_gradient)
     apply: Callable[..., tuple[Any, ...]] = _HeadStatistics.apply
     return HeadStatistics(*apply(hidden, weight, bias, labels, ids, ids_valid, call))
 
@@ -173,6 +174,7 @@ class _Call:
     topk: int
     needs: LossNeeds
     chunk: int
+    round_weight_gradient: bool
 
     def statistics_columns(self, ids: Tensor | None) -> int:
         """Return the number of columns of ``VocabShard.statistics`` for ``ids [n, K]``."""
@@ -249,7 +251,15 @@ class _HeadStatistics(torch.autograd.Function):
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(total[:stop])
         needed = ctx.needs_input_grad[:3]
-        gradient = HeadGradient(head, rows, hidden, needed, call.chunk, call.main_grad)
+        gradient = HeadGradient(
+            head,
+            rows,
+            hidden,
+            needed,
+            call.chunk,
+            call.main_grad,
+            round_weight_gradient=call.round_weight_gradient,
+        )
         buffer = head.new_logits(min(call.chunk, stop))
         # log p(label), the third field, is not read by the gradient; any [n] tensor will do.
         totals = RowTotals(maximum, total, total, entropy, None, None)

@@ -98,20 +98,36 @@ class OutputHead:
         temperature: Sampling temperature of the rollouts. It divides the logits.
         fused: Compute loss and gradient in chunks. False computes all logits with Megatron's output layer, which needs
             tensors of vocabulary size.
+        fp32_gradient: Never round a part of the weight's gradient to bf16 before it is added.
     """
 
     def __init__(
-        self, model: GPTModel, tp_group: ProcessGroup | None, vocab_size: int, temperature: float, *, fused: bool = True
+        self,
+        model: GPTModel,
+        tp_group: ProcessGroup | None,
+        vocab_size: int,
+        temperature: float,
+        *,
+        fused: bool = True,
+        fp32_gradient: bool = False,
     ) -> None:
         self._model = model
         self._fused = fused
+        self._fp32_gradient = fp32_gradient
         self._group = tp_group
         self._common: _HeadOptions = {"group": tp_group, "vocab_size": vocab_size, "temperature": temperature}
 
     def at_temperature(self, temperature: float) -> OutputHead:
         """Return a head with the same output layer at another temperature."""
         vocab_size = self._common["vocab_size"]
-        return OutputHead(self._model, self._group, vocab_size, temperature, fused=self._fused)
+        return OutputHead(
+            self._model,
+            self._group,
+            vocab_size,
+            temperature,
+            fused=self._fused,
+            fp32_gradient=self._fp32_gradient,
+        )
 
     def loss(self, hidden: Tensor, row: MicroBatchRow, objective: Objective) -> LossOutput:
         """Return the loss of this rank's hidden states ``[1, T, H]``.
@@ -147,6 +163,7 @@ class OutputHead:
             plan=row.plan,
             accumulate_main_grad=self._accumulates_main_grad(),
             grad_scale=self._loss_scale(),
+            round_weight_gradient=not self._fp32_gradient,
             **self._common,
         )
 
@@ -258,6 +275,7 @@ class OutputHead:
             needs=objective.needs,
             plan=row.plan,
             accumulate_main_grad=self._accumulates_main_grad(),
+            round_weight_gradient=not self._fp32_gradient,
             **self._common,
         )
 

@@ -136,7 +136,12 @@ class PolicyTrainer:
             self._noise = LayerNoise(self.models, megatron_config, noise, groups, seed, adam)
         self.device_state = DeviceState(self.models, self.optimizer)
         self._head = OutputHead(
-            self.models[-1], groups.tp, hf_config.vocab_size, rollout.temperature, fused=model.fused_head
+            self.models[-1],
+            groups.tp,
+            hf_config.vocab_size,
+            rollout.temperature,
+            fused=model.fused_head,
+            fp32_gradient=model.fp32_head_gradient,
         )
 
         # Packing: what rows are padded to, and how many micro-batches the schedule needs.

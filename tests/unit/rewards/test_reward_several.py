@@ -83,7 +83,7 @@ def test_options_reach_a_function_of_every_convention_by_name(name: str, file: s
         ("own", {}, ["do not provide factor", "a value in reward.options"]),
         ("own", {"factor": 1.0, "faktor": 2.0}, ["reward.options has 'faktor'", "accepts: factor, offset"]),
         ("own", {"factor": 1.0, "completion": "x"}, ["'completion'", "receives from the sample"]),
-        ("slime_needs", {}, ["missing a required argument: 'factor'", "reward.options"]),
+        ("slime_needs", {}, ["missing a required", "argument: 'factor'", "reward.options"]),
         ("slime_needs", {"factor": 1.0, "args": 1}, ["reward.options has 'args'", "accepts: factor"]),
         ("verl", {"label": 1}, ["reward.options has 'label'", "accepts: factor"]),
         ("right", {"factor": 1}, ["reward.options has 'factor'", "accepts: none"]),
