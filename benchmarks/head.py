@@ -3,13 +3,15 @@
     python benchmarks/head.py                  counts and gates, a minute or two, then a short timing
     python benchmarks/head.py --gates-only     the counts and gates alone: what CI runs
     python benchmarks/head.py --full           the sizes of docs/benchmarks-head.md
+    python benchmarks/head.py --sweep          times at sizes on both sides of each change of method
     python benchmarks/head.py --needs          what predicted directions, score centering and filters cost
     python benchmarks/head.py --device cuda    the sweep on a GPU
 
-Every method gets the same task: DPPO's loss of N tokens and its gradients with respect to hidden states and head; the
-table says what each of them offers (a log-probability at the label, b at K ids of each token, c own Top-K, d entropy),
-and ``*`` marks those that do the whole task. Exit code 1 when one of the deterministic gates fails; never for a time.
-The peers are re-expressions in plain torch of what their code does: CPU ratios are not GPU ratios.
+Every method gets the same task: DPPO's loss of N tokens and its gradients with respect to hidden states and head, that
+of the head added to Megatron's fp32 ``main_grad`` as in training. The table says what each of them offers (a
+log-probability at the label, b at K ids of each token, c own Top-K, d entropy), and ``*`` marks those that do the whole
+task. Exit code 1 when one of the deterministic gates fails; never for a time. The peers are re-expressions in plain
+torch of what their code does: CPU ratios are not GPU ratios.
 """
 
 from __future__ import annotations
@@ -60,6 +62,16 @@ FULL = Profile(
     peak=Size(2048, 151936, 128, 64),
 )
 
+SWEEP = (
+    Size(512, 32768, 256, 64),
+    Size(2048, 32768, 256, 64),
+    Size(4096, 32768, 256, 64),
+    Size(512, 151936, 256, 64),
+    Size(512, 32768, 1024, 64),
+    Size(2048, 32768, 1024, 64),
+)
+"""One and several chunks of logits (96 MB), one and several parts of gradients (256 MB), a narrow and a wide head."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; return 1 if a gate fails."""
@@ -75,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{profile.time}\n\n{needs.table(needs.products(profile.time), times)}")
         return 0
     methods = select_methods(options.methods, METHODS)
+    if options.sweep:
+        _sweep(methods, options)
+        return 0
     results = _measure(methods, profile, options)
     checks = {"gates": gates(results)} | ({"goals": goals(results)} if options.full else {})
     _show(results, checks, options.out)
@@ -87,6 +102,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gates-only", action="store_true", help="no times")
     parser.add_argument("--full", action="store_true", help="the sizes that the figures in docs/ are of")
     parser.add_argument("--needs", action="store_true", help="the costs of our own head's further needs alone")
+    parser.add_argument("--sweep", action="store_true", help="times at further sizes alone, kept pages")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--attempts", type=int, default=3, help="repeat a timing whose spread is above 15 %%")
     parser.add_argument("--entropy-gradient", action="store_true", help="an entropy bonus; leaves TRL out")
@@ -167,6 +183,17 @@ def _times(results: Results, profile: Profile, options: argparse.Namespace) -> N
             continue
         for name, ratio in tensor_parallel.measure_times(methods, profile.parallel_time, pages, options.rounds).items():
             results.row(name).parallel_times[pages] = ratio
+
+
+def _sweep(methods: list[Method], options: argparse.Namespace) -> None:
+    """Print the times at the sizes of ``SWEEP``, and write them."""
+    times = {}
+    for size in SWEEP:
+        _say(str(size))
+        times[str(size)] = one_process.measure(methods, size, ZERO_SHARE, "kept", options.rounds, options.attempts)
+    print(report.sweep_table(times))
+    options.out.mkdir(parents=True, exist_ok=True)
+    report.write_sweep(options.out / "head_sweep.json", times, report.environment("cpu"))
 
 
 def _say(part: str) -> None:

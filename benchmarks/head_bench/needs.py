@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from head_peers.task import Size, Task, quick_task
+from head_peers.task import Size, Task, add_to_main_grad, quick_task
 
 from head_bench.counters import counted, peak_bytes
 from head_bench.one_process import in_one_process
@@ -70,9 +70,11 @@ def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str
             needs=objective.needs,
             plan=plan,
             teacher=teacher,
+            accumulate_main_grad=True,
         )
         output.loss_sum.backward()
-        task.hidden.grad = task.weight.grad = None
+        add_to_main_grad(task.weight)
+        task.hidden.grad = None
 
     return run
 

@@ -107,8 +107,8 @@ def measure_errors(run: Callable[[Task], LossOutput], task: Task, against: Refer
         name: None if getattr(record[0], name) is None else torch.cat([getattr(part, name).detach() for part in record])
         for name in ("logprobs", "entropy", "topk_logprobs")
     }
-    grad_hidden, grad_weight = leaves.hidden.grad, leaves.weight.grad
-    assert grad_hidden is not None and grad_weight is not None
+    grad_hidden, grad_weight = leaves.hidden.grad, leaves.weight.main_grad  # type: ignore[attr-defined]
+    assert grad_hidden is not None
     if task.group is not None:
         grad_hidden = grad_hidden.float()
         dist.all_reduce(grad_hidden, group=task.group)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from head_bench.results import Check, Results, Row
-from head_bench.timing import PAGES
+from head_bench.timing import PAGES, Ratio
 
 _MIB = 2**20
 
@@ -28,6 +28,14 @@ def table(results: Results) -> str:
     lines += [_cells(row, results, full, timed, shared) for row in results.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def sweep_table(sweep: dict[str, dict[str, Ratio]]) -> str:
+    """Return a Markdown table of times relative to ours B: one line for each method, one column for each size."""
+    lines = ["| method | " + " | ".join(sweep) + " |", "|---" * (1 + len(sweep)) + "|"]
+    for name in next(iter(sweep.values())):
+        lines.append(f"| {name} | " + " | ".join(str(ratios[name]) for ratios in sweep.values()) + " |")
+    return "\n".join(lines)
 
 
 def _cells(row: Row, results: Results, full: bool, timed: list[str], shared: list[str]) -> list[str]:
@@ -77,6 +85,12 @@ def write_json(path: Path, results: Results, checks: dict[str, list[Check]], abo
         },
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_sweep(path: Path, sweep: dict[str, dict[str, Ratio]], about: dict[str, Any]) -> None:
+    """Write the times of ``sweep_table`` as JSON."""
+    times = {size: {name: ratio.as_dict() for name, ratio in ratios.items()} for size, ratios in sweep.items()}
+    path.write_text(json.dumps({"environment": about, "times": times}, indent=2) + "\n")
 
 
 def plot(path: Path, results: Results) -> None:

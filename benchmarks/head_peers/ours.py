@@ -1,4 +1,4 @@
-"""Our head: mode A (statistics that any loss can use) and mode B (the gradient formed in forward)."""
+"""Our head as the trainer calls it: mode A (statistics for any loss) and mode B (the gradient formed in forward)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def mode_a(task: Task, topk: int = 0) -> Statistics:
         needs=LossNeeds(entropy_gradient=task.entropy_gradient),
         plan=task.plan,
         chunk_tokens=task.chunk_tokens,
+        accumulate_main_grad=True,
     )
     return Statistics(stats.logprobs, stats.entropy, stats.id_logprobs, stats.other_logprob)
 
@@ -40,4 +41,5 @@ def mode_b(task: Task) -> LossOutput:
         needs=LossNeeds(entropy_gradient=task.entropy_gradient),
         plan=task.plan,
         chunk_tokens=task.chunk_tokens,
+        accumulate_main_grad=True,
     )

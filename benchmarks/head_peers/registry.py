@@ -9,7 +9,7 @@ from head_peers.liger import liger_fallback
 from head_peers.nemo import nemo_logits
 from head_peers.ours import mode_a, mode_b
 from head_peers.slime import slime
-from head_peers.task import Statistics, Task, compute_loss
+from head_peers.task import Statistics, Task, add_to_main_grad, compute_loss
 from head_peers.trl import trl_chunked
 from head_peers.verl_fused import verl_fused
 from head_peers.verl_unfused import stable_rl, verl_unfused
@@ -39,9 +39,10 @@ class Method:
         return "b" in self.offers.split() and (ranks == 1 or self.ids_over_ranks)
 
     def run(self, task: Task) -> LossOutput:
-        """Run forward and backward; the gradients are in the leaves of the task."""
+        """Run forward and backward; the gradients are in ``hidden.grad`` and ``weight.main_grad`` of the task."""
         output = self.forward(task)
         output.loss_sum.backward()
+        add_to_main_grad(task.weight)
         return output
 
 

@@ -1,5 +1,8 @@
 """The task that every method solves: DPPO's loss of N tokens from hidden states, with the gradients of head and input.
 
+As in training with an untied head, the weight's gradient ends in Megatron's fp32 ``main_grad``: a method adds it there
+itself, or ``add_to_main_grad`` does, as Megatron's hook on the parameter.
+
 The head has V entries, split evenly over the tensor-parallel group. Rows of three kinds, so that no rounding can move a
 token over a threshold of the trust region and with it the gradient: on policy (divergence about 0.01), off policy
 (above 0.3), and a given share of zero advantage.
@@ -47,7 +50,7 @@ class Task:
     hidden: Tensor
     """Leaf. Shape ``[N, H]``."""
     weight: Tensor
-    """Leaf. Shape ``[V / ranks, H]``."""
+    """Leaf with ``main_grad``. Shape ``[V / ranks, H]``."""
     targets: TokenTargets
     vocab_size: int
     group: ProcessGroup | None = None
@@ -73,14 +76,14 @@ class Task:
 
     def fresh(self) -> Task:
         """Return a task with the same values in new leaves without gradients."""
-        leaves = (self.hidden.detach().clone(), self.weight.detach().clone())
-        return replace(self, hidden=leaves[0].requires_grad_(), weight=leaves[1].requires_grad_())
+        hidden = self.hidden.detach().clone().requires_grad_()
+        return replace(self, hidden=hidden, weight=_with_main_grad(self.weight.detach().clone()))
 
     def shard(self, group: ProcessGroup) -> Task:
         """Return this rank's share of the task."""
         rows = self.vocab_size // group.size()
         shard_weight = self.weight.detach()[group.rank() * rows : (group.rank() + 1) * rows].clone()
-        return replace(self, weight=shard_weight.requires_grad_(), group=group)
+        return replace(self, weight=_with_main_grad(shard_weight), group=group)
 
 
 @dataclass(frozen=True)
@@ -192,12 +195,28 @@ def _task(hidden: Tensor, weight: Tensor, targets: TokenTargets, size: Size) -> 
     advantages = None if size.entropy_gradient else targets.advantages.cpu()
     return Task(
         hidden.requires_grad_(),
-        weight.requires_grad_(),
+        _with_main_grad(weight),
         targets=targets,
         vocab_size=size.vocab,
         entropy_gradient=size.entropy_gradient,
         plan=RowPlan.of(targets.loss_mask.cpu(), advantages, hidden.device),
     )
+
+
+def _with_main_grad(weight: Tensor) -> Tensor:
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    return weight.requires_grad_()
+
+
+def add_to_main_grad(weight: Tensor) -> None:
+    """Add the weight's gradient to ``main_grad`` unless the method did, and drop it.
+
+    As ``DistributedDataParallel._make_backward_post_hook`` of Megatron Core does.
+    """
+    if not getattr(weight, "grad_added_to_main_grad", False):
+        weight.main_grad.add_(weight.grad)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    weight.grad = None
 
 
 def _rollout(logits: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

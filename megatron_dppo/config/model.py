@@ -64,9 +64,9 @@ class ModelConfig(Section):
     """Compute output layer, token statistics and loss gradient in one chunked pass, which never holds the full logits.
     false computes the full logits, for comparison."""
     fp32_head_gradient: bool = False
-    """Add the weight gradient of the output layer without rounding, on every processor. GPUs always do. With bf16
-    weights, CPUs with fast bf16 products (AMX, or AMD with AVX512-BF16) round the gradient of each part of the tokens to
-    bf16 (2e-3) before they add it in fp32, as autograd does, in three quarters of the time."""
+    """Never round the weight gradient of the output layer before it is added in fp32. GPUs never do. With bf16 weights,
+    a CPU with fast bf16 products (AMX, or AMD with AVX512-BF16) rounds that of each part of the tokens to bf16 (2e-3),
+    as autograd does; the product then takes about half the time."""
     transformer: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's names."""
 

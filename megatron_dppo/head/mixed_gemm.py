@@ -8,7 +8,7 @@ products are exact either way. The weight's gradient of a part of the rows may b
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -36,7 +36,7 @@ def bf16_products_are_fast() -> bool:
     float32 one (measured on a Xeon of model 207, torch 2.13.0).
     """
     # torch.cpu has it from 2.7 on.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     is_amd = "AMD" in str(capabilities.get("cpu_name"))
     return bool(capabilities.get("amx_bf16")) or bool(capabilities.get("avx512_bf16") and is_amd)
 

@@ -15,8 +15,6 @@ import megatron_dppo.mcore.setup  # noqa: E402
 import megatron_dppo.policy.trainer  # noqa: E402
 import megatron_dppo.run.loop  # noqa: E402
 import megatron_dppo.weights.publish  # noqa: E402, F401
-from megatron_dppo.engines.local.perturbation import preload_modelopt  # noqa: E402
 from megatron_dppo.hf.folder import preload_models  # noqa: E402
 
 preload_models()
-preload_modelopt()

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_dppo.commands.experiments.child import COSTS, RunRecords, log_path, make_base, make_row
 from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.store import Rows, Store
-from megatron_dppo.engines.local.perturbation import require_modelopt
+from megatron_dppo.engines.local.perturbation import QUANTIZATION_MODULE, require_modelopt
 from megatron_dppo.errors import UserError
 
 PRELOAD = "megatron_dppo.run.preload"
@@ -73,7 +73,8 @@ def execute_runs(
     for form in {run.weights for run in missing} - {"none"}:
         require_modelopt(form)
     if missing:
-        _execute_jobs(_jobs(store, missing, rollouts_every), jobs, print_line)
+        quantized = any(run.weights != "none" for run in missing)
+        _execute_jobs(_jobs(store, missing, rollouts_every), jobs, print_line, quantized=quantized)
     return rows | store.read(missing)
 
 
@@ -113,9 +114,12 @@ def _run_job(store: Store, run: GridRun, rollouts_every: int | None) -> _Job:
     return _Job(make_row, arguments, row, log_path(folder), name, store.base(run))
 
 
-def _execute_jobs(jobs: Sequence[_Job], at_once: int, print_line: Callable[[str], None]) -> None:
+def _execute_jobs(
+    jobs: Sequence[_Job], at_once: int, print_line: Callable[[str], None], *, quantized: bool = False
+) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
+    # nvidia-modelopt takes seconds to import, and imports Megatron, so it comes after the shims of PRELOAD.
+    context.set_forkserver_preload([PRELOAD, QUANTIZATION_MODULE] if quantized else [PRELOAD])
     # The runs are too small for a GPU. The fork server reads these variables when it starts.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # The fork server imports before a run has a log: hide Megatron's warnings about optional packages.

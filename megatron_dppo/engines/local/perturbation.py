@@ -21,6 +21,7 @@ CONFIGS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_WEIGHT_ONLY_CFG", "int4": "IN
 
 FP8 E4M3 has one scale per tensor, INT8 one per output channel, INT4 one per 128 inputs of a channel.
 """
+QUANTIZATION_MODULE = "modelopt.torch.quantization"
 _EXCLUDED = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate")
 """Parts of the names that modelopt's configurations exclude: embedding, output layer, routers."""
 
@@ -71,12 +72,6 @@ def quantized_weights(model: nn.Module) -> Iterator[Tensor]:
             yield parameter
 
 
-def preload_modelopt() -> None:
-    """Import nvidia-modelopt, if installed, before processes are forked: the import takes eleven seconds."""
-    if find_spec("modelopt") is not None:
-        import_module("modelopt.torch.quantization")
-
-
 def require_modelopt(weights_format: str) -> None:
     """Check that nvidia-modelopt is installed, without importing it.
 
@@ -89,7 +84,7 @@ def require_modelopt(weights_format: str) -> None:
 
 def _import_modelopt(weights_format: str) -> Any:
     try:
-        return import_module("modelopt.torch.quantization")
+        return import_module(QUANTIZATION_MODULE)
     except ImportError as error:
         raise ConfigError(_missing_modelopt(weights_format, f"cannot be imported: {error}")) from error
 

@@ -115,7 +115,7 @@ def test_a_broken_row_is_told_with_its_line_and_in_the_store_with_its_file_befor
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(runner, "_execute_jobs", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(runner, "_execute_jobs", lambda *_, **__: pytest.fail("a run was started"))
     store, runs = Store(tmp_path / "here"), EXPERIMENTS["long_tail"].report(True, (0,), ())
     row = json.loads(json.dumps(row_of(runs[0], store)))
     damage(row)
@@ -215,7 +215,7 @@ def test_the_list_counts_what_would_be_taken_and_writes_nothing(
 def test_each_file_of_rows_is_told_once_with_its_total(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_execute_jobs", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(runner, "_execute_jobs", lambda *_, **__: pytest.fail("a run was started"))
     output = tmp_path / "here"
     file = str(write(tmp_path / "rows.jsonl", *(row_of(r, Store(output)) for r in LONG)))
     command = ["experiment", "long_tail", "--quick", "--seeds", "0", "1", "--output", str(output)]

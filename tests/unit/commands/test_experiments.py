@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -202,7 +203,8 @@ def test_the_figure_has_a_band_for_each_loss(tmp_path: Path) -> None:
 def test_runs_that_have_a_row_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, runs, done = Store(tmp_path), SMALL.report(False, (0, 1), ()), []
 
-    def pretend(jobs: list[Any], *_: object) -> None:
+    def pretend(jobs: list[Any], *_: object, quantized: bool) -> None:
+        assert not quantized, "no run of this grid rounds weights, so none needs nvidia-modelopt"
         for job in jobs:
             done.append(job.name)
             if job.result.suffix == ".json":
@@ -240,10 +242,29 @@ def test_the_command_lists_what_is_missing_and_refuses_what_it_does_not_know(
         assert message in capsys.readouterr().err
 
 
+def test_modelopt_is_imported_before_the_fork_only_if_a_run_quantizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preloaded: list[list[str]] = []
+
+    class Context:
+        def set_forkserver_preload(self, modules: list[str]) -> None:
+            preloaded.append(modules)
+
+    monkeypatch.setattr(runner, "require_modelopt", lambda form: None)
+    monkeypatch.setattr(runner, "_jobs", lambda *_: [])
+    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda method: Context())
+    for weights in ("none", "fp8"):
+        run = next(run for run in EXPERIMENTS["stability"].report(False, (0,), ()) if run.weights == weights)
+        with contextlib.suppress(FileNotFoundError):  # no run writes its row
+            execute_runs(Store(tmp_path), [run], 1, print)
+    assert [modules[1:] for modules in preloaded] == [[], ["modelopt.torch.quantization"]]
+
+
 def test_coarse_weights_without_modelopt_are_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
-    monkeypatch.setattr(runner, "_execute_jobs", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(runner, "_execute_jobs", lambda *_, **__: pytest.fail("a run was started"))
     assert main(["experiment", "stability", "--quick", "--output", str(tmp_path)]) == 2
     assert "weights = 'fp8'" in (text := capsys.readouterr().err) and "pip install 'megatron-dppo[modelopt]'" in text

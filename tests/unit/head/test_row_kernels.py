@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.head import row_kernels
-from megatron_dppo.head.mixed_gemm import WeightGradient, logits_into
+from megatron_dppo.head.mixed_gemm import WeightGradient, bf16_products_are_fast, logits_into
 from megatron_dppo.head.row_kernels import (
     gradient_of_exponentials,
     row_gradient,
@@ -183,3 +183,46 @@ def test_the_gemms_add_up_in_fp32(dtype: torch.dtype, ieee: None) -> None:
     assert gradient.result() is None
     torch.testing.assert_close(total.double(), 2.0 + dlogits.double().T @ hidden.double(), rtol=1e-5, atol=1e-5)
     assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_rounded_weight_gradient_is_within_bf16_of_float64_and_is_added_in_fp32(
+    added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several blocks of the weight, the last one shorter.
+    monkeypatch.setattr("megatron_dppo.head.mixed_gemm._BLOCK_ENTRIES", 64 * 64)
+    generator = torch.Generator().manual_seed(4)
+    hidden, dlogits = (torch.randn(40, n, generator=generator).bfloat16() for n in (64, 300))
+    # So large that a sum in bf16 would lose the second chunk, which is 1/300 of the first.
+    dlogits[25:] /= 300
+    total = torch.full((300, 64), 2.0) if added else None
+    weight = torch.empty(300, 64, dtype=torch.bfloat16)
+    gradient = WeightGradient(weight, 2, total, rounded=True)
+    parts = [slice(0, 25), slice(25, 40)]
+    for part in parts:
+        gradient.add(dlogits[part], hidden[part])
+    products = [dlogits[part].double().T @ hidden[part].double() for part in parts]
+    result = gradient.result()
+    if total is None:
+        assert result is not None and result.dtype == torch.bfloat16
+        return torch.testing.assert_close(result.double(), sum(products), rtol=1e-2, atol=1e-2)
+    assert result is None
+    difference = total.double() - 2.0 - products[0].bfloat16().double()
+    assert float((difference - products[1]).norm() / products[1].norm()) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "fast"),
+    [
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": False}, False),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True}, True),
+        ({"cpu_name": "AMD EPYC 9R14", "avx512_bf16": True, "amx_bf16": False}, True),
+        ({"cpu_name": "AMD EPYC 7R13", "avx512_bf16": False}, False),
+        ({}, False),
+    ],
+)
+def test_bf16_products_are_taken_where_they_are_fast(
+    capabilities: dict[str, object], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert bf16_products_are_fast.__wrapped__() == fast

@@ -240,7 +240,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("def f(x): ...", {"name": "nowhere.py:f"}, "nowhere.py does not exist.*command line to the working"),
     ("f = 1", {"name": "FILE:f"}, "is not callable, but int"),
     ("def f(): ...", {"name": "FILE:f"}, r"is called as f\(inputs\), but has the parameters \(\)"),
-    ("def f(x, *, c): ...", {"name": "FILE:f"}, "missing a required .*argument: 'c'"),
+    ("def f(x, *, c): ...", {"name": "FILE:f"}, r"missing a required .*argument: 'c'"),
     ("def f(x, *, c): ...", {"name": "FILE:f", "options": {"d": 1}}, r"f\(inputs, d=...\).*parameters \(x, \*, c\)"),
     ("def f(x): ...", {"name": "FILE:f", "ratio_cap": 2.0}, "ratio_cap = 2.0 has no effect"),
     ("def f(x): ...", {"name": "FILE:f", "topk": 3}, "topk = 3 has no effect"),
@@ -313,7 +313,7 @@ def test_bad_advantages_are_told(tmp_path: Path) -> None:
         TrainConfig(advantage="median")
     with pytest.raises(ValueError, match="has no effect on advantage = 'std'"):
         TrainConfig(advantage="std", advantage_options={"a": 1})
-    with pytest.raises(ValueError, match="missing a required .*argument: 'c'"):
+    with pytest.raises(ValueError, match=r"missing a required .*argument: 'c'"):
         TrainConfig(advantage=f"{write(tmp_path, 'def f(r, v, c): return r', 'c.py')}:f")
 
 
