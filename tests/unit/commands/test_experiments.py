@@ -254,8 +254,8 @@ def test_modelopt_is_imported_before_the_fork_only_if_a_run_quantizes(
     monkeypatch.setattr(runner, "require_modelopt", lambda form: None)
     monkeypatch.setattr(runner, "_jobs", lambda *_: [])
     monkeypatch.setattr(runner.multiprocessing, "get_context", lambda method: Context())
-    for weights in ("none", "fp8"):
-        run = next(run for run in EXPERIMENTS["stability"].report(False, (0,), ()) if run.weights == weights)
+    for name, weights in (("long_tail", "none"), ("stability", "fp8")):
+        run = next(run for run in EXPERIMENTS[name].report(True, (0,), ()) if run.weights == weights)
         with contextlib.suppress(FileNotFoundError):  # no run writes its row
             execute_runs(Store(tmp_path), [run], 1, print)
     assert [modules[1:] for modules in preloaded] == [[], ["modelopt.torch.quantization"]]
