@@ -20,7 +20,7 @@
 # make test-python312  a sample of the tests (PYTHON312_TESTS below) with Python 3.12 and thus the newest Megatron Core, in
 #                     .venv312: parity, families, checkpoints, router replay, compiled extensions, one whole run, the demo from
 #                     the wheel, a real language model
-# make test-page   the report of a run in a real Chromium; installs it by apt-get where it is missing, which needs root
+# make test-page   the report of a run and the site in a real Chromium; installs it by apt-get where it is missing, which needs root
 # make engines        install these servers, and nothing else
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
 #                     are killed at a sample of points and resumed
@@ -104,7 +104,7 @@ test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
 		$$python -m pytest tests/unit/rewards/test_reasoning_gym.py $(ARGS)
 
-test-page:
+test-page: docs
 	@tools/install_chromium.sh
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/browser $(ARGS)
 

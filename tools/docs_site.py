@@ -66,6 +66,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return _LINK.sub(moved, markdown)
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Serve the theme's script for searching on the disk from the site itself, not from another host."""
+    return output.replace(_REMOTE_SHIM, os.path.relpath(_SHIM, Path(page.file.dest_uri).parent))
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """Do the same for the page of missing pages, which is at the top."""
+    return output.replace(_REMOTE_SHIM, _SHIM)
+
+
+_REMOTE_SHIM = "https://unpkg.com/iframe-worker/shim"
+_SHIM = "assets/iframe-worker/shim.js"
+
+
 def _readable(there: Path) -> Path:
     return there / "README.md" if there.is_dir() else there
 
