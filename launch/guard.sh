@@ -4,7 +4,7 @@
 #   launch/guard.sh FOLDER    the script's temporary folder, to be removed
 #
 # Standard input has lines "trainer PID" and "server PID" from that script, without PID once the process has ended. It
-# ends with the script, however that ends. As at a SIGTERM, the servers go on until the ranks have saved.
+# ends with the script, however that ends. As at a SIGTERM, the servers run until the ranks have saved.
 set -uo pipefail
 trap '' TERM INT HUP PIPE # a signal to the process group is for the others, and the terminal may be gone
 
@@ -15,11 +15,11 @@ while read -r name pid; do
     server) server=$pid ;;
     esac
 done
-# Not kill -0: nobody may be there to bury the dead, and a zombie has no program.
+# Not kill -0, which succeeds for a zombie: its parent may not wait for it. A zombie has no program.
 runs() { [ -e "/proc/$1/exe" ]; }
 
 if [ -n "$trainer" ] && runs "$trainer"; then
-    echo "launch: the script has been killed: the trainer finishes its step and saves" >&2
+    echo "launch: the script was killed: the trainer finishes its step and saves" >&2
     read -ra ranks <"/proc/$trainer/task/$trainer/children" || true
     kill -TERM "${ranks[@]:-$trainer}" 2>/dev/null
     while runs "$trainer"; do sleep 0.5; done

@@ -26,11 +26,11 @@
 #   MEGATRON_DPPO_API_KEY    key of the servers (default: a new random one for each start of the job)
 #
 # Before the time limit (#SBATCH --signal), at `scancel --signal=TERM --batch JOBID` and at preemption the trainer
-# finishes its step and saves; then the job queues itself again and goes on from there. When it does not get so far in
-# time, the job is queued again all the same and goes on from the last checkpoint. At preemption the servers get SIGTERM
-# too and go on for 100 seconds: the partition needs a GraceTime that is enough for one step and a checkpoint.
-# After a crash of the trainer the job queues itself again, too; exit codes 2 and 3 end it, since they would come again.
-# A server that dies is started again. docs/launch.md has the details.
+# finishes its step and saves; then the job queues itself again and resumes from there. When it does not get so far in
+# time, the job is queued again all the same and resumes from the last checkpoint. At preemption the servers get SIGTERM
+# too and run for 100 more seconds: the partition needs a GraceTime that is enough for one step and a checkpoint.
+# After a crash of the trainer the job queues itself again, too; exit codes 2 and 3 end it: a restart would repeat them.
+# A server that dies is restarted. docs/launch.md has the details.
 #SBATCH --job-name=megatron_dppo
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
@@ -112,7 +112,7 @@ signal_steps() {
 job_has() { scontrol -o show job "$SLURM_JOB_ID" | grep -q " $1"; }
 preempted() { job_has 'PreemptTime=[0-9]'; }
 
-# Who does what.
+# Roles of the nodes.
 mode=$(ask mode serve "${given[@]}" --print-mode)
 if [ "$mode" = colocated ]; then
     [ "${server_nodes:-0}" = 0 ] || fail "--server-nodes $server_nodes, but with rollout.servers.colocated = true every node trains; leave it out"
@@ -149,14 +149,14 @@ ended_within() { # SECONDS PID...
 end_servers() {
     [ ${#servers[@]} -gt 0 ] || return 0
     signal_steps INT servers
-    ended_within 40 "${!servers[@]}" || say "the servers did not end in 40 seconds; Slurm ends them"
+    ended_within 40 "${!servers[@]}" || say "the servers did not exit within 40 seconds; Slurm stops them"
     servers=()
 }
 # shellcheck disable=SC2329  # called by the traps
 end_trainer() {
     [ -n "$trainer" ] || return 0
     signal_steps TERM trainer
-    ended_within 60 "$trainer" || say "the trainer did not end in a minute; Slurm ends it"
+    ended_within 60 "$trainer" || say "the trainer did not exit within a minute; Slurm stops it"
 }
 # shellcheck disable=SC2329
 finish() {
@@ -174,16 +174,16 @@ stop() {
     end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9][^ ]*\).*/\1/p') || true
     [ -z "$end" ] || left=$(($(date -d "$end" +%s) - $(date +%s)))
     [ "${left:-0}" -gt 0 ] || left="" # the job is over: it was cancelled
-    say "SIGTERM: the trainer finishes its step and saves${left:+; $left seconds are left to the job}"
+    say "SIGTERM: the trainer finishes its step and saves${left:+; the job has $left seconds left}"
     signal_steps TERM trainer
     # Slurm does not queue a job again that has reached its time limit.
     [ -z "$left" ] || { sleep $((left > 90 ? left - 90 : 0)) & last_call=$!; }
 }
 requeue() { # the exit CODE where that cannot be
     end_servers
-    job_has JobState=RUNNING || fail "the job is being ended from outside, so it is not queued again" "$1"
+    job_has JobState=RUNNING || fail "the job was canceled, so it is not queued again" "$1"
     say "queueing the job again"
-    scontrol requeue "$SLURM_JOB_ID" || fail "the job cannot be queued again; submit it once more, it goes on" "$1"
+    scontrol requeue "$SLURM_JOB_ID" || fail "the job cannot be queued again; submit it again to resume" "$1"
     exit 0
 }
 # Each of these queues the job again, or ends it with the code that `restarts` says.
@@ -201,7 +201,7 @@ after_preemption() {
     restarts preempted || exit $?
     requeue 0
 }
-# At the first start there is most likely something to mend.
+# At the first start the configuration is the likely cause.
 cannot_start() {
     say "$1"
     if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && ! preempted; then exit 1; fi
@@ -226,10 +226,10 @@ servers_ended() { # PID CODE
     if [ -n "$stopping" ] || preempted; then return; fi
     [ ! -e "$shared/urls-$node" ] || starts[$node]=0 # they were healthy
     if [ "$2" != 2 ] && [ "${starts[$node]}" -lt 3 ]; then
-        say "the servers on $node have ended (exit code $2); they are started again"
+        say "the servers on $node exited with code $2; they are restarted"
         start_servers "$node" 5 # what was left there ends
     else
-        say "the servers on $node have ended (exit code $2) and are left out; the message above says why." \
+        say "the servers on $node exited with code $2 and are not restarted; the message above has the reason." \
             "Server nodes left: ${#servers[@]}"
     fi
 }
@@ -317,7 +317,7 @@ while true; do
         exit 0
         ;;
     "$last_call")
-        say "the step does not end in the time that is left; the job goes on from its last checkpoint"
+        say "the step does not finish in the remaining time; the job resumes from its last checkpoint"
         after_stop
         ;;
     *) servers_ended "$ended" "$code" ;;

@@ -6,12 +6,12 @@
 # Starts the servers (megatron-dppo serve), waits until they are healthy, trains with torchrun, ends the servers. The
 # exit code is the training's. With rollout.engine = "local" there are no servers; those named in rollout.servers.urls
 # are only checked. The trainer's N ranks get the first N GPUs, the servers those after them, or with
-# rollout.servers.colocated = true the same ones. A server that dies is started again (docs/launch.md).
+# rollout.servers.colocated = true the same ones. A server that dies is restarted (docs/launch.md).
 #
 #   --nproc-per-node N    trainer ranks (default 1)
 #   PYTHON                the interpreter to use (default python3)
 #
-# SIGTERM: the trainer finishes its step, saves and ends with 0; the same command goes on from there. A kill -9 of this
+# SIGTERM: the trainer finishes its step, saves and ends with 0; the same command resumes from there. A kill -9 of this
 # script does the same, by launch/guard.sh.
 set -euo pipefail
 
@@ -115,7 +115,7 @@ while true; do
         server=
         tell_guard server
         if [ -n "$stopping" ]; then continue; fi
-        say "the servers have ended (exit code $code), so training stops; the message above says why"
+        say "the servers exited with code $code, so training stops; the message above has the reason"
         exit 1
     fi
 done

@@ -13,6 +13,7 @@ def add_help_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "key", nargs="?", help="section.key, a section, a bare key or flag, or a loss (default: list the sections)"
     )
+    parser.add_argument("--verbose", action="store_true", help="describe every key of a long section")
 
 
 def run_help(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -31,7 +32,11 @@ def run_help(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"Expected one key, also got {overrides[-1]!r}. Fix: run `megatron-dppo help` once per key")
     if key is not None:
         renamed = RENAMED_METRICS.get(key)
-        print(explain(key) if renamed is None else f"{key}: in older runs, the metric {renamed} (docs/metrics.md)")
+        print(
+            explain(key, verbose=options.verbose)
+            if renamed is None
+            else f"{key}: in older runs, the metric {renamed} (docs/metrics.md)"
+        )
         return 0
     for name, model in sections():
         if name:

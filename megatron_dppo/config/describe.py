@@ -84,8 +84,14 @@ def keys() -> dict[str, FieldInfo]:
     }
 
 
-def explain(name: str) -> str:
+_MAX_LINES = 30
+"""Lines of a description that is not verbose."""
+
+
+def explain(name: str, *, verbose: bool = True) -> str:
     """Return the description of a key, a section, a Megatron flag, a loss or another framework's name.
+
+    Without ``verbose`` a section that needs more than 30 lines has one line for each key, without its description.
 
     Example:
         >>> print(explain("optimizer.clip_grad"))
@@ -108,7 +114,8 @@ def explain(name: str) -> str:
         return f"{wanted}: {removed}"
     if wanted in models and wanted:
         inside = [_entry(f"{wanted}.{key}", f) for key, f in models[wanted].known_fields().items()]
-        return "\n".join([f"[{wanted}]  {_prose(models[wanted].__doc__ or '')}", "", *inside])
+        text = "\n".join([f"[{wanted}]  {_prose(models[wanted].__doc__ or '')}", "", *inside])
+        return text if verbose or text.count("\n") < _MAX_LINES else _shortened(text, inside)
     if name in LOSS_ALIASES:
         expansion = ", ".join(f"{key} = {value!r}" for key, value in LOSS_ALIASES[name].items())
         return f"loss.name = {name!r} is an alias of: {expansion}"
@@ -123,6 +130,14 @@ def explain(name: str) -> str:
         return f"{wanted} of another framework is here:\n{_entry(path, fields[path])}"
     hint = closest_hint(wanted) or "; docs/configuration.md lists all keys"
     raise ConfigError(f"no key, section or loss is called {name!r}{hint}")
+
+
+def _shortened(text: str, entries: list[str]) -> str:
+    """Return the description of a section with the first line of each entry, as far as they fit."""
+    names = [entry.partition("\n")[0] for entry in entries]
+    shown = names[: _MAX_LINES - 3]
+    more = [f"... and {len(names) - len(shown)} more keys"] if len(shown) < len(names) else []
+    return "\n".join([text.partition("\n")[0], "", *shown, "; ".join([*more, "--verbose describes every key"])])
 
 
 def exact_hint(name: str) -> str:

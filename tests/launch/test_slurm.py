@@ -160,7 +160,7 @@ def test_a_step_that_is_longer_than_the_time_that_is_left_is_given_up(slurm: Slu
     job.signal()
     job.until("queueing the job again")
     assert re.search(r"finishes its step and saves; [1-6]\d seconds are left to the job", job.output)
-    assert "the step does not end in the time that is left; the job goes on from its last checkpoint" in job.output
+    assert "the step does not finish in the remaining time; the job resumes from its last checkpoint" in job.output
     job.start_again(1)
     (tmp_path / "end").touch()
     assert job.end() == "COMPLETED", job.output
@@ -176,10 +176,10 @@ def test_a_killed_serve_is_started_again_and_one_that_gives_up_is_left_out(slurm
     job.until("training on 1 nodes")
     (serve,) = (p for p in psutil.process_iter() if is_serve(p, port))
     serve.kill()
-    job.until("have ended (exit code 137); they are started again")
+    job.until("exited with code 137; they are restarted")
     job.until(f":{port} is healthy", times=2)
     (tmp_path / "die").touch()
-    job.until("have ended (exit code 2) and are left out")
+    job.until("exited with code 2 and are not restarted")
     assert (
         "the server exited (exit code 7); it did not become healthy in 3 restarts" in job.output
         and "| out of memory" in job.output

@@ -15,6 +15,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``replay``; unknown arguments are overrides of the run's configuration."""
     parser.add_argument("run", type=Path, help="folder of a run (run.output_dir) with rollouts of the step")
     parser.add_argument("--step", type=int, required=True, help="number of the step in metrics.jsonl")
+    parser.add_argument("--verbose", action="store_true", help="list all metrics, not only those that differ most")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the comparison as JSON")
 
 
@@ -31,7 +32,7 @@ def run_replay(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     outcome = replay_step(options.run, options.step, overrides)
     if outcome is not None:
-        print(f"\n{outcome.text()}", flush=True)
+        print(f"\n{outcome.text(verbose=options.verbose)}", flush=True)
         if options.json is not None:
             write_new(options.json, json.dumps(outcome.plain(), indent=2) + "\n")
     return 0

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_SHOWN_METRICS = 20
+"""Metrics that are listed without ``--verbose``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOutcome:
@@ -55,13 +58,22 @@ class ReplayOutcome:
             "metrics": {name: {"run": was, "replay": now} for name, (was, now) in self.metrics.items()},
         }
 
-    def text(self) -> str:
-        """Return the outcome as text for the terminal."""
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the outcome as text for the terminal.
+
+        Args:
+            verbose: List all metrics. Otherwise those that differ most.
+        """
         width = max((len(name) for name in self.metrics), default=0)
+        shown = sorted(self.metrics if verbose else self._most_different())
         lines = [
             f"  {name:<{width}}  {was:>14.8g}  {now:>14.8g}  {'=' if was == now else f'{now - was:+.1e}'}"
-            for name, (was, now) in sorted(self.metrics.items())
+            for name, (was, now) in ((name, self.metrics[name]) for name in shown)
         ]
+        if len(shown) < len(self.metrics):
+            lines.append(
+                f"  {len(self.metrics) - len(shown)} more metrics differ less or not at all (--verbose lists them)"
+            )
         verdict = "identical to the run, bit for bit"
         if not self.is_exact:
             verdict = (
@@ -72,5 +84,12 @@ class ReplayOutcome:
             if self.changed:
                 cause = f"with {' '.join(self.changed)}"
             verdict += f" ({cause})"
-        header = f"  {'':<{width}}  {'run':>14}  {'replay':>14}"
-        return "\n".join([f"step {self.step}, {self.tokens} tokens", header, *lines, "", verdict])
+        header = [f"  {'':<{width}}  {'run':>14}  {'replay':>14}"] if shown else []
+        return "\n".join([f"step {self.step}, {self.tokens} tokens", *header, *lines, "", verdict])
+
+    def _most_different(self) -> list[str]:
+        """Return the metrics that differ, at most ``_SHOWN_METRICS``, the largest relative difference first."""
+        relative = {
+            name: abs(was - now) / max(abs(was), 1e-12) for name, (was, now) in self.metrics.items() if was != now
+        }
+        return sorted(relative, key=lambda name: -relative[name])[:_SHOWN_METRICS]
