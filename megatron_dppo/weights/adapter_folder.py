@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from megatron_dppo.parallel.objects import is_leader, run_on_leader
 
 _WHAT = "the adapter"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight$")
+_OTHER_MLP = re.compile(r".*\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.lora_[AB]\.weight$")
+_PEFT_LOADS = (frozenset(), frozenset({"down"}), frozenset({"gate", "up", "down"}))
+"""Projections of routed experts that PEFT 0.21.2 loads together."""
 
 
 def save_adapter(
@@ -33,7 +37,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter folder, which appears complete and replaces an older one of that name.
 
-    The stream is consumed to its end in any case. The first rank holds all of it.
+    The stream is consumed to its end in any case. The first rank holds all of it, and warns if PEFT cannot read it.
 
     Args:
         target: folder to write.
@@ -52,6 +56,31 @@ def save_adapter(
     finally:
         drain(stream)
     run_on_leader(lambda: write_adapter(target, tensors, adapter_config(lora, base)) if leads else None, group)
+    if problem := describe_peft_problem(tensors):
+        print(f"warning  {target}: {problem}", file=sys.stderr, flush=True)
+
+
+def describe_peft_problem(names: Iterable[str]) -> str:
+    """Return why PEFT 0.21.2 with transformers 5 does not read adapters of these names, or an empty string.
+
+    There the weights of all routed experts are one parameter for gate and up and one for down. PEFT turns the targets
+    into these parameters, for the whole model (``utils/transformers_weight_conversion.py``).
+    """
+    names = list(names)
+    projections = frozenset(match[3] for name in names if (match := _EXPERT.match(name)))
+    advice = "Fix: use the merged model in hf/ (megatron-dppo convert megatron-to-hf writes it from a checkpoint)"
+    if projections not in _PEFT_LOADS:
+        shown = ", ".join(f"{name}_proj" for name in ("gate", "up", "down") if name in projections)
+        return (
+            f"PEFT 0.21.2 does not load adapters of routed experts on {shown} alone; expected down_proj, or gate_proj, "
+            f"up_proj and down_proj. {advice}, or train with such lora.target_modules"
+        )
+    if projections and any(_OTHER_MLP.match(name) for name in names):
+        return (
+            "PEFT 0.21.2 silently drops the adapters of shared experts and dense MLPs of a model with routed experts. "
+            f"{advice}"
+        )
+    return ""
 
 
 def copy_to_cpu(adapters: WeightStream) -> dict[str, Tensor]:

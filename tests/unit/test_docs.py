@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_dppo.commands.main import _COMMANDS
+from megatron_dppo.config.loss import LossConfig
 from tests.unit.test_doc_blocks import make_targets
 
 ROOT = Path(__file__).parents[2]
@@ -101,3 +102,18 @@ def test_modules_that_pages_name_are_there() -> None:
             if not (package / name).exists():
                 missing.append(f"{page.name}: {name}")
     assert not missing
+
+
+def test_pages_have_one_answer_on_the_default_threshold() -> None:
+    """That of the code, wherever a page or a docstring states it; its source is the table of ``which_loss.md``."""
+    tv, kl = (LossConfig(name=name).thresholds for name in ("dppo_binary_tv", "dppo_binary_kl"))  # type: ignore[attr-defined]
+    assert (tv, kl) == ((0.15, 0.15), (0.05, 0.05))
+    page = (ROOT / "docs/which_loss.md").read_text(encoding="utf-8")
+    rows = {name: values for name, *values in re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)}
+    assert rows["this package's default"] == ["0.15", "0.05"]
+    assert rows["this package's [recipes](recipes.md) of the large runs"] == ["0.2 (LoRA 0.15)", "0.05"]
+    stated = []
+    for file in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "megatron_dppo").rglob("*.py")]:
+        text = " ".join(file.read_text(encoding="utf-8").split())
+        stated += re.findall(r"(0\.\d+)(?: for)? \(?TV\)?,? (?:and|or) (0\.\d+)", text)
+    assert len(stated) >= 4 and set(stated) == {("0.15", "0.05")}

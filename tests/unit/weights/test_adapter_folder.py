@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +14,13 @@ import pytest
 import torch
 
 from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.weights.adapter_folder import adapter_config, fuse_experts, save_adapter, write_adapter
+from megatron_dppo.weights.adapter_folder import (
+    adapter_config,
+    describe_peft_problem,
+    fuse_experts,
+    save_adapter,
+    write_adapter,
+)
 from tests.distributed.lora import ALL, ALPHA, RANK, Float64
 from tests.distributed.parity import Case
 from tests.unit.peft_error import peft_error
@@ -30,6 +38,46 @@ def test_peft_loads_the_folder(case: Case, tmp_path: Path) -> None:
     side = Float64(case, ALL)
     save_adapter(tmp_path / "adapter", adapters_of(side).items(), LORA, "unused")
     assert peft_error(case, ALL, tmp_path / "adapter") < 1e-6
+
+
+EXPERT_TARGETS = [
+    targets for count in range(4) for targets in itertools.combinations(("gate_proj", "up_proj", "down_proj"), count)
+]
+"""All sets of projections of an MLP."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_export_warns_of_what_peft_does_not_read(
+    shared: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each set of targets, with PEFT itself: it raises or computes another policy exactly where the export warns."""
+    case = Case(shared=shared)
+    for count, targets in enumerate(EXPERT_TARGETS if not shared else [(), ("down_proj",), EXPERT_TARGETS[-1]]):
+        chosen = ("q_proj", *targets)
+        lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(chosen))
+        capsys.readouterr()
+        save_adapter(tmp_path / str(count), adapters_of(Float64(case, chosen)).items(), lora, "unused")
+        has_warned = "warning  " in capsys.readouterr().err
+        try:
+            error = peft_error(case, chosen, tmp_path / str(count))
+        except (ValueError, RuntimeError, KeyError):
+            error = math.inf
+        assert has_warned == (error > 1e-6), (chosen, error)
+        assert has_warned == (bool(targets) if shared else targets not in ((), ("down_proj",), EXPERT_TARGETS[-1]))
+
+
+def test_dense_models_and_attention_need_no_warning() -> None:
+    prefix = "base_model.model.model.layers.0"
+    dense = [f"{prefix}.mlp.{name}_proj.lora_A.weight" for name in ("gate", "up")]
+    expert = [f"{prefix}.mlp.experts.3.{name}_proj.lora_B.weight" for name in ("gate", "up")]
+    attention = [f"{prefix}.self_attn.q_proj.lora_A.weight"]
+    assert describe_peft_problem(attention) == describe_peft_problem([*dense, *attention]) == ""
+    assert "on gate_proj, up_proj alone" in describe_peft_problem([*attention, *expert])
+    down = f"{prefix}.mlp.experts.3.down_proj.lora_A.weight"
+    assert describe_peft_problem([*expert, down]) == ""
+    for other in (dense[0], f"{prefix}.mlp.shared_expert.down_proj.lora_A.weight"):
+        assert "silently drops" in describe_peft_problem([*expert, down, other])
 
 
 @pytest.mark.slow
