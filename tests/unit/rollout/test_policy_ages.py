@@ -100,7 +100,7 @@ def run_with_seeds(staleness: int, rank: int = 0) -> Run:
 
 
 def test_groups_submitted_one_by_one_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.scheduler.from_each", lambda value, group: [value, value])
+    monkeypatch.setattr("megatron_dppo.rollout.scheduler.all_gather_objects", lambda value, group: [value, value])
     seeds = []
     for rank in range(2):
         run = run_with_seeds(1, rank)
@@ -115,7 +115,7 @@ def test_groups_submitted_one_by_one_have_seeds_of_their_own(monkeypatch: pytest
 
 def test_refills_and_ranks_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Submitted together, the groups of a step share a seed; each refill, each step and each rank has another one."""
-    monkeypatch.setattr("megatron_dppo.rollout.scheduler.from_each", lambda value, group: [value, value])
+    monkeypatch.setattr("megatron_dppo.rollout.scheduler.all_gather_objects", lambda value, group: [value, value])
     seeds = []
     for rank in range(2):
         engine = LateEngine({})
