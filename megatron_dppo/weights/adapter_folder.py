@@ -28,7 +28,7 @@ from megatron_dppo.parallel.objects import is_leader, run_on_leader
 _WHAT = "the adapter"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight$")
 _OTHER_MLP = re.compile(r".*\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.lora_[AB]\.weight$")
-_PEFT_LOADS = (frozenset(), frozenset({"down"}), frozenset({"gate", "up", "down"}))
+_PEFT_LOADS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"down"}), frozenset({"gate", "up", "down"}))
 """Projections of routed experts that PEFT 0.21.2 loads together."""
 
 
