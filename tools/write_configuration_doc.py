@@ -41,12 +41,18 @@ are replaced. An extended file may extend a further one. A run stores the merged
 ## Before the first step
 
 `megatron-dppo train CONFIG.toml --dry-run` makes every check that a run makes before its first step. It creates
-nothing. If something is wrong, it lists every problem in one message and exits with code 2. Otherwise it prints:
+nothing. It prints about 30 lines:
 
-- layout, batch sizes and data
+- layout and batch sizes, number of parameters
+- when the run saves, and the disk space that its checkpoints take
+- data, passes over the prompts, a prompt as the model sees it, prompts of `data.eval` that are also in `data.train`
+- the reward of one made-up answer: the label in a box. Functions that send requests are not called
 - the checkpoint that a run would resume from
 - the value in effect of each default that depends on other keys
 - with `--verbose`: the resolved configuration
+
+If something is wrong, every problem follows in one message, and the exit code is 2. Layout and batch sizes are printed
+first.
 
 A run starts with the same checks (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout for N
 processes. Without it and without WORLD_SIZE, the smallest number that the layout allows is checked.
@@ -55,17 +61,19 @@ The checks are:
 
 - File and flags: unknown keys, wrong values, incompatible values. `model.transformer` must match the names and types
   of Megatron's TransformerConfig, which is then built for the model and the layout.
-- Model folder: configuration, tokenizer, and every weight by the headers of its files (missing, truncated, or of a
-  wrong shape).
+- Model folder: configuration, tokenizer (no token without an embedding), and every weight by the headers of its files
+  (missing, truncated, or of a wrong shape). On a machine without GPU a dry run also builds the model with Megatron,
+  without memory.
 - Data: every row of all files, including the warm-up's, against chat template, prompt length and context length.
 - Layout: batch sizes for the number of processes, and CUDA devices for the processes of this machine.
-- User functions: reward and generate functions load, and their signatures are known.
+- User functions: reward and generate functions load, and their signatures are known. A loss of your own must make a
+  response with a positive advantage more likely.
 - Output folder: it can be created and written, has space for checkpoints and exported models, and an earlier checkpoint
-  in it belongs to this run.
+  in it belongs to this run. For more processes than this machine has devices, a dry run warns of too little space.
 - Trackers: TensorBoard and Weights & Biases are installed, with an API key for the latter. API keys of servers are set.
 - Servers: each is healthy, runs the engine in `rollout.engine`, is new enough, accepts the longest prompt and response,
   and has the required flags as far as they can be seen from outside. A run starts if at least one server passes. A dry
-  run names each server that does not.
+  run names each server that does not. A server that is not running yet is a note.
 
 If a value is wrong, the checks that depend on its section are skipped and named, because they would check the default.
 """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_dppo.commands.preview import model_lines, preview_lines
 from megatron_dppo.config.describe import resolved_defaults
 from megatron_dppo.config.io import LoadedConfig, dump_toml, invalid_config
-from megatron_dppo.config.layout import format_layout
+from megatron_dppo.config.layout import format_layout, unchecked_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.run.preflight import Start, find_problems
@@ -16,7 +18,7 @@ from megatron_dppo.run.resume import ResumePoint, find_resume_point
 
 
 def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, verbose: bool = False) -> int:
-    """Run all checks and print layout, batch sizes, data and resume point; create nothing.
+    """Run all checks; print layout, batch sizes, data, a prompt, a reward and sizes, then the problems; create nothing.
 
     Args:
         path: Configuration file.
@@ -43,26 +45,43 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
     if start.inputs is not None and not start.config.run.overwrite and not loaded.problems:
         # A run searches its checkpoints on all ranks, holding the lock of the folder. A dry run only reads them.
         resume_point = problems.attempt(find_resume_point, start.config, start.inputs)
-    if problems.errors and rank == 0:
-        print("\n".join(start.notes))
-    problems.raise_if_any()
-    assert start.inputs is not None
     if rank == 0:
-        if verbose:
+        if verbose and not problems.errors:
             print(dump_toml(start.config))
         if world_size is None and "WORLD_SIZE" not in os.environ:
             print(f"for {size} process(es), the fewest of this layout; --world-size N checks it for N")
-        print(
-            "\n".join([format_layout(start.inputs.layout, start.config.batch), start.inputs.data_summary, *start.notes])
-        )
+        print("\n".join(_summary(start, size, with_reward=not problems.errors)))
         if resume_point is not None:
             print("\n".join(_resume_lines(resume_point)))
+    problems.raise_if_any()
+    assert start.inputs is not None
+    if rank == 0:
         defaults = resolved_defaults(start.config, start.inputs.layout)
         print("\ndefaults that depend on other keys:")
-        print("\n".join(f"  {key} = {value}" for key, value in defaults.items()))
-        if not verbose:
-            print("\nAll checks passed. --verbose prints the resolved configuration.")
+        print("\n".join(_in_columns([f"{key} = {value}" for key, value in defaults.items()])))
+        print("\nAll checks passed." + ("" if verbose else " --verbose prints the resolved configuration."))
     return 0
+
+
+def _summary(start: Start, world_size: int, *, with_reward: bool) -> list[str]:
+    """Return layout and batch arithmetic, which need no model and no data, and whatever else could be read."""
+    config = start.config
+    lines = []
+    if not start.unreliable_sections & {"run", "rollout", "parallel", "train"}:
+        layout = start.layout or unchecked_layout(config.parallel, world_size)
+        lines.append(format_layout(layout, config.batch))
+    if start.model is not None and not start.unreliable_sections & {"run", "checkpoint", "model"}:
+        lines += model_lines(config, start.model)
+    if start.inputs is not None:
+        lines += preview_lines(config, start.inputs, with_reward=with_reward)
+    return [*lines, *start.notes]
+
+
+def _in_columns(texts: Sequence[str]) -> Iterator[str]:
+    """Yield two texts a line."""
+    width = max(map(len, texts), default=0)
+    for index in range(0, len(texts), 2):
+        yield "  " + "  ".join(f"{text:<{width}}" for text in texts[index : index + 2]).rstrip()
 
 
 def _resume_lines(point: ResumePoint) -> list[str]:

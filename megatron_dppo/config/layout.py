@@ -109,6 +109,11 @@ def resolve_layout(parallel: ParallelConfig, batch: BatchSizes, world_size: int,
     return layout
 
 
+def unchecked_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """Return the layout with its defaults filled in, without any check. ``dp`` is 0 if there are too few processes."""
+    return _fill_in(parallel, world_size)
+
+
 def resolve_parallel(parallel: ParallelConfig, world_size: int, shape: ModelShape) -> Layout:
     """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
 
@@ -260,7 +265,7 @@ def format_layout(layout: Layout, batch: BatchSizes) -> str:
     samples = batch.samples_per_prompt
     total = prompts * samples
     updates = batch.mini_batches * batch.epochs
-    per_rank = total // layout.dp
+    per_rank = total // max(1, layout.dp)
     return (
         f"layout   {layout.world_size} processes = {layout}\n"
         f"rollout  {prompts} prompts x {samples} samples = {total} samples a step, {per_rank} on each of "

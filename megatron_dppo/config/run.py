@@ -97,15 +97,20 @@ class CheckpointConfig(Section):
     """Megatron torch_dist checkpoints in ``output_dir/checkpoints``."""
 
     save_every: int | None = Field(None, ge=0)
-    """Steps between checkpoints. null or 0 saves only at the end. SIGTERM always saves."""
+    """Steps between checkpoints. null or 0 saves none by steps. A run also saves at its last step, at a stop by a
+    signal, before it ends with exit code 3 because of gradients or rewards, and by time (``save_every_minutes``)."""
+    save_every_minutes: float | None = Field(30.0, gt=0, le=100_000)
+    """Minutes between checkpoints by time, at the end of a step. They are written in the background if the copies take
+    at most half of the free host memory, and training waits for them at most 5 % of the time. A kill costs the steps
+    since the newest checkpoint. null saves none by time."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
     """Also save at every new best ``eval/accuracy``, and keep that checkpoint (``checkpoints/best.json`` names it)."""
     async_save: bool = False
-    """Write checkpoints while training continues. Each rank first copies its part to host memory: 14 bytes per
-    parameter, divided by the number of ranks, with bf16 weights. A save waits for the previous one, and the end of the
-    run waits for the last."""
+    """Write all checkpoints while training continues, not only those by time. Each rank first copies its part to host
+    memory: 14 bytes per parameter, divided by the number of ranks, with bf16 weights. A save waits for the previous
+    one, and the end of the run waits for the last."""
     resume: Literal["auto", "never"] = "auto"
     """``auto`` resumes from the newest complete checkpoint with finite weights in ``output_dir``, if there is one.
     ``never`` ignores checkpoints."""

@@ -73,6 +73,11 @@ def require_devices(local_world_size: int) -> None:
         )
 
 
+def count_local_processes() -> int:
+    """Return the number of processes that this machine can run: one a CUDA device, or one a core without CUDA."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+
+
 def pin_threads(threads: int | None, local_world_size: int) -> int:
     """Limit this process to ``threads``, or to its share of the cores, and return the number.
 

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import DiskError
 from megatron_dppo.files import require_space
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
-from megatron_dppo.parallel.objects import is_leader, run_on_leader
+from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, is_leader, run_on_leader
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.contents import content_digests
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.output_checks import estimate_save_bytes
+from megatron_dppo.run.output_checks import checkpoint_bytes, estimate_save_bytes
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
+from megatron_dppo.run.save_timer import SaveTimer, has_memory_for_copies
 from megatron_dppo.types import StepResult
 
 if TYPE_CHECKING:
@@ -69,13 +71,16 @@ class RunState:
 class Checkpoints:
     """Saves and restores a run. Every method but ``is_due`` and ``tidy`` is a collective of all ranks.
 
+    Attributes:
+        timer: Decides about saves by time, and measures all saves.
+
     Args:
         config: Configuration of the run.
         inputs: Data and model of the run.
         trainer: Policy of this rank.
         stream: Source of the rollouts; those that were not trained on are saved.
         has_engine: True on the rank that writes the rollouts of its data-parallel rank.
-        background: Process group of all ranks over the CPU, for saves in the background. None saves synchronously.
+        background: Process group of all ranks over the CPU, for saves in the background. None if there are none.
         say: Prints a line on rank 0.
     """
 
@@ -99,13 +104,9 @@ class Checkpoints:
         self._say = say
         self._saving: CheckpointSave | None = None
         self.folder = checkpoints_folder(Path(config.run.output_dir))
+        self.timer = SaveTimer(config.checkpoint.save_every_minutes)
         # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
         self._digests = content_digests(config.model_dump(mode="json")) if is_leader(dist.group.WORLD) else {}
-
-    @property
-    def waits(self) -> bool:
-        """True if ``save`` returns only after the checkpoint is complete."""
-        return self._background is None
 
     def is_due(self, state: RunState) -> bool:
         """Return True if the step that was just done ends with a checkpoint."""
@@ -114,15 +115,41 @@ class Checkpoints:
         is_solved = state.has_reached(self._config.eval.stop_at_accuracy)
         return is_last or is_solved or bool(every and state.step % every == 0)
 
-    def save(self, state: RunState, evaluator: Evaluator) -> None:
+    def is_due_by_time(self) -> bool:
+        """Return True if a checkpoint is due by time, by the clock of rank 0; a collective of all ranks."""
+        if not self.timer.is_enabled:
+            return False
+        # One that is still being written would have to be waited for.
+        return broadcast_object(lambda: self._saving is None and self.timer.is_due(), self._trainer.groups.world)
+
+    def save_by_time(self, state: RunState, evaluator: Evaluator) -> None:
+        """Write a checkpoint like ``save``, in the background if host memory allows. Without space it is skipped."""
+        try:
+            self._require_space()
+        except DiskError as error:
+            self._say(f"warning  no checkpoint by time: {error}")
+            return
+        part_bytes = checkpoint_bytes(self._config, self._inputs) // self._inputs.layout.world_size
+        fits = all(all_gather_objects(has_memory_for_copies(part_bytes), self._trainer.groups.world))
+        self.save(state, evaluator, in_background=fits)
+
+    def _require_space(self) -> None:
+        """Raise DiskError on all ranks if there is no space for a checkpoint."""
+        run_on_leader(
+            lambda: require_space(self.folder, estimate_save_bytes(self._config, self._inputs), "a checkpoint"),
+            self._trainer.groups.world,
+        )
+
+    def save(self, state: RunState, evaluator: Evaluator, *, in_background: bool | None = None) -> None:
         """Write a checkpoint of this step, with every rollout that was not trained on.
 
-        With ``checkpoint.async_save`` the checkpoint is complete only after ``finish`` has reported it. The trainer's
-        state must be on the GPUs (``Gpus.for_training``).
+        In the background the checkpoint is complete only after ``finish`` has reported it. The trainer's state must be
+        on the GPUs (``Gpus.for_training``).
 
         Args:
             state: Counters of the run.
             evaluator: An evaluation that it runs beside training is repeated after a resume.
+            in_background: Write while training continues. None follows ``checkpoint.async_save``.
 
         Raises:
             DiskError: On all ranks, when there is not enough space or the checkpoint cannot be written.
@@ -144,10 +171,9 @@ class Checkpoints:
             "cwd": os.getcwd(),
             "digests": self._digests,
         }
-        run_on_leader(
-            lambda: require_space(self.folder, estimate_save_bytes(config, self._inputs), "a checkpoint"),
-            self._trainer.groups.world,
-        )
+        self._require_space()
+        if in_background is None:
+            in_background = config.checkpoint.async_save
         self._saving = self._trainer.save(
             self.folder,
             state.step,
@@ -155,7 +181,7 @@ class Checkpoints:
             config.checkpoint.keep,
             self._best_step(state),
             write_extra=partial(save_rollouts, contents, self._trainer.dp_rank),
-            background_group=self._background,
+            background_group=self._background if in_background else None,
         )
 
     def finish(self, *, wait: bool) -> None:

@@ -59,6 +59,8 @@ class PartialModelInputs:
 
     tokenizer: Any
     context_length: int | None
+    layout: Layout | None
+    """None if the sizes do not divide, or the model's configuration cannot be read."""
     complete: ModelInputs | None
     """None if the model has problems."""
 
@@ -99,6 +101,8 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
     if hf_config is not None and shape is not None:
         errors.attempt(_check_model, config, hf_config, shape)
     tokenizer = errors.attempt(load_tokenizer, config.model.path)
+    if tokenizer is not None and hf_config is not None:
+        errors.attempt(_check_vocabulary, config.model.path, tokenizer, hf_config)
     complete = None
     if not errors.errors:
         assert layout is not None
@@ -107,7 +111,7 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
     for error in errors.errors:
         problems.add(error)
     context_length = None if hf_config is None else hf_config.max_position_embeddings
-    return PartialModelInputs(tokenizer=tokenizer, context_length=context_length, complete=complete)
+    return PartialModelInputs(tokenizer=tokenizer, context_length=context_length, layout=layout, complete=complete)
 
 
 def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollector) -> DataSets | None:
@@ -192,6 +196,17 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     if config.model.reference_path is not None:
         problems.attempt(_check_reference, config.model.reference_path, shape)
     problems.raise_if_any()
+
+
+def _check_vocabulary(path: str, tokenizer: Any, hf_config: Any) -> None:
+    """Check that the model has an embedding for every token of its tokenizer."""
+    largest, token = max((index, token) for token, index in tokenizer.get_vocab().items())
+    if largest >= hf_config.vocab_size:
+        raise ConfigError(
+            f"model.path = {path!r}: the tokenizer has token {token!r} with id {largest}, and config.json has "
+            f"vocab_size = {hf_config.vocab_size}, so ids must be below that. Fix: use the model's own tokenizer, or "
+            "resize the model's embeddings"
+        )
 
 
 def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:

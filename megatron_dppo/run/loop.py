@@ -106,11 +106,17 @@ def _train(session: Session, stop: StopSignal) -> None:
         is_stuck = state.skipped_in_a_row >= config.train.max_skipped_updates
         is_best = state.is_new_best(metrics.get("eval/accuracy")) and config.checkpoint.keep_best
         has_failed_rewards = _has_failed_rewards(metrics["rollout/reward_failed_fraction"], config)
-        if is_best or is_stopping or is_stuck or has_failed_rewards or checkpoints.is_due(state):
-            with PROGRESS.part("save"):
+        is_last_save = is_stopping or is_stuck or has_failed_rewards
+        is_due = is_best or is_last_save or checkpoints.is_due(state)
+        is_due_by_time = checkpoints.is_due_by_time()
+        if is_due or is_due_by_time:
+            with PROGRESS.part("save"), checkpoints.timer.measure(by_time=not is_due):
                 records.show_servers(gpus.for_training())
-                checkpoints.save(state, evaluator)
-        checkpoints.finish(wait=is_stopping or is_stuck or has_failed_rewards or checkpoints.waits)
+                if is_due:
+                    checkpoints.save(state, evaluator)
+                else:
+                    checkpoints.save_by_time(state, evaluator)
+        checkpoints.finish(wait=is_last_save)
         if is_stuck:
             raise _stuck_error(state.skipped_in_a_row, config)
         if has_failed_rewards:

@@ -14,7 +14,7 @@ from megatron_dppo.hf.folder import adapter_sizes, routing_shape, weight_shapes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.report.steps.files import estimate_step_bytes
-from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.inputs import ModelInputs
 from megatron_dppo.run.run_folder import OLD
 
 _OPTIMIZER_BYTES = 12
@@ -48,24 +48,24 @@ def _find_folder_problem(folder: Path) -> str | None:
     return None
 
 
-def weights_bytes(config: Config, inputs: Inputs) -> int:
+def weights_bytes(config: Config, inputs: ModelInputs) -> int:
     """Return the bytes of the weights in the dtype of training."""
     return inputs.num_parameters * DTYPES[config.model.dtype].itemsize
 
 
-def checkpoint_bytes(config: Config, inputs: Inputs) -> int:
+def checkpoint_bytes(config: Config, inputs: ModelInputs) -> int:
     """Estimate the bytes of one checkpoint: trained parameters, their fp32 copy and two moments."""
-    return _num_trained_parameters(config, inputs) * (DTYPES[config.model.dtype].itemsize + _OPTIMIZER_BYTES)
+    return num_trained_parameters(config, inputs) * (DTYPES[config.model.dtype].itemsize + _OPTIMIZER_BYTES)
 
 
-def _num_trained_parameters(config: Config, inputs: Inputs) -> int:
+def num_trained_parameters(config: Config, inputs: ModelInputs) -> int:
     """Return the number of parameters that training changes."""
     if not config.lora.rank:
         return inputs.num_parameters
     return sum(adapter_sizes(weight_shapes(inputs.hf_config), config.lora).values())
 
 
-def estimate_save_bytes(config: Config, inputs: Inputs) -> int:
+def estimate_save_bytes(config: Config, inputs: ModelInputs) -> int:
     """Return the bytes that the next checkpoint needs: the size of the largest one, or an estimate before the first."""
     folder = checkpoints_folder(Path(config.run.output_dir))
     sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}
@@ -77,29 +77,43 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def run_bytes(config: Config, inputs: Inputs) -> int:
+def max_checkpoints(config: Config) -> int:
+    """Return the most checkpoints that exist at a time, with those by time."""
+    checkpoint = config.checkpoint
+    if checkpoint.save_every_minutes is None:
+        return _num_required_checkpoints(config)
+    # A checkpoint by time may follow each step.
+    return min(config.run.num_steps, checkpoint.keep + 1) + checkpoint.keep_best
+
+
+def _num_required_checkpoints(config: Config) -> int:
+    """Return the most checkpoints at a time without those by time, which are skipped if there is no space."""
+    checkpoint = config.checkpoint
+    # The oldest checkpoint is deleted only when the next one is complete: one more than ``keep`` exist meanwhile.
+    count = 1
+    if checkpoint.save_every:
+        count = min(math.ceil(config.run.num_steps / checkpoint.save_every), checkpoint.keep + 1)
+    return count + checkpoint.keep_best
+
+
+def run_bytes(config: Config, inputs: ModelInputs) -> int:
     """Estimate the peak disk usage of a run in bytes."""
     parameters = inputs.num_parameters
     checkpoint = config.checkpoint
-    # The oldest checkpoint is deleted only when the next one is complete: one more than ``keep`` exist meanwhile.
-    num_checkpoints = 1
-    if checkpoint.save_every:
-        saves = math.ceil(config.run.num_steps / checkpoint.save_every)
-        num_checkpoints = min(saves, checkpoint.keep + 1)
-    total = (num_checkpoints + checkpoint.keep_best) * checkpoint_bytes(config, inputs) + _LOGS
+    total = _num_required_checkpoints(config) * checkpoint_bytes(config, inputs) + _LOGS
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += weights_bytes(config, inputs) * checkpoint.export_hf
-    total += _num_trained_parameters(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
+    total += num_trained_parameters(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
         total += 2 * parameters * DTYPES[config.rollout.dtype].itemsize
     if config.rollout.weight_sync.method == "adapter":
-        total += 2 * _num_trained_parameters(config, inputs) * DTYPES[config.rollout.dtype].itemsize
+        total += 2 * num_trained_parameters(config, inputs) * DTYPES[config.rollout.dtype].itemsize
     if config.log.rollouts_every:
         total += config.run.num_steps // config.log.rollouts_every * rollout_bytes(config, inputs)
     return total
 
 
-def rollout_bytes(config: Config, inputs: Inputs) -> int:
+def rollout_bytes(config: Config, inputs: ModelInputs) -> int:
     """Estimate the most bytes of the recorded samples of one step."""
     rollout, shape = config.rollout, routing_shape(inputs.hf_config, weights=config.train.router_replay_weights)
     routes = 0
@@ -110,7 +124,7 @@ def rollout_bytes(config: Config, inputs: Inputs) -> int:
     return estimate_step_bytes(samples, rollout.max_new_tokens, more=topk + routes)
 
 
-def space_problems(config: Config, inputs: Inputs) -> Iterator[UserError]:
+def space_problems(config: Config, inputs: ModelInputs) -> Iterator[UserError]:
     """Yield an error if the run needs more than the free space. Files of its earlier starts count as written."""
     folder = Path(config.run.output_dir)
     written = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.errors import ConfigError, ErrorCollector, MultipleErrors, UserError
@@ -20,14 +21,14 @@ from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.losses.parts.user_check import check_user_functions
 from megatron_dppo.parallel.objects import all_gather_objects
-from megatron_dppo.parallel.platform import Platform, require_devices
+from megatron_dppo.parallel.platform import Platform, count_local_processes, require_devices
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
 from megatron_dppo.run.engines import connect_servers, open_generate_function, open_scorer
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.run.output_checks import output_problems, space_problems
 from megatron_dppo.run.run_folder import check_output_dir
-from megatron_dppo.run.server_checks import check_served_model, check_servers
+from megatron_dppo.run.server_checks import check_served_model, check_servers, find_stopped
 from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 
 
@@ -42,6 +43,8 @@ class Start:
     """Also report problems that a run survives, such as one unusable server of several."""
     unreliable_sections: frozenset[str] = frozenset()
     """Sections of the configuration with errors, whose checks are skipped."""
+    layout: Layout | None = None
+    """Layout of the run, also if the model has other problems. None if it does not fit the model."""
     model: ModelInputs | None = None
     """None before it is read, or if it has problems."""
     inputs: Inputs | None = None
@@ -72,6 +75,7 @@ def _inputs(start: Start) -> Iterable[UserError]:
     problems = ErrorCollector()
     model = read_model(start.config, start.world_size, problems)
     start.model = model.complete
+    start.layout = model.layout
     data = read_data(start.config, model, problems) if start.reads_data else None
     if model.complete is not None and data is not None:
         start.inputs = Inputs(**vars(model.complete), **vars(data))
@@ -85,7 +89,12 @@ def _teacher(start: Start) -> Iterable[UserError]:
 
 def _teacher_servers(start: Start) -> Iterable[UserError]:
     servers = teacher_servers(start.config)
-    return () if servers is None else servers.problems()
+    if servers is None:
+        return ()
+    if start.dry_run and (stopped := find_stopped(servers.urls)):
+        start.notes.append(_not_running("teacher", stopped, len(servers.urls), "start them before the run"))
+        return ()
+    return servers.problems()
 
 
 def _device(start: Start) -> Iterable[UserError]:
@@ -130,6 +139,7 @@ def _megatron(start: Start) -> Iterable[UserError]:
     apply_shims(platform)
     from megatron_dppo.mcore import model
     from megatron_dppo.mcore.compat.extensions import check_build_tools
+    from megatron_dppo.mcore.trial_build import check_build
 
     config, replay = start.config, start.config.train.router_replay != "off"
     check_flags(config)
@@ -138,6 +148,9 @@ def _megatron(start: Start) -> Iterable[UserError]:
         megatron_config = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
         if not start.dry_run:
             check_build_tools(megatron_config)
+        elif not platform.is_cuda:
+            # A run builds its model anyway. On a machine with GPUs the layers need one.
+            check_build(hf_config, megatron_config, layout)
         if platform.is_cuda:
             start.notes.append(model.kernel_summary(megatron_config, config.model))
         if not config.model.random_init and (note := FolderWeights(config.model.path).note()):
@@ -183,8 +196,14 @@ def _served_model(start: Start) -> Iterable[UserError]:
 
 
 def _space(start: Start) -> Iterable[UserError]:
-    if start.inputs is not None:
-        yield from space_problems(start.config, start.inputs)
+    if start.inputs is None:
+        return
+    problems = list(space_problems(start.config, start.inputs))
+    if not start.dry_run or start.world_size <= count_local_processes():
+        yield from problems
+        return
+    # A run of more processes than this machine has devices runs elsewhere, perhaps on another file system.
+    start.notes += [f"warning  {problem}" for problem in problems]
 
 
 def _sinks(start: Start) -> Iterable[UserError]:
@@ -197,9 +216,21 @@ def _sinks(start: Start) -> Iterable[UserError]:
     return ()
 
 
+def _not_running(name: str, stopped: Sequence[str], count: int, fix: str) -> str:
+    more = ", ..." if len(stopped) > 2 else ""
+    return f"{name:8} {len(stopped)} of {count} not running yet ({', '.join(stopped[:2])}{more}); {fix}"
+
+
 def _servers(start: Start) -> Iterable[UserError]:
     connect_servers(start.config)  # checks the API keys and the form of the URLs
-    result = check_servers(start.config, start.inputs, generating=start.dry_run)
+    stopped: list[str] = []
+    if start.dry_run and start.config.rollout.engine != "local":
+        urls = start.config.rollout.servers.resolved_urls
+        stopped = find_stopped(urls)
+        if stopped:
+            fix = "megatron-dppo serve, or the launch script, starts them"
+            start.notes.append(_not_running("servers", stopped, len(urls), fix))
+    result = check_servers(start.config, start.inputs, generating=start.dry_run, skipped=stopped)
     # A run needs one usable server: the problems of the others are notes.
     if start.dry_run or not result.usable:
         return result.problems

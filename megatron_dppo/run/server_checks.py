@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
@@ -19,6 +21,7 @@ from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.weights.quantization import BLOCK, GROUP, Format, Quantization, find_quantized_names
 
 _SECONDS = 10.0
+_CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,32 @@ class ServerCheckResult:
     """True if at least one server has no problem."""
 
 
-def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) -> ServerCheckResult:
+def find_stopped(urls: Sequence[str]) -> list[str]:
+    """Return the servers that nobody listens for, in order. One that accepts a connection is not among them."""
+
+    def is_stopped(url: str) -> bool:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_SECONDS).close()
+        except OSError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        return [url for url, stopped in zip(urls, pool.map(is_stopped, urls), strict=True) if stopped]
+
+
+def check_servers(
+    config: Config, inputs: Inputs | None, *, generating: bool, skipped: Collection[str] = ()
+) -> ServerCheckResult:
     """Check every inference server against the requirements of the run.
 
     Args:
         config: Configuration of the run.
         inputs: Model and data. None if they have problems.
         generating: Also send a generation request.
+        skipped: URLs of servers that are not checked.
 
     Returns:
         No problems for the local engine.
@@ -44,7 +66,9 @@ def check_servers(config: Config, inputs: Inputs | None, *, generating: bool) ->
     if config.rollout.engine == "local":
         return ServerCheckResult([], usable=True)
     requirements = required_server_features(config, inputs)
-    urls = config.rollout.servers.resolved_urls
+    urls = [url for url in config.rollout.servers.resolved_urls if url not in skipped]
+    if not urls:
+        return ServerCheckResult([], usable=False)
     key = read_api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
     def check(url: str) -> Sequence[UserError]:

@@ -185,7 +185,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             # The batch-invariant engine exists on every rank, for the stream. All else is done by the leader's alone.
             engine = None
         # A group of its own: collectives of the saving thread must not meet those of the main thread.
-        background = setup.new_host_world(config.run.wait_minutes) if config.checkpoint.async_save else None
+        saves_in_background = config.checkpoint.async_save or config.checkpoint.save_every_minutes is not None
+        background = setup.new_host_world(config.run.wait_minutes) if saves_in_background else None
         session = Session(
             config=config,
             inputs=inputs,

@@ -20,6 +20,7 @@ from megatron_dppo.mcore.checkpoint.folder import step_number
 from megatron_dppo.parallel.objects import broadcast_object
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.run.contents import content_digests, flatten, same_value
+from megatron_dppo.run.save_timer import SaveTimer
 from megatron_dppo.run.starts import read_starts
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
 
@@ -130,7 +131,7 @@ def run_warmup(
         data: Stream of samples.
         warmup: Warm-up to run.
         checkpoints: Folder of the run's checkpoints.
-        resume: Settings for an interrupted warm-up and for unverified checkpoints.
+        resume: Settings for saves by time, for an interrupted warm-up, and for unverified checkpoints.
         report: Called with the step and its loss.
         stop: Stop signal. It ends the warm-up after a step, from which the same command resumes. It stays deferring
             after the warm-up, which would be lost before the weights are exported.
@@ -144,6 +145,7 @@ def run_warmup(
     folder = checkpoints / _UNFINISHED
     state = _state(trainer, warmup)
     stop.deferring = True
+    timer = SaveTimer(resume.save_every_minutes)
     for step in range(_resume(trainer, folder, state, resume), num_steps):
         first = step * batch + trainer.dp_rank * share
         samples = [data[i] for i in range(first, first + share)]
@@ -151,6 +153,9 @@ def run_warmup(
         trainer.optimizer.set_step(step)
         result = trainer.update(trainer.pack(samples, warmup.micro_batch_tokens).batches, SUPERVISED)
         report(step, result.metrics["loss"])
+        if broadcast_object(timer.is_due, trainer.groups.world) and step + 1 < num_steps:
+            with PROGRESS.part("save"), timer.measure(by_time=True):
+                trainer.save(folder, step + 1, state, keep=1)
         if stop.requested():
             trainer.save(folder, step + 1, state, keep=1)
             raise Stopped(

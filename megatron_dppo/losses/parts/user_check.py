@@ -53,6 +53,8 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
                 f"({int((~gradient.isfinite()).sum())} of {gradient.numel()} numbers), from finite inputs; look for a "
                 "root, a division or a logarithm of 0 behind a torch.where"
             )
+    if setting == "loss.name":
+        _check_sign(name, config)
     for part in _parts(inputs.loss_mask.numel(), in_sequences="sequence_ids" in config.required_inputs):
         alone = _gradients(_select(inputs, part), config)
         for leaf, gradient in gradients.items():
@@ -71,6 +73,32 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
                 f"{setting} = {name!r} declares zero_advantage = False, but has a gradient where the "
                 "advantage is 0; remove the declaration"
             )
+
+
+def _check_sign(name: str, config: LossConfig) -> None:
+    """Check that a positive advantage raises log pi: the loss, which is minimized, must fall with it.
+
+    Where all policies agree, no trust region masks a token. Terms that do not depend on the advantage cancel.
+    """
+    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    assert inputs.rollout_logprobs is not None
+    on_policy = replace(
+        inputs,
+        logprobs=inputs.rollout_logprobs,
+        recomputed_logprobs=inputs.rollout_logprobs,
+        reference_logprobs=inputs.rollout_logprobs,
+        topk_logprobs=inputs.rollout_topk_logprobs,
+    )
+    ones = torch.ones_like(inputs.advantages)
+    raised, lowered = (
+        float(_gradients(replace(on_policy, advantages=sign * ones), config)["logprobs"].sum()) for sign in (1, -1)
+    )
+    if raised > lowered:
+        raise FunctionError(
+            f"loss.name = {name!r} makes responses with a positive advantage less likely: d loss / d log pi is "
+            f"{raised:+.3g} for an advantage of 1 and {lowered:+.3g} for -1, and a loss is minimized. Fix: return it "
+            "with the other sign"
+        )
 
 
 def _parts(count: int, *, in_sequences: bool) -> list[Tensor]:

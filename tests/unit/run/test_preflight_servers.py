@@ -129,14 +129,22 @@ def test_another_engine_a_dead_server_and_junk_are_each_reported(servers: Any) -
         assert found and "Traceback" not in found[0]
 
 
-def test_a_run_continues_with_usable_servers_and_a_dry_run_reports_the_others(servers: Any) -> None:
+def test_a_run_continues_with_usable_servers_and_a_dry_run_notes_those_that_are_not_running(servers: Any) -> None:
     urls = json.dumps([servers(sglang()), "http://127.0.0.1:9"])
     fits = ["--data.max_prompt_tokens", "200", *SINGLE]
     config = read_config(EXAMPLE / "dppo.toml", ["--rollout.engine", "sglang", "--rollout.servers.urls", urls, *fits])
     assert config.config is not None and not config.problems
     start = Start(config.config, 1)
     assert find_problems(start) == [] and "127.0.0.1:9" in start.notes[0]
-    assert "127.0.0.1:9" in str(find_problems(Start(config.config, 1, dry_run=True))[0])
+    dry = Start(config.config, 1, dry_run=True)
+    assert find_problems(dry) == []
+    assert any(note.startswith("servers  1 of 2 not running yet (http://127.0.0.1:9)") for note in dry.notes)
+    # A server that runs and does not fit is a problem, beside one that does not run.
+    urls = json.dumps([servers({**sglang(), "/server_info": []}), "http://127.0.0.1:9"])
+    config = read_config(EXAMPLE / "dppo.toml", ["--rollout.engine", "sglang", "--rollout.servers.urls", urls, *fits])
+    assert config.config is not None
+    (problem,) = find_problems(Start(config.config, 1, dry_run=True))
+    assert "127.0.0.1:9" not in str(problem)
 
 
 def test_a_server_that_a_killed_trainer_left_paused_does_not_block_the_next_run(servers: Any) -> None:

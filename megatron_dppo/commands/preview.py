@@ -1,0 +1,144 @@
+"""Lines of ``train --dry-run`` about what a run would do: prompts, rewards, sizes, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.files import format_bytes
+from megatron_dppo.hf.folder import model_shape
+from megatron_dppo.rewards.item import RewardItem, RewardResult
+from megatron_dppo.run.engines import open_scorer
+from megatron_dppo.run.inputs import DataSets, Inputs, ModelInputs
+from megatron_dppo.run.output_checks import checkpoint_bytes, max_checkpoints, num_trained_parameters, run_bytes
+from megatron_dppo.types import Prompt
+
+_SHOWN_CHARACTERS = 240
+"""Longest text of a prompt or an answer in one line."""
+_ASKS_SERVERS = ("reward_model", "judge")
+"""Built-in reward functions that send requests."""
+
+
+def preview_lines(config: Config, inputs: Inputs, *, with_reward: bool) -> Iterator[str]:
+    """Yield data, epochs, a prompt and a reward of a run whose data could be read.
+
+    Args:
+        config: Configuration of the run.
+        inputs: Model and data.
+        with_reward: Call the reward function.
+    """
+    yield inputs.data_summary
+    yield epochs_line(config, inputs)
+    prompt = inputs.train_prompts[0]
+    yield f"prompt   {_shorten(prompt.text)} (label {_shorten(prompt.label, 60)})"
+    yield from overlap_lines(inputs)
+    if with_reward:
+        yield from reward_lines(config, prompt)
+
+
+def model_lines(config: Config, model: ModelInputs) -> Iterator[str]:
+    """Yield the number of parameters, when the run saves them, and the disk space that it takes."""
+    yield _parameters(config, model)
+    yield from checkpoint_lines(config, model)
+
+
+def _parameters(config: Config, model: ModelInputs) -> str:
+    trained = num_trained_parameters(config, model)
+    adapters = "" if trained == model.num_parameters else f", {trained:,} of them in adapters are trained"
+    total = model.num_parameters + (trained if adapters else 0)
+    family = model_shape(model.hf_config).family
+    return f"model    {total:,} parameters ({family}, {config.model.dtype}){adapters}; {config.model.path}"
+
+
+def epochs_line(config: Config, data: DataSets) -> str:
+    """Return how often a run goes over its prompts."""
+    count = len(data.train_prompts)
+    used = config.run.num_steps * config.rollout.prompts_per_step
+    return (
+        f"epochs   {config.run.num_steps} steps x {config.rollout.prompts_per_step} prompts = {used:,} prompts = "
+        f"{used / count:.3g} passes over {count:,}; the longest prompt has {data.train_prompts.longest} tokens"
+    )
+
+
+def overlap_lines(data: DataSets) -> Iterator[str]:
+    """Yield a warning for each set of held-out prompts that shares prompts with the training data."""
+    if not data.eval_prompts:
+        return
+    train = {hash(data.train_prompts[index].text) for index in range(len(data.train_prompts))}
+    for name, prompts in data.eval_prompts.items():
+        shared = sum(hash(prompts[index].text) in train for index in range(len(prompts)))
+        if shared:
+            label = f"data.eval.{name}" if name else "data.eval"
+            yield (
+                f"warning  {shared} of {len(prompts)} prompts of {label} are also in data.train: the held-out score "
+                "measures memory, too. Remove them from one of the two"
+            )
+
+
+def reward_lines(config: Config, prompt: Prompt) -> Iterator[str]:
+    """Yield the reward of a made-up answer: the label, in a box. A function that fails is a warning."""
+    reward = config.reward
+    functions = [each.function for each in reward.functions.values()] if reward.functions else [reward.function]
+    if remote := [name for name in functions if name in _ASKS_SERVERS]:
+        yield f"reward   not tried: {remote[0]} sends requests to a server"
+        return
+    if config.rollout.generate is not None or config.agent.is_set:
+        return  # The reward may come from the user's program.
+    answer = f"The answer is \\boxed{{{prompt.label}}}."
+    try:
+        result = _score(config, prompt, answer)
+    except UserError as error:
+        yield f"warning  the reward failed on the made-up answer {_shorten(answer, 80)}: {error}"
+        return
+    if result.failed:
+        yield f"warning  the reward failed on the made-up answer {_shorten(answer, 80)}: {result.error}"
+        return
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in result.parts.items())
+    detail = f" ({parts})" if parts else ""
+    yield f"reward   the made-up answer {_shorten(answer, 80)} scores {result.reward:.4g}{detail}"
+
+
+def _score(config: Config, prompt: Prompt, answer: str) -> RewardResult:
+    scorer = open_scorer(config)
+    try:
+        item = RewardItem(
+            prompt=prompt.text,
+            completion=answer,
+            label=prompt.label,
+            metadata={**prompt.metadata, "finish_reason": "stop"},
+            messages=prompt.messages,
+        )
+        return scorer.score([item], is_batch=False)[0]
+    finally:
+        scorer.close()
+
+
+def checkpoint_lines(config: Config, inputs: ModelInputs) -> Iterator[str]:
+    """Yield when a run saves, and the disk space that it takes."""
+    checkpoint = config.checkpoint
+    times = []
+    if checkpoint.save_every_minutes is not None:
+        minutes = f"{checkpoint.save_every_minutes:g} minutes"
+        times.append(f"the first after {minutes}, then every {minutes} in the background")
+    if checkpoint.save_every:
+        steps = range(checkpoint.save_every, config.run.num_steps, checkpoint.save_every)
+        if steps:
+            times.append(f"at steps {', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''}")
+    times.append(f"at the end (step {config.run.num_steps}) and at SIGTERM")
+    yield f"saves    {'; '.join(times)}. A kill costs the steps since the last one"
+    size = checkpoint_bytes(config, inputs)
+    most = max_checkpoints(config)
+    yield (
+        f"disk     {format_bytes(size)} a checkpoint, at most {most} at a time = {format_bytes(most * size)}; "
+        f"the whole run {format_bytes(run_bytes(config, inputs))} in {config.run.output_dir}"
+    )
+
+
+def _shorten(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
+    """Return a text in quotes on one line, without its middle if it is long."""
+    shown = repr(text)
+    if len(shown) <= limit:
+        return shown
+    half = limit // 2 - 3
+    return f"{shown[:half]} ... {shown[-half:]}"

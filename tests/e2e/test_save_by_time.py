@@ -1,0 +1,103 @@
+"""A run that is killed continues from its last checkpoint by time, the default without any key of ``[checkpoint]``."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import command, environment, flags, step_records, train
+
+pytestmark = pytest.mark.e2e
+
+
+def kill_when(arguments: list[str], pattern: str, log: Path) -> str:
+    """Start a run, kill it with SIGKILL once its output has the pattern, and return the output."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command(arguments, 1),
+            env=environment() | {"PYTHONUNBUFFERED": "1"},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    end = time.monotonic() + 300
+    while not re.search(pattern, log.read_text()):
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return log.read_text()
+
+
+def test_a_killed_run_and_a_killed_warm_up_continue_from_a_checkpoint_by_time(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = flags(
+        run__output_dir=folder,
+        run__num_steps=400,
+        warmup__num_steps=160,
+        parallel__expert_model_parallel_size=1,
+        rollout__prompts_per_step=4,
+        rollout__samples_per_prompt=4,
+        eval__every=0,
+        eval__max_prompts=4,
+        log__tensorboard="false",
+        log__curves="false",
+        optimizer__lr_decay_style="constant",
+        checkpoint__save_every_minutes=0.01,
+    )
+    killed = kill_when(arguments, r"warm-up step 81/", tmp_path / "warmup.log")
+    saved = sorted((folder / "checkpoints/warmup").glob("step_*"))
+    assert saved, killed
+    killed = kill_when(arguments, r"saved    .*/step_\d+\n(.*\n)*step +\d+/400", tmp_path / "run.log")
+    assert "warm-up step 1/" not in killed, "the warm-up continued"
+    checkpoint = sorted((folder / "checkpoints").glob("step_??????"))[-1]
+    step = int(checkpoint.name.removeprefix("step_"))
+    assert 0 < step < 400
+    done = train([*arguments, *flags(run__num_steps=step + 2)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resumed  {checkpoint} (step {step}," in done.stdout
+    assert [record["step"] for record in step_records(folder)] == list(range(1, step + 3))
+
+
+def test_without_space_a_save_by_time_is_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Only the last save, which needs no more space then, must succeed."""
+    (tmp_path / "sitecustomize.py").write_text(NO_SPACE)
+    arguments = flags(
+        run__output_dir=tmp_path / "run",
+        run__num_steps=30,
+        warmup__num_steps=1,
+        parallel__expert_model_parallel_size=1,
+        rollout__prompts_per_step=2,
+        rollout__samples_per_prompt=2,
+        rollout__max_new_tokens=4,
+        eval__every=0,
+        eval__max_prompts=4,
+        log__tensorboard="false",
+        log__curves="false",
+        checkpoint__save_every_minutes=0.001,
+    )
+    done = train(arguments, extra_path=tmp_path, torchrun=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning  no checkpoint by time: a checkpoint needs about" in done.stdout
+    assert re.findall(r"saved    .*/(step_\d+)\n", done.stdout)[-1] == "step_000030"
+
+
+NO_SPACE = """
+import shutil, sys
+real = shutil.disk_usage
+
+def disk_usage(path):
+    # Full while the run trains: from the first record of a step until the last one.
+    import pathlib
+    metrics = pathlib.Path(__file__).parent / "run/metrics.jsonl"
+    steps = metrics.read_text().count("train/loss") if metrics.exists() else 0
+    return real(path)._replace(free=2_000_000) if 0 < steps < 30 else real(path)
+
+shutil.disk_usage = disk_usage
+"""

@@ -1,0 +1,146 @@
+"""What ``train --dry-run`` prints of a run, and what it refuses because the run would."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.commands.main import train_main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CHAIN_SUM = EXAMPLES / "chain_sum/dppo.toml"
+SINGLE = ("--parallel.expert_model_parallel_size", "1")
+
+
+@pytest.fixture
+def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Dry-run the example in an empty folder; returns the exit code, the output and the message."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*overrides: str, config: Path = CHAIN_SUM) -> tuple[int, str, str]:
+        code = train_main([str(config), "--dry-run", *overrides])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return run
+
+
+def rows(file: Path, prompts: list[str]) -> str:
+    file.write_text("".join(json.dumps({"prompt": text, "label": str(eval(text[:-1]))}) + "\n" for text in prompts))
+    return str(file)
+
+
+def test_thirty_lines_say_what_the_run_will_do(dry: Any, tmp_path: Path) -> None:
+    """32 prompts in 10 steps of 16 are 5 passes; 3 of the 8 held-out prompts are trained on."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    train = [f"{i}+{j}=" for i in range(1, 9) for j in range(1, 5)]
+    data = ["--data.train", rows(tmp_path / "a.jsonl", train)]
+    data += ["--data.eval", rows(tmp_path / "b.jsonl", [*train[:3], *(f"{i}-9=" for i in range(5))])]
+    code, out, error = dry(*data, *SINGLE, "--run.num_steps", "10", "--checkpoint.save_every", "4")
+    assert (code, error) == (0, "") and len(out.splitlines()) <= 30
+    assert "10 steps x 16 prompts = 160 prompts = 5 passes over 32" in out
+    assert "warning  3 of 8 prompts of data.eval are also in data.train" in out
+    count = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(EXAMPLES / "chain_sum/model")).num_parameters()
+    assert f"model    {count:,} parameters (qwen3_moe, fp32)" in out
+    # 4 bytes of weight, 4 of the fp32 copy and 8 of Adam's moments, at most keep + 1 at a time.
+    assert f"disk     {16 * count / 1e6:.1f} MB a checkpoint, at most 3 at a time = {48 * count / 1e6:.1f} MB" in out
+    assert (
+        "saves    the first after 30 minutes, then every 30 minutes in the background; at steps 4, 8; at the end" in out
+    )
+    first = next(line for line in out.splitlines() if line.startswith("prompt   "))
+    text, label = first.split("'")[1], first.split("'")[3]
+    assert text in train and str(eval(text[:-1])) == label
+    assert f"the made-up answer 'The answer is \\\\boxed{{{label}}}.' scores 1" in out
+    assert "[run]" not in out and "[run]" in dry(*data, *SINGLE, "--verbose")[1]
+
+
+def test_a_reward_that_fails_on_the_made_up_answer_is_a_warning_and_one_that_asks_a_server_is_not_called(
+    dry: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(completion, label):\n    return 1 / (len(label) - len(label))\n")
+    code, out, _ = dry(*SINGLE, "--reward.function", "mine.py:score")
+    assert code == 0 and "warning  the reward failed on the made-up answer" in out and "ZeroDivisionError" in out
+    remote = [
+        "--reward.function",
+        "reward_model",
+        "--reward.options.endpoint",
+        "vllm_classify",
+        "--reward.options.url",
+        "http://127.0.0.1:9",
+    ]
+    out = dry(*SINGLE, *remote)[1]
+    assert "reward   not tried: reward_model sends requests to a server" in out
+
+
+def test_problems_come_after_layout_and_arithmetic(dry: Any, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "chain_sum/model", tmp_path / "m")
+    (tmp_path / "m/tokenizer.json").unlink()
+    for overrides in (["--data.train", "absent.jsonl"], ["--model.path", "absent"], ["--model.path", "m"]):
+        code, out, error = dry(*overrides, "--world-size", "4")
+        assert code == 2 and error, overrides
+        assert "layout   4 processes" in out and "16 prompts x 16 samples = 256 samples a step, 64 on each of 4" in out
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_by_run_and_dry_run(
+    dry: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(EXAMPLES / "chain_sum/model", tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    tokenizer = json.loads((tmp_path / "m/tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(
+        {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": True}
+        | {"id": config["vocab_size"], "content": "<extra>"}
+    )
+    (tmp_path / "m/tokenizer.json").write_text(json.dumps(tokenizer))
+    expected = (
+        f"token '<extra>' with id {config['vocab_size']}, and config.json has vocab_size = {config['vocab_size']}"
+    )
+    code, _, error = dry(*SINGLE, "--model.path", "m")
+    assert code == 2 and expected in error
+    assert train_main([str(CHAIN_SUM), *SINGLE, "--model.path", "m"]) == 2
+    assert expected in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_megatron_refuses_to_build_is_refused(dry: Any) -> None:
+    """Its TransformerConfig accepts this key; the random state tracker of the model does not."""
+    code, out, error = dry("--model.transformer.cuda_graph_impl", "local", "--world-size", "2")
+    assert code == 2 and "layout   2 processes" in out
+    assert "Megatron cannot build this model with layout" in error and "cudagraphs" in error
+    # Pipeline stages, tensor and expert parallelism are built for their own ranks.
+    large = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--world-size", "8"]
+    assert dry(*large)[0] == 0
+
+
+LOSSES = """
+import torch
+
+def right(inputs):
+    ratio = (inputs.logprobs - inputs.rollout_logprobs).exp()
+    return -ratio * inputs.advantages, torch.ones_like(inputs.loss_mask)
+
+def wrong(inputs):
+    ratio = (inputs.logprobs - inputs.rollout_logprobs).exp()
+    return ratio * inputs.advantages, torch.ones_like(inputs.loss_mask)
+
+def supervised(inputs):
+    return -inputs.logprobs, torch.ones_like(inputs.loss_mask)
+
+def penalized(inputs):
+    return -inputs.logprobs * inputs.advantages + 10 * inputs.logprobs, torch.ones_like(inputs.loss_mask)
+"""
+
+
+def test_a_loss_that_lowers_what_has_a_positive_advantage_is_refused(dry: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LOSSES)
+    for name, code in (("right", 0), ("wrong", 2), ("supervised", 0), ("penalized", 0)):
+        found, _, error = dry(*SINGLE, "--loss.name", f"mine.py:{name}")
+        assert found == code, (name, error)
+        assert ("makes responses with a positive advantage less likely" in error) == (code == 2)
