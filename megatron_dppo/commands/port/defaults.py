@@ -125,6 +125,9 @@ _SLIME: dict[str, Any] = {
 }
 """Defaults of slime at 624b824 (21 August 2026), 0.3.1 and 0.3.0."""
 
+SLIME_ASYNC: Mapping[str, Any] = {"train_async": True}
+"""Marks ``train_async.py``, which has no argument of its own for it."""
+
 _PRIME_RL: dict[str, Any] = {
     "orchestrator.batch_size": 128,
     "orchestrator.group_size": 1,

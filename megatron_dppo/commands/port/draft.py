@@ -225,6 +225,29 @@ def unsupported(reason: str) -> Rule:
     return rule
 
 
+@dataclass(frozen=True)
+class NoCounterpart:
+    """Setting that changes the training and cannot be translated."""
+
+    path: str
+    """Key of this package that the user must set instead."""
+    reason: str
+    harmless: tuple[str, ...] = ("false", "0", "0.0")
+    """Values in lower case that change nothing."""
+
+
+def leave_without_counterpart(draft: Draft, table: Mapping[str, NoCounterpart]) -> None:
+    """Leave the keys to the user that depend on settings without a counterpart."""
+    for key, entry in table.items():
+        if not draft.has(key):
+            continue
+        with draft.target(entry.path):
+            value = draft.read(key, lambda words: "true" if words == [] else text(words))
+            if value is not None and value.lower() not in entry.harmless:
+                raise UnreadSettingError(key, f"{value}: {entry.reason}")
+            no_effect(draft, key)
+
+
 def no_effect(draft: Draft, key: str) -> None:
     """Record a setting that others make ineffective."""
     draft.record(key, "ported", "changes nothing beside the other settings")

@@ -75,7 +75,20 @@ def port(
         raise ConfigError(
             f"{str(path)!r}: expected a launch script (.sh), verl's YAML or prime-rl's TOML, by its ending"
         )
-    source = reader(path, root or path.parent, variables or {})
+    return translate(reader(path, root or path.parent, variables or {}), path.stem, version)
+
+
+def translate(source: SourceFile, name: str, version: str | None = None) -> PortedConfig:
+    """Translate the settings of a file.
+
+    Args:
+        source: Settings of the file.
+        name: Name of the run, if the file has none.
+        version: Version of the framework whose defaults apply. None uses the newest release.
+
+    Raises:
+        ConfigError: The version is unknown.
+    """
     version = version or default_version(source.framework)
     if version not in DEFAULTS[source.framework]:
         known = ", ".join(DEFAULTS[source.framework])
@@ -86,7 +99,7 @@ def port(
     framework.combine(draft)
     apply_rules(draft, framework.table, framework.patterns)
     if draft.get("run.output_dir") is None:
-        draft.put("run.output_dir", f"runs/{path.stem}", note="named after the file")
+        draft.put("run.output_dir", f"runs/{name}", note="named after the file")
     return PortedConfig(
         stack=source.framework,
         version=version,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron_dppo.commands.port.draft import (
     Draft,
     Rule,
@@ -21,6 +23,7 @@ _LOSS = "trainer.loss."
 TABLE: dict[str, Rule] = {
     "max_steps": map_to("run.num_steps", integer),
     "output_dir": map_to("run.output_dir", text),
+    "trainer.model.name": map_to("model.path", text, "a local folder is needed: download it (hf download)"),
     "model.name": map_to("model.path", text, "a local folder is needed: download it (hf download)"),
     "orchestrator.group_size": map_to("rollout.samples_per_prompt", integer),
     "orchestrator.train.sampling.max_completion_tokens": map_to("rollout.max_new_tokens", integer),
@@ -70,6 +73,7 @@ PATTERNS: dict[str, Rule] = {
 
 def combine(draft: Draft) -> None:
     """Translate settings that depend on each other."""
+    _leave_parts_to_user(draft)
     with draft.target("loss.name"):
         _loss(draft)
     _advantage(draft)
@@ -114,13 +118,29 @@ def _loss(draft: Draft) -> None:
                 raise UnreadSettingError(_LOSS + name, f"{draft.version} has no default of it")
             draft.put(path, value, _LOSS + name)
     draft.put("loss.aggregation", "token_mean", note="prime-rl divides by the tokens of the batch")
-    with draft.target("loss.kl_coef"):
+    with draft.target("loss.kl_coef", "loss.kl_estimator", "loss.kl_target"):
         weight = draft.read(_LOSS + "kl_tau", number)
         if weight:
             draft.put("loss.kl_coef", 2 * weight, _LOSS + "kl_tau", note=f"{weight:g} log^2 r = {2 * weight:g} k2")
             draft.put("loss.kl_estimator", "k2", note="prime-rl's")
-            draft.put("loss.kl_anchor", "rollout", note="prime-rl's")
+            draft.put("loss.kl_target", "rollout", note="prime-rl's")
         draft.record(_LOSS + "kl_tau", "ported", "no penalty")
+
+
+def _leave_parts_to_user(draft: Draft) -> None:
+    """Leave what single environments set for themselves to the user."""
+    for key, setting in draft.source.items():
+        match = re.fullmatch(r"orchestrator\.train\.source\[\d+\]\.(group_size|algo\.type)", key)
+        if match is None:
+            continue
+        path = "rollout.samples_per_prompt" if match.group(1) == "group_size" else "train.advantage"
+        with draft.target(path):
+            if setting.value != draft.read(f"orchestrator.{match.group(1)}", lambda value: value):
+                raise UnreadSettingError(key, f"{setting.value} for one environment; here one value counts for all")
+    with draft.target("train.advantage"):
+        for key in draft.source:
+            if key.startswith("orchestrator.algo.length_penalty."):
+                raise UnreadSettingError(key, "a penalty on the length; write it as a function in train.advantage")
 
 
 def _advantage(draft: Draft) -> None:

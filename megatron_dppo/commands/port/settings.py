@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.port.defaults import FULLY_ASYNC, ONE_STEP_ASYNC
+from megatron_dppo.commands.port.defaults import FULLY_ASYNC, ONE_STEP_ASYNC, SLIME_ASYNC
 from megatron_dppo.commands.port.draft import Setting
 from megatron_dppo.commands.port.shell import Launch, find_launch, read_script
 from megatron_dppo.commands.port.shell_values import Word
@@ -72,6 +72,8 @@ def read_shell(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFi
     is_slime = program.rpartition("/")[2] in _PROGRAMS[:2] or program.rpartition(".")[2] in ("train", "train_async")
     if is_slime:
         source = SourceFile("slime", problems=launch.problems)
+        if "train_async" in program:
+            source.defaults = dict(SLIME_ASYNC)
         _parse_flags(source, launch.arguments)
     else:
         source = SourceFile("verl", problems=launch.problems)
@@ -264,7 +266,8 @@ def read_toml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFil
         values = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from error
-    if not {"orchestrator", "trainer", "inference", "deployment"} & values.keys():
+    # The trainer's and the fine-tuning's own files have [optim] or [data] at their top level.
+    if not {"orchestrator", "trainer", "inference", "deployment"} & values.keys() or {"optim", "data"} & values.keys():
         raise ConfigError(f"{str(path)!r}: expected prime-rl's tables (orchestrator, trainer, inference)")
     return SourceFile("prime-rl", {key: Setting(value) for key, value in flatten(values)})
 

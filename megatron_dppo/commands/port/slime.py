@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from megatron_dppo.commands.port.draft import (
     Draft,
+    NoCounterpart,
     Rule,
     UnreadSettingError,
     flag,
     integer,
     items,
+    leave_without_counterpart,
     literal,
     map_to,
     number,
@@ -69,6 +71,9 @@ TABLE: dict[str, Rule] = {
     "min-lr": map_to("optimizer.min_lr", number),
     "lr-decay-style": map_to("optimizer.lr_decay_style", text),
     "lr-warmup-iters": map_to("optimizer.lr_warmup_steps", integer),
+    "use-rollout-logprobs": unsupported("the anchor is always the rollout's own log-probability"),
+    "decoder-first-pipeline-num-layers": map_to("model.transformer.num_layers_in_first_pipeline_stage", integer),
+    "decoder-last-pipeline-num-layers": map_to("model.transformer.num_layers_in_last_pipeline_stage", integer),
     "weight-decay": map_to("optimizer.weight_decay", number),
     "adam-beta1": map_to("optimizer.adam_beta1", number),
     "adam-beta2": map_to("optimizer.adam_beta2", number),
@@ -124,9 +129,24 @@ PATTERNS: dict[str, Rule] = {
 } | dict.fromkeys(_SHAPE.split(), _model_shape)
 
 
+_ADVANTAGE = "changes the advantages; write it as a function in train.advantage"
+_PRECISION = "see [model.transformer] in docs/parallelism.md"
+NO_COUNTERPARTS = {
+    "use-opd": NoCounterpart("distillation.teacher_path", "see [distillation]"),
+    "custom-reward-post-process-path": NoCounterpart("train.advantage", _ADVANTAGE),
+    "custom-advantage-function-path": NoCounterpart("train.advantage", _ADVANTAGE),
+    "fp8-format": NoCounterpart("model.transformer.fp8", _PRECISION),
+    "fp16": NoCounterpart("model.dtype", "set model.dtype"),
+    "enable-mtp-training": NoCounterpart("model.transformer.mtp_num_layers", "no loss for multi-token prediction"),
+    "loss-mask-type": NoCounterpart("data.train", "a mask of its own", ("qwen", "qwen3")),
+}
+
+
 def combine(draft: Draft) -> None:
     """Translate arguments that depend on each other."""
+    leave_without_counterpart(draft, NO_COUNTERPARTS)
     _sizes(draft)
+    _schedule(draft)
     combine_loss(draft)
     _engine(draft)
     _layout(draft)
@@ -163,6 +183,21 @@ def _sizes(draft: Draft) -> None:
     with draft.target("run.num_epochs"):
         if draft.read("num-rollout", integer) is None:
             draft.put("run.num_epochs", draft.read("num-epoch", number), "num-epoch")
+
+
+def _schedule(draft: Draft) -> None:
+    """Translate the warm-up as a fraction of the steps, and the staleness of ``train_async.py``."""
+    with draft.target("optimizer.lr_warmup_steps"):
+        fraction, steps = draft.read("lr-warmup-fraction", number), draft.read("num-rollout", integer)
+        if fraction and not steps:
+            raise UnreadSettingError("lr-warmup-fraction", f"{fraction:g} of the number of steps, which is not set")
+        if fraction:
+            note = f"{fraction:g} * {steps} steps"
+            draft.put("optimizer.lr_warmup_steps", int(fraction * steps), "lr-warmup-fraction", note=note)
+    if "train_async" in draft.defaults:
+        with draft.target("train.max_staleness"):
+            interval = draft.read("update-weights-interval", integer) or 1
+            draft.put("train.max_staleness", interval, "update-weights-interval", note="train_async.py samples ahead")
 
 
 def _mini_batches(draft: Draft) -> None:
@@ -202,9 +237,10 @@ def _layout(draft: Draft) -> None:
             draft.record("sequence-parallel", "unsupported", "has no effect with tensor_model_parallel_size = 1")
         elif is_on:
             draft.put("parallel.sequence_parallel", True, "sequence-parallel")
-    with draft.target("model.transformer.moe_token_dispatcher_type"):
+    dispatcher = "model.transformer.moe_token_dispatcher_type"
+    with draft.target(dispatcher, "model.transformer.moe_flex_dispatcher_backend"):
         if draft.read("moe-enable-deepep", flag):
-            draft.put("model.transformer.moe_token_dispatcher_type", "flex", "moe-enable-deepep", note="DeepEP")
+            draft.put(dispatcher, "flex", "moe-enable-deepep", note="DeepEP")
             draft.record("moe-token-dispatcher-type", "ported", "moe_token_dispatcher_type = 'flex'")
             draft.put("model.transformer.moe_flex_dispatcher_backend", "deepep", note="--moe-enable-deepep")
     with draft.target("run.output_dir"):

@@ -126,7 +126,7 @@ def _balance(draft: Draft) -> None:
 
 
 def _penalties(draft: Draft) -> None:
-    with draft.target("loss.kl_coef"):
+    with draft.target("loss.kl_coef", "loss.kl_estimator"):
         value = draft.read("kl-loss-coef", number)
         if draft.read("use-kl-loss", flag) and value:
             draft.put("loss.kl_coef", value, "kl-loss-coef", "use-kl-loss")

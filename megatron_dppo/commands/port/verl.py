@@ -6,11 +6,14 @@ import math
 
 from megatron_dppo.commands.port.draft import (
     Draft,
+    NoCounterpart,
     Rule,
     flag,
     integer,
+    leave_without_counterpart,
     literal,
     map_to,
+    no_effect,
     number,
     one_or_list,
     text,
@@ -22,6 +25,8 @@ from megatron_dppo.commands.port.verl_run import combine_run
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OFFLOADED = "weights, gradients and optimizer move to the host while colocated servers sample"
 _REFERENCE = "the reference model uses the parallel layout of the policy"
+_ULYSSES = "Megatron's context parallelism instead of Ulysses"
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SCORING = "training and scoring use the same batch"
 
 
@@ -53,10 +58,11 @@ TABLE: dict[str, Rule] = {
     _A + "optim.clip_grad": map_to("optimizer.clip_grad", number),
     _A + "grad_clip": map_to("optimizer.clip_grad", number),
     _A + "use_torch_compile": unsupported("no torch.compile"),
+    _A + "megatron.router_replay.mode": map_to("train.router_replay", text),
+    _A + "router_replay.mode": map_to("train.router_replay", text),
+    _R + "enable_rollout_routing_replay": unsupported("asked for where train.router_replay needs it"),
     _A + "entropy_coeff": map_to("loss.entropy_coef", number),
-    _A + "ulysses_sequence_parallel_size": map_to(
-        "parallel.context_parallel_size", integer, "Megatron's context parallelism instead of Ulysses"
-    ),
+    _A + "ulysses_sequence_parallel_size": map_to("parallel.context_parallel_size", integer, _ULYSSES),
     _A + "ppo_micro_batch_size_per_gpu": unsupported("rows are packed up to train.micro_batch_tokens"),
     _A + "use_dynamic_bsz": unsupported("rows are always packed up to train.micro_batch_tokens"),
     _R + "n": map_to("rollout.samples_per_prompt", integer),
@@ -74,6 +80,11 @@ TABLE: dict[str, Rule] = {
     "trainer.resume_mode": unsupported("rerunning a command resumes its run (checkpoint.resume)"),
     "trainer.balance_batch": map_to("train.balance_ranks", flag),
     "trainer.device": unsupported("detected at startup"),
+    "trainer.max_actor_ckpt_to_keep": map_to("checkpoint.keep", integer),
+    _A + "veomni.expert_parallel_size": map_to("parallel.expert_model_parallel_size", integer),
+    _A + "veomni.ulysses_parallel_size": map_to("parallel.context_parallel_size", integer, _ULYSSES),
+    _A + "fsdp_config.ulysses_sequence_parallel_size": map_to("parallel.context_parallel_size", integer, _ULYSSES),
+    _A + "megatron.dtype": map_to("model.dtype", lambda value: _DTYPES[text(value)]),
 } | {
     f"{_A}megatron.{name}_parallel_size": map_to(f"parallel.{name}_parallel_size", integer)
     for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
@@ -101,6 +112,12 @@ def _offload(draft: Draft, key: str) -> None:
             draft.record(key, "ported", "off")
 
 
+def _loss_parameter(draft: Draft, key: str) -> None:
+    if "loss.name" in draft.to_fill_in:
+        draft.record(key, "unsupported", "belongs to the loss, which is to fill in")
+    no_effect(draft, key)
+
+
 PATTERNS: dict[str, Rule] = {
     _A + "megatron.override_transformer_config.": lambda draft, key: map_to(
         "model.transformer." + key.rpartition(".")[2], literal
@@ -118,6 +135,16 @@ PATTERNS: dict[str, Rule] = {
     "ray_": unsupported("no Ray"),
     "model_engine": unsupported("Megatron is the only engine"),
 }
+_LOSS_PARAMETERS = [
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "tau_pos",
+    "tau_neg",
+    "loss_scale_factor",
+]
+TABLE |= {_A + name: _loss_parameter for name in _LOSS_PARAMETERS}
 _OFFLOADS = [
     _A + f"{engine}.{part}_offload"
     for engine in ("megatron", "fsdp_config", "veomni")
@@ -130,8 +157,20 @@ TABLE |= dict.fromkeys(
 )
 
 
+NO_COUNTERPARTS = {
+    _A + "optim.optimizer": NoCounterpart("optimizer.lr", "Adam is the only optimizer", ("adam", "adamw")),
+    "algorithm.kl_ctrl.type": NoCounterpart("reward.kl_coef", "the coefficient is fixed here", ("fixed",)),
+    "algorithm.kl_penalty": NoCounterpart("reward.kl_coef", "the penalty here is log mu - log reference", ("kl", "k1")),
+    "algorithm.gamma": NoCounterpart("train.advantage", "rewards are not discounted here", ("1", "1.0")),
+    "distillation.enabled": NoCounterpart("distillation.teacher_path", "see [distillation]"),
+    "trainer.v1.trainer_mode": NoCounterpart("train.max_staleness", "see docs/engines.md", ("sync", "colocate")),
+    "data.train_max_samples": NoCounterpart("data.train", "a part of the file", ("-1",)),
+}
+
+
 def combine(draft: Draft) -> None:
     """Translate settings that depend on each other."""
+    leave_without_counterpart(draft, NO_COUNTERPARTS)
     _sizes(draft)
     _optimizer(draft)
     _layout(draft)
@@ -157,7 +196,8 @@ def _sizes(draft: Draft) -> None:
         draft.record("data.truncation", "unsupported", "prompts are dropped, truncated at the left, or an error")
     with draft.target("train.micro_batch_tokens"):
         context = draft.read(_A + "megatron.context_parallel_size", integer) or 1
-        context *= draft.read(_A + "ulysses_sequence_parallel_size", integer) or 1
+        for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
+            context *= draft.read(_A + name, integer) or 1
         tokens = draft.read(_A + "ppo_max_token_len_per_gpu", integer)
         note = f"{tokens} a GPU * {context}" if context > 1 else ""
         draft.put("train.micro_batch_tokens", tokens and tokens * context, _A + "ppo_max_token_len_per_gpu", note=note)

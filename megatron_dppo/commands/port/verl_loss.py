@@ -128,6 +128,8 @@ def _put_cap(draft: Draft, path: str) -> None:
 def _aggregation(draft: Draft) -> None:
     key, scale = _A + "loss_agg_mode", _A + "loss_scale_factor"
     with draft.target("loss.aggregation"):
+        # Some losses have an aggregation of their own, so an unread loss leaves this one open, too.
+        draft.read(_MODE, text)
         fixed = _FIXED_AGGREGATIONS.get(draft.get("loss.name"), "")
         mode = draft.defaults.get(fixed)
         if mode is None:
@@ -167,7 +169,7 @@ def _penalties(draft: Draft) -> None:
     coefficient = _A + "kl_loss_coef"
     kind = _A + "kl_loss_type"
     is_used = _A + "use_kl_loss"
-    with draft.target("loss.kl_coef"):
+    with draft.target("loss.kl_coef", "loss.kl_estimator"):
         if draft.read(is_used, flag):
             value = draft.read(coefficient, number)
             if value:
