@@ -65,16 +65,18 @@ def dppo_head_loss(
         vocab_size: V without padding.
         temperature: Divides the logits.
         bias: Shape [V_local]. None: the layer has no bias.
-        targets: of the T rows, the same on all ranks, without ``sequence_ids``; the softmax is over ``sampling_mask``.
-        loss: a sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
-        needs: what the loss gets beside the usual statistics; ``topk_sums`` if several shards exchange them.
-        teacher: a teacher, the divergence from which is added; with a ``plan`` that is made without advantages.
-        plan: the rows with loss; None = all. A row that it leaves out has no loss, whatever the mask says.
-        chunk_tokens: rows in a chunk; None = ``default_chunk_tokens``.
-        accumulate_main_grad: add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
+        targets: Targets of the T rows, the same on all ranks, without ``sequence_ids``. The softmax is over their
+            ``sampling_mask``.
+        loss: Sum over tokens whose terms depend on that token alone; called on some rows at a time on all ranks.
+        needs: Statistics that the loss gets besides the usual ones; ``topk_sums`` if several shards exchange them.
+        teacher: Teacher; the divergence from it is added to the loss. The ``plan`` must then be made without
+            advantages.
+        plan: Rows with loss. None means all. A row that it leaves out has no loss, whatever the mask says.
+        chunk_tokens: Rows in a chunk; None = ``default_chunk_tokens``.
+        accumulate_main_grad: Add the weight's gradient to ``weight.main_grad`` in forward (Megatron's gradient
             accumulation fusion: in backward). ``weight.grad`` gets zeros; ``loss_sum`` must get ``grad_scale``.
-        grad_scale: scalar, the gradient that ``loss_sum`` is going to get, times which all are computed; None = 1.
-        round_weight_gradient: on a CPU with fast bf16 products, round the weight's gradient of a part of the rows to
+        grad_scale: Scalar, the gradient that ``loss_sum`` will get; all gradients include it. None means 1.
+        round_weight_gradient: On a CPU with fast bf16 products, round the weight's gradient of a part of the rows to
             bf16 before it is added in fp32. No effect elsewhere.
 
     Returns:
@@ -82,7 +84,7 @@ def dppo_head_loss(
         added up. Its ``loss_sum`` can be differentiated once.
 
     Raises:
-        ValueError: before any collective: ``targets.sequence_ids`` is given, ``needs`` contradict each other, shapes,
+        ValueError: Before any collective: ``targets.sequence_ids`` is given, ``needs`` contradict each other, shapes,
             dtypes or devices do not fit, the shards cannot hold the vocabulary, the temperature is not positive, a
             label or a valid id is outside the vocabulary (on CUDA a device-side assertion, as for the next three), a
             valid id stands twice in its row, a label is not in its Top-K set, or outside its sampling mask, or

@@ -41,11 +41,11 @@ def row_statistics(
 
     Args:
         logits: ``[n, W]`` float32, float64, bfloat16 or float16.
-        shard_size: entries of the shard that are not padding; columns from ``shard_size`` on are not read.
+        shard_size: Entries of the shard that are not padding; columns from ``shard_size`` on are not read.
         labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
         ids: ``[n, K]`` int64 index in this shard, -1 = not of this shard or an unused slot; None = none.
-        temperature: divides the logits.
-        squares: whether q is wanted.
+        temperature: Divides the logits.
+        squares: True to compute q.
 
     Returns:
         ``[n, 4 + K]``, or ``[n, 5 + K]`` with q; float32, or float64 for float64 logits.
@@ -73,14 +73,14 @@ def row_gradient(
 
     Args:
         logits: ``[n, W]`` as in ``row_statistics``.
-        shard_size: entries of the shard that are not padding; the gradient of the others is 0.
+        shard_size: Entries of the shard that are not padding; the gradient of the others is 0.
         labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
         maximum: ``[n]`` the largest logit of the whole row over all shards, before the temperature.
         total: ``[n]`` sum of exp((logit - maximum) / temperature) of the whole row.
         grad_logprobs: ``[n]`` g.
         grad_entropy: ``[n]`` e; None = no gradient of the entropy.
         entropy: ``[n]`` H of the whole row; needed with ``grad_entropy``.
-        temperature: divides the logits.
+        temperature: Divides the logits.
         out: ``[n, W]`` receives the gradient. It may lie in the memory of ``logits`` if its row i begins where row i of
             the logits begins, and its elements are not larger: ``logits`` itself, or a bf16 or fp16 view of it.
 
@@ -212,12 +212,12 @@ def gradient_of_exponentials(
     Args:
         exponentials: ``[n, W]``
         shard_maximum: ``[n]`` the largest logit of this shard, before the temperature.
-        shard_size: as in ``row_gradient``, like the other arguments.
-        labels: the same.
-        maximum: the same.
-        total: the same.
-        grad_logprobs: the same.
-        temperature: the same.
+        shard_size: As in ``row_gradient``, like the other arguments.
+        labels: The same.
+        maximum: The same.
+        total: The same.
+        grad_logprobs: The same.
+        temperature: The same.
         out: ``[n, W]`` ``exponentials`` itself, or memory of its own.
     """
     if shard_size == 0 or len(exponentials) == 0:

@@ -49,11 +49,11 @@ def row_statistics(
 
     Args:
         logits: ``[n, W]`` fp32, bf16 or fp16, raw (before the temperature), rows contiguous.
-        shard_size: the columns from here on are padding and are not read; 0 <= shard_size <= W.
+        shard_size: The columns from here on are padding and are not read; 0 <= shard_size <= W.
         labels: ``[n]`` int64, the label's column, -1 = not of this shard.
         ids: ``[n, K]`` int64 columns in any order, -1 = not of this shard or an unused slot; or None.
-        temperature: divides the logits.
-        squares: one more column, the sum of exp(2 z) over the entries that are neither the label nor an id.
+        temperature: Divides the logits.
+        squares: One more column, the sum of exp(2 z) over the entries that are neither the label nor an id.
 
     Returns:
         ``[n, 4 + K]`` (or one more) fp32: m, the largest logit of the row; the sum of exp(z) z with z = (logit - m) /
@@ -62,7 +62,7 @@ def row_statistics(
         alone: -inf, 0, 0, -inf. A row with a NaN: NaN, but for the -inf of what is not of this shard.
 
     Raises:
-        ValueError: a shape, a dtype or a memory layout is not as above.
+        ValueError: A shape, a dtype or a memory layout is not as above.
     """
     _check_logits(logits, shard_size, labels)
     num_ids = 0
@@ -124,7 +124,7 @@ def row_gradient(
         out: ``[n, W]`` bf16, fp16 or the dtype of ``logits``, rows contiguous.
 
     Raises:
-        ValueError: a shape, a dtype or a memory layout is not as above, or ``out`` shares the storage in another way.
+        ValueError: A shape, a dtype or a memory layout is not as above, or ``out`` shares the storage in another way.
     """
     _check_logits(logits, shard_size, labels)
     _check_out(logits, out)

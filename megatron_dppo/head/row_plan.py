@@ -44,10 +44,10 @@ class RowPlan:
             loss_mask: ``[T]`` bool on the CPU.
             advantages: ``[T]`` on the CPU; rows with advantage 0 have no gradient. None = every row with loss has one,
                 as with an entropy bonus or a KL penalty.
-            device: where ``rows`` go; None = the CPU.
+            device: Device of ``rows``. None means the CPU.
 
         Raises:
-            ValueError: shapes differ, the mask is not bool, or a tensor is not on the CPU.
+            ValueError: Shapes differ, the mask is not bool, or a tensor is not on the CPU.
         """
         for name, column in (("loss_mask", loss_mask), ("advantages", advantages)):
             if column is not None and (column.device.type != "cpu" or column.shape != loss_mask.shape[:1]):
@@ -89,7 +89,7 @@ class Rows:
         """For ``hidden [T, H]``.
 
         Raises:
-            ValueError: the plan's rows are not int64 on the device of ``hidden``, or it counts more than it has.
+            ValueError: The plan's rows are not int64 on the device of ``hidden``, or it counts more than it has.
         """
         if plan is not None:
             rows = plan.rows
@@ -142,7 +142,7 @@ def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1
     """``given``, or the default for a shard ``weight [V_local, H]``; on the CPU the ranks share memory and cache.
 
     Raises:
-        ValueError: it is below 1.
+        ValueError: It is below 1.
     """
     if given is None:
         sharing = in_flight if weight.is_cuda else ranks
@@ -165,11 +165,11 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
     """Rows in a chunk: all chunks of ``rows`` about equal, and those in flight at a time within a memory budget.
 
     Args:
-        rows: how many there are.
+        rows: Number of rows.
         width: V_local, entries of the shard.
-        device: decides on the budget: 2.5 GB of float32 logits on CUDA, 96 MB on the CPU (more where the shard is so
+        device: Decides the memory budget: 2.5 GB of float32 logits on CUDA, 96 MB on the CPU (more if the shard is so
             wide that a chunk would be too short for a fast GEMM).
-        in_flight: chunks whose logits share that memory: those of this rank, on the CPU those of all ranks.
+        in_flight: Chunks whose logits share that memory: those of this rank, on the CPU those of all ranks.
     """
     if device.type == "cuda":
         most = min(max(_CUDA_CHUNK_BYTES // (4 * width * in_flight), 1), _CUDA_CHUNK_ROWS)

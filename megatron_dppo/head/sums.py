@@ -65,10 +65,10 @@ def reduce_slots(
         shard_statistics: ``[n, 4 + K]`` this shard's row statistics, or ``[n, 5 + K]`` with q.
         owned: ``[n, K]`` bool, the valid slots whose entry is of this shard.
         rollout_logprobs: ``[n, K]`` log mu.
-        totals: of the rows.
-        temperature: divides the logits.
-        group: the vocabulary-parallel group.
-        slot_sums: see ``SlotSums``.
+        totals: Totals of the rows.
+        temperature: Divides the logits.
+        group: The vocabulary-parallel group.
+        slot_sums: See ``SlotSums``.
 
     Returns:
         ``([n, C], [n], [n])`` in the dtype of ``shard_statistics``, equal on all ranks of the group; the last is None

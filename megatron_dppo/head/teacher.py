@@ -72,10 +72,10 @@ def shard_kls(student: Side, teacher: Side, shard_size: int, temperature: float)
     """Return this shard's part of both KLs; the teacher's logits become its log-probabilities.
 
     Args:
-        student: p, its logits as they are.
-        teacher: q.
-        shard_size: entries of the shard that are not padding.
-        temperature: divides the logits.
+        student: The distribution p with its logits unchanged.
+        teacher: The distribution q.
+        shard_size: Entries of the shard that are not padding.
+        temperature: Divides the logits.
 
     Returns:
         ``[n, 2]``: KL(p || q) and KL(q || p).
@@ -105,12 +105,12 @@ def gradient_(
     d KL(q || p) / dz = p - q.
 
     Args:
-        student: p, its logits as they are.
+        student: The distribution p with its logits unchanged.
         log_q: ``[n, W]`` what ``shard_kls`` left of the teacher's logits.
-        shard_size: entries of the shard that are not padding, whose gradient is 0.
+        shard_size: Entries of the shard that are not padding, whose gradient is 0.
         kls: ``[n, 2]`` of all shards.
         weights: ``[n]`` the derivative of the loss in the KL of each row.
-        temperature: divides the logits.
+        temperature: Divides the logits.
         name: ``reverse_kl`` or ``forward_kl``.
     """
     log_q[:, shard_size:] = 0.0
@@ -178,14 +178,14 @@ class Distillation:
     """Distillation from a teacher in one call of the head.
 
     Args:
-        teacher: of the T rows of the call.
-        student: the policy's output layer.
-        rows: the rows of the call.
+        teacher: Targets of the T rows of the call.
+        student: The policy's output layer.
+        rows: The rows of the call.
         vocab_size: V without padding, of both.
-        targets: of the T rows.
+        targets: Targets of the T rows.
 
     Raises:
-        ValueError: the two do not fit each other, or a row that is computed has no gradient by the plan.
+        ValueError: The two do not fit each other, or a row that is computed has no gradient by the plan.
     """
 
     def __init__(
@@ -231,12 +231,12 @@ class Distillation:
 
         Args:
             logits: ``[n, W]`` the student's.
-            totals: of its rows.
+            totals: Totals of the rows.
             teacher_logits: ``[n, W]``, which become the gradient.
             parts: ``[ranks, n, COLUMNS]`` the gathered ones.
-            targets: of the rows.
-            scale: what the gradient is multiplied by; None = 1.
-            differentiates: whether it is wanted.
+            targets: Targets of the rows.
+            scale: Factor of the gradient. None means 1.
+            differentiates: True if the gradient is needed.
         """
         head, divergence = self._head, self._divergence
         student = Side(logits, totals.maximum, totals.total.log())

@@ -50,16 +50,16 @@ def vocab_parallel_logprobs_and_entropy(
         logits: ``[T, V_local]`` this rank's shard, any float dtype; ``-inf`` means probability 0. Not to be changed in
             place before backward.
         labels: ``[T]`` int64 global ids, the same on all ranks of the group.
-        group: the vocabulary-parallel group; None = not sharded.
+        group: The vocabulary-parallel group; None = not sharded.
         vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
-        temperature: divides the logits.
+        temperature: Divides the logits.
 
     Returns:
         ``(logprobs [T], entropy [T])`` in fp32, or in float64 for float64 logits; equal on all ranks of the group.
         A row whose entries are all ``-inf`` has no distribution and gives NaN.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, the shards cannot hold the vocabulary, the temperature is not positive,
+        ValueError: Shapes or dtypes do not fit, the shards cannot hold the vocabulary, the temperature is not positive,
             or a label is outside the vocabulary. On CUDA a bad label is a device-side assertion instead, because a
             check on the host would wait for the device.
     """
@@ -88,7 +88,7 @@ def vocab_parallel_logprobs(
         ``[T]`` in fp32, or in float64 for float64 logits; equal on all ranks of the group.
 
     Raises:
-        ValueError: as in ``vocab_parallel_logprobs_and_entropy``.
+        ValueError: As in ``vocab_parallel_logprobs_and_entropy``.
     """
     return vocab_parallel_logprobs_and_entropy(
         logits, labels, group=group, vocab_size=vocab_size, temperature=temperature
@@ -119,7 +119,7 @@ def shard_range(logits: Tensor, group: ProcessGroup | None, vocab_size: int, tem
     """Return the global id of this shard's first entry, and the number of its entries that are not padding.
 
     Raises:
-        ValueError: the logits are not a float matrix, the shards cannot hold the vocabulary, or the temperature is not
+        ValueError: The logits are not a float matrix, the shards cannot hold the vocabulary, or the temperature is not
             positive.
     """
     shards, rank = (1, 0) if group is None else (group.size(), group.rank())

@@ -54,9 +54,9 @@ def vocab_parallel_statistics(
         logits: ``[T, V_local]`` this rank's shard, any float dtype; ``-inf`` means probability 0. Not to be changed in
             place before backward.
         labels: ``[T]`` int64 global ids, the same on all ranks of the group.
-        group: the vocabulary-parallel group; None = not sharded.
+        group: The vocabulary-parallel group; None = not sharded.
         vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
-        temperature: divides the logits.
+        temperature: Divides the logits.
         ids: ``[T, S]`` int64 global ids, the same on all ranks; the valid ones of a row are distinct. None = no set,
             which costs nothing over ``vocab_parallel_logprobs_and_entropy``.
         ids_valid: ``[T, S]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
@@ -65,7 +65,7 @@ def vocab_parallel_statistics(
         The statistics. A row whose entries are all ``-inf`` has no distribution and gives NaN.
 
     Raises:
-        ValueError: before any collective: shapes or dtypes do not fit, the shards cannot hold the vocabulary, the
+        ValueError: Before any collective: shapes or dtypes do not fit, the shards cannot hold the vocabulary, the
             temperature is not positive, a label or a valid id is outside the vocabulary, or a valid id stands twice in
             its row. On CUDA bad labels and ids are device-side assertions instead, because a check on the host would
             wait for the device.
@@ -91,10 +91,10 @@ def vocab_parallel_topk(
 
     Args:
         logits: ``[T, V_local]`` this rank's shard, any float dtype.
-        k: number of ids a row, from 1 to V; may be above V_local.
-        group: the vocabulary-parallel group; None = not sharded.
+        k: Number of ids a row, from 1 to V; may be above V_local.
+        group: The vocabulary-parallel group; None = not sharded.
         vocab_size: V without padding.
-        temperature: divides the logits.
+        temperature: Divides the logits.
 
     Returns:
         ``(logprobs [T, k], ids [T, k] int64)``, log-probabilities over the whole vocabulary in nats, in fp32, or in
@@ -102,7 +102,7 @@ def vocab_parallel_topk(
         distribution (all ``-inf``).
 
     Raises:
-        ValueError: before any collective: the logits are not a float matrix, the shards cannot hold the vocabulary, the
+        ValueError: Before any collective: the logits are not a float matrix, the shards cannot hold the vocabulary, the
             temperature is not positive, or k is not in [1, V].
     """
     first, shard_size = shard_range(logits, group, vocab_size, temperature)
@@ -201,8 +201,8 @@ def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, shard_si
         logits: ``[n, W]`` of this shard.
         ids: ``[N]`` int32 global ids on the device of the logits, row by row.
         counts: ``[n]`` int32 on the CPU, how many of them each row has; 0 = the whole vocabulary.
-        first: the global id of the shard's first entry.
-        shard_size: entries of the shard that are not padding.
+        first: The global id of the shard's first entry.
+        shard_size: Entries of the shard that are not padding.
     """
     rows, _ = set_rows(ids, counts)
     local = ids - first

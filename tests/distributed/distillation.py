@@ -191,10 +191,10 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
     batches = updater.pack_batches(mine)
     assert len(batches) * trainer.layout.dp >= 4
     metrics = trainer.accumulate(batches, policy_objective(config.loss), teacher.compute_targets(batches))
-    found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
+    actual = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
     typical = sum(float(g.norm()) for g in expected.gradients.values()) / len(expected.gradients)
     wrong = {
-        name: float((found[name] - g).norm() / max(float(g.norm()), 0.01 * typical))
+        name: float((actual[name] - g).norm() / max(float(g.norm()), 0.01 * typical))
         for name, g in expected.gradients.items()
     }
     name = max(wrong, key=lambda n: wrong[n])

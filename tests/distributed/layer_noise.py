@@ -93,9 +93,9 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dic
         expected, size = side.backward()
         metrics = trainer.accumulate(batches, policy_objective(LOSS))
         errors["loss"] = max(errors["loss"], abs(metrics["loss"] - expected) / size)
-        found, own = trainer._noise.gradient, side.log_std.grad
+        result, own = trainer._noise.gradient, side.log_std.grad
         assert own is not None
-        errors["noise_gradient"] = max(errors["noise_gradient"], relative_error(found, own))
+        errors["noise_gradient"] = max(errors["noise_gradient"], relative_error(result, own))
         if step == 0:
             errors["gradient"] = worst(on_cpu(trainer.bridge.export(gradient_reader(trainer))), side.gradients())
         trainer.apply(metrics)

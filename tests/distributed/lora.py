@@ -98,11 +98,11 @@ class Float64:
                 parts = ("gate_proj", "up_proj")
                 both = [torch.cat([weights[f"{layer}.{e}.{part}.weight"] for part in parts]) for e in each]
                 parameters[name] = torch.stack(both)
-        found = []
+        actual = []
         for sample in samples():
             logits = functional_call(self.model, parameters, (sample.tokens[None],)).logits[0]
-            found.append(logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1))
-        return found
+            actual.append(logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1))
+        return actual
 
     def loss(self) -> Tensor:
         tokens = sum(int(s.loss_mask.sum()) for s in samples())
@@ -176,11 +176,11 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
                     target.copy_(torch.stack(rows) if rule.is_expert else rows[0])
 
 
-def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Of the worst tensor; one that is nearly 0 (an expert that one token visits) against the typical size."""
-    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())[:4]
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())[:4]
     typical = sum(float(g.norm()) for g in expected.values()) / len(expected)
-    return max(float((found[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
+    return max(float((actual[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
 
 
 def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform: Platform) -> dict[str, float]:
@@ -198,22 +198,22 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
     updater = Updater(trainer, train, LossConfig(name="minirl"), with_reference=True)
     errors["logprobs"] = errors["reference"] = 0.0
     for sample, i in zip(updater.add_recomputed(own, Clock()), mine, strict=True):
-        for name, found, expected in (
+        for name, actual, expected in (
             ("logprobs", sample.recomputed_logprobs, reference.logprobs[i]),
             ("reference", sample.reference_logprobs, reference.base_logprobs[i]),
         ):
-            if found is not None:
-                apart = (found - expected)[sample.loss_mask].norm() / expected[sample.loss_mask].norm()
+            if actual is not None:
+                apart = (actual - expected)[sample.loss_mask].norm() / expected[sample.loss_mask].norm()
                 errors[name] = max(errors[name], float(apart))
     batches = Updater(trainer, train, LOSS).pack_batches(own)
     errors["gradient"] = errors["grad_norm"] = 0.0
     for step in range(STEPS):
         trainer.optimizer.set_step(step)
         metrics = trainer.accumulate(batches, policy_objective(LOSS))
-        found = on_cpu(trainer.lora.export(gradient_reader(trainer)))
+        actual = on_cpu(trainer.lora.export(gradient_reader(trainer)))
         # Adam carries the rounding of an update into the next gradients, of sigmoid routers by up to 1.5e-5.
         slack = 2 if case.family and step else 1
-        errors["gradient"] = max(errors["gradient"], error(found, reference.gradients[step]) / slack)
+        errors["gradient"] = max(errors["gradient"], error(actual, reference.gradients[step]) / slack)
         norm = trainer.apply(metrics).grad_norm
         errors["grad_norm"] = max(errors["grad_norm"], abs(norm / reference.norms[step] - 1))
     errors["after"] = worst(on_cpu(trainer.export_adapters()), reference.final)
@@ -226,7 +226,7 @@ def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Upd
     side, before = Float64(case, targets), on_cpu(trainer.export_adapters())
     with trainer.lora.randomized():
         side.adapters = {name: value.double() for name, value in on_cpu(trainer.export_adapters()).items()}
-        found = updater.add_recomputed([samples()[i] for i in mine], Clock())
+        actual = updater.add_recomputed([samples()[i] for i in mine], Clock())
     after = on_cpu(trainer.export_adapters())
     assert all(torch.equal(after[name], value) for name, value in before.items())
     for weight, a, b in side.names:
@@ -235,7 +235,7 @@ def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Upd
     worst_apart, moved = 0.0, []
     with torch.no_grad():
         expected, base = side.logprobs(side.weights()), side.logprobs(side.base)
-    for sample, i in zip(found, mine, strict=True):
+    for sample, i in zip(actual, mine, strict=True):
         if sample.recomputed_logprobs is not None:
             own = expected[i][sample.loss_mask]
             worst_apart = max(
@@ -256,8 +256,8 @@ def update(trainer: Any, case: Case, step: int) -> None:
 def read(folder: Path, case: Case, targets: tuple[str, ...]) -> Reference:
     """What ``write_references`` made."""
     with torch.serialization.safe_globals([Reference]):
-        found: Reference = torch.load(_file(folder, case, targets), weights_only=True)
-    return found
+        actual: Reference = torch.load(_file(folder, case, targets), weights_only=True)
+    return actual
 
 
 def build(case: Case, targets: tuple[str, ...], platform: Platform) -> Any:

@@ -30,7 +30,7 @@ SHARPNESS = 4.0
 """Factor of the output layer: a distribution in which thresholds of the paper's size bite."""
 TOLERANCE = 2e-5
 _EXAMPLES = Path(__file__).parents[2] / "examples/losses"
-_OWN = Path(__file__).with_name("own_functions.py")
+_OWN = Path(__file__).with_name("user_functions.py")
 _DPPO = {"divergence_threshold_low": 0.04, "divergence_threshold_high": 0.04}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dppo_binary_tv": _DPPO,
@@ -227,12 +227,12 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
     batches = Updater(trainer, config_for(case).train, loss).pack_batches(mine)
     assert len(batches) * trainer.layout.dp >= 4
     metrics = trainer.accumulate(batches, policy_objective(loss))
-    found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
+    actual = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
     expected = reference.gradients[variant]
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     # Parameters whose gradient is nearly 0 (an expert that one token visits) are measured against the typical size.
     typical = sum(float(g.norm()) for g in expected.values()) / len(expected)
-    error = max(float((found[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
+    error = max(float((actual[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
     return error, abs(metrics["loss"] - reference.losses[variant])
 
 
@@ -250,8 +250,8 @@ def write_references(folder: Path) -> Path:
 def read_reference(folder: Path, case: Case) -> Reference:
     """What ``write_references`` made for the model of ``case``."""
     with torch.serialization.safe_globals([SamplingMask, Reference, TrainingSample]):
-        found: Reference = torch.load(_file(folder, case), weights_only=True)
-    return found
+        actual: Reference = torch.load(_file(folder, case), weights_only=True)
+    return actual
 
 
 def run(

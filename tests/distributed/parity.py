@@ -160,10 +160,10 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).norm() / reference.norm().clamp(min=1e-12))
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative error of any tensor; both sides must have the same names."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max(relative_error(found[name], expected[name]) for name in expected)
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    return max(relative_error(actual[name], expected[name]) for name in expected)
 
 
 def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> Config:
@@ -233,9 +233,9 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
         metrics = trainer.accumulate(batches, policy_objective(LOSS))
         errors["loss"] = max(errors["loss"], abs(metrics["loss"] - expected_loss) / size)
         if step == 0:
-            found, expected = on_cpu(trainer.bridge.export(gradient_reader(trainer))), hf.gradients()
-            errors["gradient"] = worst(found, expected)
-            errors["gradient_direction"] = 1 - cosine(found, expected)
+            actual, expected = on_cpu(trainer.bridge.export(gradient_reader(trainer))), hf.gradients()
+            errors["gradient"] = worst(actual, expected)
+            errors["gradient_direction"] = 1 - cosine(actual, expected)
         result, norm = trainer.apply(metrics), hf.step()
         errors["grad_norm"] = max(errors["grad_norm"], abs(result.grad_norm - norm) / norm)
     errors["weights"] = worst(on_cpu(trainer.export_weights()), dict(stream_model(hf.model)))
@@ -247,9 +247,9 @@ def on_cpu(stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.detach().float().cpu().clone() for name, tensor in stream}
 
 
-def cosine(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def cosine(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Cosine of the angle between two sets of tensors."""
-    left = torch.cat([found[name].flatten() for name in expected]).double()
+    left = torch.cat([actual[name].flatten() for name in expected]).double()
     right = torch.cat([expected[name].flatten() for name in expected]).double()
     return float(left @ right / (left.norm() * right.norm()))
 
@@ -285,12 +285,12 @@ def gradient_reader(trainer: Any) -> Callable[[Tensor], Tensor]:
 
 def logprob_error(updater: Updater, hf: HFSide, mine: list[TrainingSample]) -> float:
     """Relative error of the recomputed log-probabilities in the loss; 0 on ranks that have none."""
-    found = [sample.recomputed_logprobs for sample in updater.add_recomputed(mine, Clock())]
-    if found[0] is None:
+    actual = [sample.recomputed_logprobs for sample in updater.add_recomputed(mine, Clock())]
+    if actual[0] is None:
         return 0.0
     with torch.no_grad():
         expected = [hf.logprobs(sample) for sample in mine]
-    got = torch.cat([row[sample.loss_mask] for row, sample in zip(found, mine, strict=True) if row is not None])
+    got = torch.cat([row[sample.loss_mask] for row, sample in zip(actual, mine, strict=True) if row is not None])
     want = torch.cat([row[sample.loss_mask] for row, sample in zip(expected, mine, strict=True)])
     return relative_error(got, want)
 

@@ -238,16 +238,16 @@ def whole_sequence(x: LossInputs, c: Keys, t: int) -> bool:
 def within_budget(x: LossInputs, c: Keys, t: int, advantage: float) -> bool:
     """Algorithm 1 of arXiv 2606.10968, with the budget of its equation 22."""
     places = sequence_places(x, t)
-    found = [divergence(x, c, place) for place in places]
-    position = 0.9 * (len(found) - 1)
-    ordered, below = sorted(found), int(position)
-    above = min(below + 1, len(found) - 1)
+    result = [divergence(x, c, place) for place in places]
+    position = 0.9 * (len(result) - 1)
+    ordered, below = sorted(result), int(position)
+    above = min(below + 1, len(result) - 1)
     percentile = ordered[below] + (position - below) * (ordered[above] - ordered[below])
     budget = min(max(percentile, c.prefix_budget), c.prefix_budget_max or 2 * c.prefix_budget)
     limit = (c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low) or 0.15
     spent = weight_sum = 0.0
-    for i, (place, d) in enumerate(zip(places, found, strict=True)):
-        weight = 1 - (1 - c.position_floor) * i / max(len(found) - 1, 1)
+    for i, (place, d) in enumerate(zip(places, result, strict=True)):
+        weight = 1 - (1 - c.position_floor) * i / max(len(result) - 1, 1)
         if place == t:
             return weight * d <= min(limit, limit + budget * weight_sum - spent)
         spent += weight * d

@@ -77,9 +77,9 @@ def reference(case: Case) -> list[list[dict[str, Any]]]:
     model = in_float64(model_of(case))
     forced = ForcedRouters(model) if routing_shape(model.config) is not None else None
     _, answers = make_answers(case)
-    found = []
+    result = []
     for answer in answers:
-        found.append([])
+        result.append([])
         for generation in answer.generations:
             tokens = torch.tensor([*PROMPT, *generation.token_ids.tolist()])
             own = generation.token_ids[:, None].long()
@@ -99,8 +99,8 @@ def reference(case: Case) -> list[list[dict[str, Any]]]:
                 with forced.using(torch.cat([routes, routes[-1:]])):
                     again = model(tokens[None]).logits[0][len(PROMPT) - 1 : -1] / TEMPERATURE
                 values["replayed_logprobs"] = again.log_softmax(-1).gather(1, own)[:, 0]
-            found[-1].append(values)
-    return found
+            result[-1].append(values)
+    return result
 
 
 def _shares(forced: ForcedRouters, routes: Tensor) -> tuple[int, float, float]:
@@ -125,11 +125,11 @@ def check(case: Case, platform: Platform) -> None:
     expected, answers = make_answers(case)
     train = {"router_replay": "off" if expected.routing is None else "rollout"}
     trainer = build_trainer(case, model_of(case), platform, "fp32", train=train, rollout={"temperature": TEMPERATURE})
-    found = compute_readings(trainer, answers, expected, case.micro_batch_tokens)
+    result = compute_readings(trainer, answers, expected, case.micro_batch_tokens)
     if dist.get_rank(trainer.groups.replica) != 0:
-        assert found == []
+        assert result == []
         return
-    for answer, wanted in zip(found, reference(case), strict=True):
+    for answer, wanted in zip(result, reference(case), strict=True):
         for reading, values in zip(answer, wanted, strict=True):
             if (routes := values.pop("routes", None)) is not None:
                 assert (reading.routes.rows, reading.routes.share, reading.routes.shifted_share) == routes

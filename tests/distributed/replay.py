@@ -116,12 +116,12 @@ class ForcedRouters:
         if self._routes is not None:
             given = self._routes[:, layer]
             chosen = torch.where(is_missing(self._routes)[:, [layer]], chosen, given.long())
-        found = combined(module, weights, chosen)
-        self.live_weights[layer] = torch.zeros_like(weights).scatter(1, chosen, found.detach())
+        result = combined(module, weights, chosen)
+        self.live_weights[layer] = torch.zeros_like(weights).scatter(1, chosen, result.detach())
         if self._routes is not None and self._weights is not None:
-            straight = found + (self._weights[:, layer].to(found.dtype) - found).detach()
-            found = torch.where(is_missing(self._routes)[:, [layer]], found, straight)
-        return logits, found, chosen
+            straight = result + (self._weights[:, layer].to(result.dtype) - result).detach()
+            result = torch.where(is_missing(self._routes)[:, [layer]], result, straight)
+        return logits, result, chosen
 
     def weights_apart(self, routes: Tensor, weights: Tensor) -> float:
         """The sum of |given - live| over the weights of the given experts, of the latest pass."""
@@ -148,7 +148,7 @@ def make_reference(case: Case, *, weights: bool) -> Reference:
     forced = ForcedRouters(model)
     batch = [replace(s, routed_experts=foreign_routes(s, model, i)) for i, s in enumerate(samples())]
     tokens, num_layers = sum(int(s.loss_mask.sum()) for s in batch), len(forced.live)
-    total, found, free, apart = torch.zeros((), dtype=torch.float64), [0, 0], [0, 0], [0.0, 0.0]
+    total, result, free, apart = torch.zeros((), dtype=torch.float64), [0, 0], [0, 0], [0.0, 0.0]
     for i, sample in enumerate(batch):
         routes, given = sample.routed_experts, foreign_weights(sample, model, i)
         assert routes is not None and sample.rollout_logprobs is not None
@@ -158,7 +158,7 @@ def make_reference(case: Case, *, weights: bool) -> Reference:
         apart[0] += forced.weights_apart(routes, given)
         with forced.using(routes, given if weights else None):
             logits = model(sample.tokens[None]).logits[0]
-        found = [a + b for a, b in zip(found, forced.differing(routes), strict=True)]
+        result = [a + b for a, b in zip(result, forced.differing(routes), strict=True)]
         apart[1] += forced.weights_apart(routes, given)
         if weights:
             batch[i] = replace(sample, routed_experts=with_weights(routes, given))
@@ -175,11 +175,11 @@ def make_reference(case: Case, *, weights: bool) -> Reference:
         samples=batch,
         loss=float(total.detach()),
         gradients={name: value.clone() for name, value in stream_model(holder)},
-        missing=1 - found[1] / rows,
-        live=found[0] / found[1],
+        missing=1 - result[1] / rows,
+        live=result[0] / result[1],
         unreplayed=free[0] / free[1],
-        weight_diff=apart[1] / (found[1] * model.config.num_experts_per_tok),
-        unreplayed_weight_diff=apart[0] / (found[1] * model.config.num_experts_per_tok),
+        weight_diff=apart[1] / (result[1] * model.config.num_experts_per_tok),
+        unreplayed_weight_diff=apart[0] / (result[1] * model.config.num_experts_per_tok),
     )
 
 
@@ -199,8 +199,8 @@ def write_references(folder: Path) -> Path:
 def read_reference(folder: Path, case: Case, *, weights: bool = False) -> Reference:
     """What ``write_references`` made for the model of ``case``."""
     with torch.serialization.safe_globals([Reference, TrainingSample]):
-        found: Reference = torch.load(_file(folder, case, weights), weights_only=True)
-    return found
+        result: Reference = torch.load(_file(folder, case, weights), weights_only=True)
+    return result
 
 
 class Side:
@@ -231,14 +231,14 @@ class Side:
 def check_foreign(side: Side, reference: Reference, where: str) -> None:
     """Another model's routing, with its weights or without: gradients of the reference, nothing differs afterwards, all
     rows counted."""
-    found, metrics = side.gradients(side.mine(reference.samples))
+    result, metrics = side.gradients(side.mine(reference.samples))
     expected = reference.gradients
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     typical = sum(float(g.norm()) for g in expected.values()) / len(expected)
-    error = max(float((found[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
+    error = max(float((result[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
     assert error < TOLERANCE, f"{where}: gradient off by {error:.1e}"
     assert abs(metrics["loss"] - reference.loss) < TOLERANCE, where
-    assert all(float(g.norm()) > 0.01 * typical for n, g in found.items() if n.endswith("mlp.gate.weight")), where
+    assert all(float(g.norm()) > 0.01 * typical for n, g in result.items() if n.endswith("mlp.gate.weight")), where
     assert metrics["router_disagreement"] == 0.0, where
     assert metrics["router_live_disagreement"] == reference.live > 0.5, (where, metrics, reference.live)
     assert abs(metrics["router_missing"] - reference.missing) < 1e-12 and 0.1 < reference.missing < 0.4, where
@@ -277,8 +277,8 @@ def check_own(side: Side, where: str) -> None:
 def check_compared(side: Side, reference: Reference, where: str) -> None:
     """Routes that are only compared: bit for bit the computation without them, and the reference's disagreement."""
     without, _ = side.gradients(side.mine(samples()))
-    found, metrics = side.gradients(side.mine(reference.samples))
-    assert all(torch.equal(gradient, found[name]) for name, gradient in without.items()), where
+    result, metrics = side.gradients(side.mine(reference.samples))
+    assert all(torch.equal(gradient, result[name]) for name, gradient in without.items()), where
     assert metrics["router_disagreement"] == metrics["router_live_disagreement"] == reference.unreplayed, where
     _check_weight_diff(metrics, reference.unreplayed_weight_diff if side.weights else None, where)
 

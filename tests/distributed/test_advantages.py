@@ -50,7 +50,7 @@ def estimate(own: float, reference: float, estimator: str) -> float:
 def plain(case: tuple[str, float, str, str]) -> list[list[float]]:
     """The advantages of the tokens of all ranks' responses, one after the other; 0 outside the mask."""
     advantage, coefficient, estimator, normalization = case
-    found: list[list[float | None]] = []
+    result: list[list[float | None]] = []
     for group in (group for rank in range(2) for group in responses(rank)):
         rewards, penalties = [], []
         for response in group:
@@ -75,12 +75,12 @@ def plain(case: tuple[str, float, str, str]) -> list[list[float]]:
                 else:
                     centred = rewards[i] - statistics.fmean(known)
                     row.append(centred / (statistics.stdev(known) + 1e-4) if advantage == "std" else centred)
-            found.append(row)
-    tokens = [value for row in found for value in row if value is not None]
+            result.append(row)
+    tokens = [value for row in result for value in row if value is not None]
     if normalization == "batch":
         mean, deviation = statistics.fmean(tokens), math.sqrt(statistics.variance(tokens) + 1e-8)
-        return [[0.0 if value is None else (value - mean) / deviation for value in row] for row in found]
-    return [[0.0 if value is None else value for value in row] for row in found]
+        return [[0.0 if value is None else (value - mean) / deviation for value in row] for row in result]
+    return [[0.0 if value is None else value for value in row] for row in result]
 
 
 def rollouts(rank: int) -> tuple[list[RolloutGroup], list[TrainingSample]]:
@@ -126,9 +126,9 @@ def check(rank: int, world_size: int) -> None:
             TrainingSample(**{**vars(s), "advantages": torch.where(s.loss_mask, value, 0.0)})
             for s, value in zip(samples, compute_group_advantages(groups, config.train).flatten(), strict=True)
         ]
-        found = refine_advantages(first, groups, config.train, config.reward, group=group)
+        result = refine_advantages(first, groups, config.train, config.reward, group=group)
         expected = plain(case)[before : before + len(samples)]
-        for sample, row in zip(found, expected, strict=True):
+        for sample, row in zip(result, expected, strict=True):
             torch.testing.assert_close(sample.advantages, torch.tensor(row), rtol=1e-4, atol=1e-5, msg=str(case))
 
 

@@ -53,8 +53,8 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
         dist.all_reduce(torch.ones(1000))
     assert read_manifest(saving.wait()) == written, "not the files of a save that nothing disturbs"
     trainer.load(saving.path)
-    for found, expected in zip(state_of(trainer), before, strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip(state_of(trainer), before, strict=True):
+        assert torch.equal(result, expected)
 
     # A disk that fails while the model trains is told when one asks, and costs no older checkpoint.
     saving = trainer.save(folder, 3, {}, keep=9, background_group=group)

@@ -90,8 +90,8 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
         mine = every[trainer.dp_rank :: trainer.layout.dp]
         assert all(batch.cu_seqlens.numel() == 3 for batch in mine), "a row was padded"
         metrics = trainer.accumulate(mine, policy_objective(LOSS))
-        found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
-        error = worst(found, gradients)
+        actual = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
+        error = worst(actual, gradients)
         assert error < 2e-5, f"{layout}: gradient off by {error:.1e}"
         assert abs(metrics["load_balancing_loss"] - balance) < 1e-5, f"{layout}: {metrics['load_balancing_loss']}"
         dist.barrier()

@@ -51,14 +51,14 @@ def sampled(engine: Any, trainer: Any, step: int, **settings: Any) -> list[Train
     own = [prompt for prompt in prompts(step, trainer.dp_rank) for _ in range(SIBLINGS)]
     params = SamplingParams(max_new_tokens=NEW_TOKENS, seed=100 * step + trainer.dp_rank, **settings)
     engine.policy_version = trainer.policy_version
-    found = []
+    result = []
     for i, (prompt, c) in enumerate(zip(own, engine.generate(own, params), strict=True)):
         topk = None if c.topk_token_ids is None else (c.topk_token_ids, c.topk_logprobs)
         advantage = 1.0 if i % 2 else -1.0
-        found.append(
+        result.append(
             to_training_sample(prompt.token_ids, c.token_ids, c.logprobs, advantage, topk, None, None, c.sampling_mask)
         )
-    return found
+    return result
 
 
 def apart(trainer: Any, samples: list[TrainingSample], budget: int) -> float:
@@ -102,7 +102,7 @@ def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, 
         # Equally many on every rank for the update; fewer were asked for on the second one.
         samples = samples[: (GROUPS - 1) * SIBLINGS]
         metrics: list[float] = []
-        for _ in updater.run(samples, step, Clock(), lambda m, found=metrics: found.append(m["abs_prob_diff"])):
+        for _ in updater.run(samples, step, Clock(), lambda m, result=metrics: result.append(m["abs_prob_diff"])):
             pass
         assert metrics == [0.0], "the first update's own pass"
         moved = max(moved, apart(trainer, samples, 512))
@@ -175,6 +175,6 @@ def test_the_reported_log_probabilities_are_the_trainers_to_the_bit(layout: str,
     case = Case(TP if layout == "tp" else EP, shared=layout == "tp" and setting == "topk", micro_batch_tokens=128)
     steps = STEPS if setting == "plain" else min(STEPS, 2)
     run_distributed(run_steps, 2, case, setting, steps, str(tmp_path / "found.json"), timeout=3000)
-    found = json.loads((tmp_path / "found.json").read_text())
-    print(layout, setting, found)
-    assert found["tokens"] > 50 * steps and found["max_abs"] == 0.0
+    result = json.loads((tmp_path / "found.json").read_text())
+    print(layout, setting, result)
+    assert result["tokens"] > 50 * steps and result["max_abs"] == 0.0

@@ -81,10 +81,10 @@ def run(rank: int, world_size: int, dtype: str, layouts: list[dict[str, Any]]) -
             trainer.accumulate(batches, policy_objective(loss))
             parameter = next(trainer.models[0].parameters())
             assert parameter.main_grad.dtype == (torch.float32 if in_fp32["grad_reduce_in_fp32"] else DTYPES[dtype])
-            found = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
+            result = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
             expected, theirs = gradients(exact, samples, variant), gradients(peer, samples, variant)
-            ours, others = 1 - cosine(found, expected), 1 - cosine(theirs, expected)
-            size = abs(norm(found) / scale / norm(expected) - 1)
+            ours, others = 1 - cosine(result, expected), 1 - cosine(theirs, expected)
+            size = abs(norm(result) / scale / norm(expected) - 1)
             print(
                 f"{dtype} {layout} {variant}: direction {ours:.1e} (transformers {others:.1e}), norm {size:.1e}",
                 flush=True,

@@ -53,16 +53,16 @@ def lend_device(trainer: Any, batches: Any) -> dict[str, Tensor]:
     trainer.device_state.offload(weights=False)
     assert held(gradients) == held(own) == 0 < held(weights)
     exported = {name: tensor.clone() for name, tensor in trainer.export_weights()}
-    for found, expected in zip(trainer.token_logprobs(batches, None)[0], readings, strict=True):  # as the probe does
-        assert torch.equal(found.logprobs, expected.logprobs)
+    for result, expected in zip(trainer.token_logprobs(batches, None)[0], readings, strict=True):  # as the probe does
+        assert torch.equal(result.logprobs, expected.logprobs)
     trainer.device_state.offload(weights=True)
     parts = [part.optimizer for part in trainer.optimizer.megatron.chained_optimizers]
     of_offloaded = [tensor for part in parts for tensor in gpu_tensors(part)]
     assert held(weights) == held(optimizer) == held(of_offloaded) == 0
     trainer.device_state.restore()
     after = state_of(trainer)
-    for found, expected in zip((*after[0], *after[2]), before, strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip((*after[0], *after[2]), before, strict=True):
+        assert torch.equal(result, expected)
     assert [tensor.storage_offset() for part in after for tensor in part] == pointers
     assert not any(tensor.any() for tensor in after[1])
     return exported
@@ -90,19 +90,19 @@ def train(trainer: Any, dtype: str, folder: Path | None) -> list[Any]:
     return [*numbers, [tensor.detach().clone() for part in state_of(trainer)[::2] for tensor in part]]
 
 
-def compare(found: Any, expected: Any, what: str) -> None:
-    if isinstance(found, Tensor):
-        assert torch.equal(found, expected), what
-    elif isinstance(found, dict):
-        assert found.keys() == expected.keys()
-        for name in found:
-            compare(found[name], expected[name], f"{what}, {name}")
-    elif isinstance(found, list | tuple):
-        assert len(found) == len(expected)
-        for i, pair in enumerate(zip(found, expected, strict=True)):
+def compare(result: Any, expected: Any, what: str) -> None:
+    if isinstance(result, Tensor):
+        assert torch.equal(result, expected), what
+    elif isinstance(result, dict):
+        assert result.keys() == expected.keys()
+        for name in result:
+            compare(result[name], expected[name], f"{what}, {name}")
+    elif isinstance(result, list | tuple):
+        assert len(result) == len(expected)
+        for i, pair in enumerate(zip(result, expected, strict=True)):
             compare(*pair, f"{what}, {i}")
     else:
-        assert found == expected, f"{what}: {found} != {expected}"
+        assert result == expected, f"{what}: {result} != {expected}"
 
 
 def with_and_without(rank: int, world_size: int, path: str) -> None:

@@ -140,9 +140,9 @@ def test_families_equal_transformers_on_all_layouts(processes: int) -> None:
 
 def exported(trainer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The biases of the routers by name, and all other weights."""
-    found = {name: tensor.clone() for name, tensor in trainer.export_weights()}
-    biases = {name: found.pop(name) for name in list(found) if name.endswith("e_score_correction_bias")}
-    return biases, found
+    result = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    biases = {name: result.pop(name) for name in list(result) if name.endswith("e_score_correction_bias")}
+    return biases, result
 
 
 def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
@@ -165,11 +165,11 @@ def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
     trainer = build_trainer(case, model, platform, "bf16")
     trainer.bridge.load(with_more)
     check_update(trainer, case, model, rate=0.01)
-    saved, found = trainer.save(Path(folder), 1, {}, keep=1).path, exported(trainer)
+    saved, result = trainer.save(Path(folder), 1, {}, keep=1).path, exported(trainer)
     parallel_state.destroy_model_parallel()
     trainer = build_trainer(case, model, platform, "bf16")
     trainer.load(saved)
-    for weights, again in zip(found, exported(trainer), strict=True):
+    for weights, again in zip(result, exported(trainer), strict=True):
         assert weights and all(torch.equal(again[name], weight) for name, weight in weights.items())
 
 

@@ -140,11 +140,11 @@ def check_mode_a(problem: HeadProblem, group: dist.ProcessGroup | None, chunk: i
     check_equal_on_all_ranks([x for x in got if x is not None], group, where)
 
 
-def at_ids(scale: Tensor, found: HeadStatistics) -> Tensor:
+def at_ids(scale: Tensor, result: HeadStatistics) -> Tensor:
     """A scalar with another derivative by the log-probability of each id."""
-    assert found.id_logprobs is not None
-    factors = (1 + torch.arange(found.id_logprobs.shape[1], device=scale.device)) / found.id_logprobs.shape[1]
-    finite = torch.where(found.id_logprobs.isfinite(), found.id_logprobs, 0.0)
+    assert result.id_logprobs is not None
+    factors = (1 + torch.arange(result.id_logprobs.shape[1], device=scale.device)) / result.id_logprobs.shape[1]
+    finite = torch.where(result.id_logprobs.isfinite(), result.id_logprobs, 0.0)
     return scale.flip(0)[0] @ (finite * factors).sum(1)
 
 
@@ -229,8 +229,8 @@ def check_main_grad(group: dist.ProcessGroup | None) -> None:
             if mode_b:
                 loss_of(problem, (hidden, weight, None), "pg_is", group, **options).loss_sum.backward()
                 continue
-            found = statistics(problem, (hidden, weight, None), group, **options)
-            inputs = replace(reference, logprobs=found.logprobs, entropy=found.entropy)
+            result = statistics(problem, (hidden, weight, None), group, **options)
+            inputs = replace(reference, logprobs=result.logprobs, entropy=result.entropy)
             policy_loss(inputs, TOKEN_LOSSES["pg_is"]).loss_sum.backward()
         assert full_weight.grad is not None
         padded = torch.nn.functional.pad(full_weight.grad, (0, 0, 0, 3))

@@ -70,9 +70,9 @@ def test_several_ranks_write_what_one_writes(tmp_path: Path, world_size: int) ->
         assert count > world_size and files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         assert sorted(file.name for file in folder.glob("*.safetensors")) == files
         for file in files:
-            found = load_file(folder / file)
-            assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= SHARD
-            for key, tensor in found.items():
+            result = load_file(folder / file)
+            assert len(result) == 1 or sum(tensor.nbytes for tensor in result.values()) <= SHARD
+            for key, tensor in result.items():
                 assert index["weight_map"][key] == file and tensor.dtype == dtype
                 assert torch.equal(tensor, expected[key])
     again = build_hf_model(read_hf_config(tmp_path / "fp32"), torch.float32).from_pretrained(tmp_path / "fp32")

@@ -44,9 +44,9 @@ def _compare(rank: int, world_size: int, folder: str) -> None:
     assert compared == 3 + config.num_hidden_layers * (7 + 2 * config.num_experts)
 
 
-def _assert_equal(found: list[Tensor], expected: list[Tensor], name: str) -> None:
-    assert len(found) == len(expected), name
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
+def _assert_equal(result: list[Tensor], expected: list[Tensor], name: str) -> None:
+    assert len(result) == len(expected), name
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name
 
 
 def test_every_weight_maps_as_in_mbridge(tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ CONTINUED = [("plain", "half"), ("half", "host"), ("host", "plain")]
 def state_of(trainer: Any) -> dict[tuple[str, str], Tensor]:
     """Fp32 copy, moments and number of updates of this rank's part of each parameter, and the weights."""
     parts = trainer.optimizer.megatron.chained_optimizers
-    found = {}
+    actual = {}
     for name, parameter in trainer.models[0].named_parameters():
-        found[name, "weight"] = parameter.detach().clone()
+        actual[name, "weight"] = parameter.detach().clone()
         for part in parts:
             if parameter in part.model_param_gbuf_map:
                 kept = part._get_main_param_and_optimizer_states(parameter)
-                found |= {(name, key): kept[key].detach().clone() for key in ("param", "exp_avg", "exp_avg_sq")}
-    return found
+                actual |= {(name, key): kept[key].detach().clone() for key in ("param", "exp_avg", "exp_avg_sq")}
+    return actual
 
 
 def update(trainer: Any, steps: range, *, lends: bool = False) -> tuple[list[Any], dict[tuple[str, str], Tensor]]:
@@ -61,10 +61,10 @@ def update(trainer: Any, steps: range, *, lends: bool = False) -> tuple[list[Any
 
 
 def compare(trained: Any, reference: Any, what: str) -> None:
-    (numbers, found), (expected_numbers, expected) = trained, reference
+    (numbers, actual), (expected_numbers, expected) = trained, reference
     assert numbers == expected_numbers, what
-    assert found.keys() == expected.keys() and len(found) > 100
-    for key, tensor in found.items():
+    assert actual.keys() == expected.keys() and len(actual) > 100
+    for key, tensor in actual.items():
         assert torch.equal(tensor, expected[key]), f"{what}: {key} differs"
 
 
@@ -103,9 +103,9 @@ def offload(rank: int, world_size: int, path: str) -> None:
         check_output_dir(trainer, name)
         update(trainer, range(2))
         trainer.save(Path(path) / name, 2, {}, keep=1)
-        found = update(trainer, range(2, 4), lends=name != "plain")
-        expected = expected or found
-        compare(found, expected, name)
+        actual = update(trainer, range(2, 4), lends=name != "plain")
+        expected = expected or actual
+        compare(actual, expected, name)
         leave()
     for source, name in CONTINUED:
         trainer = build(SETTINGS[name])

@@ -31,13 +31,13 @@ def test_the_boxes_of_a_range_are_its_elements_in_their_order() -> None:
         values = torch.arange(prod(shape)).view(shape)
         for start in range(values.numel() + 1):
             for stop in range(start, values.numel() + 1):
-                found = []
+                result = []
                 for offset, size in split_range(shape, start, stop):
                     assert len(offset) == len(size) == len(shape)
-                    found += (
+                    result += (
                         values[tuple(slice(i, i + n) for i, n in zip(offset, size, strict=True))].flatten().tolist()
                     )
-                assert found == list(range(start, stop)), (shape, start, stop)
+                assert result == list(range(start, stop)), (shape, start, stop)
 
 
 def test_a_large_range_is_a_few_boxes_however_many_rows_it_has() -> None:
@@ -50,9 +50,9 @@ def test_a_large_range_is_a_few_boxes_however_many_rows_it_has() -> None:
 def parts(trainer: Any) -> list[Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    found = [p for p in trainer.optimizer.megatron.chained_optimizers if isinstance(p, DistributedOptimizer)]
-    assert found, "the case needs a distributed optimizer"
-    return found
+    result = [p for p in trainer.optimizer.megatron.chained_optimizers if isinstance(p, DistributedOptimizer)]
+    assert result, "the case needs a distributed optimizer"
+    return result
 
 
 def fill(trainer: Any, seed: int) -> list[torch.Tensor]:
@@ -113,8 +113,8 @@ def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def compare(found: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+def compare(result: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    for i, (a, b) in enumerate(zip(result, expected, strict=True)):
         assert torch.equal(a, b), f"{what}: state {i} of {len(expected)} differs"
 
 

@@ -74,10 +74,10 @@ def check_sharing(rank: int, folder: Path) -> None:
         if rank == 0:
             expected = [content(read_inputs(config, 2))]
         dist.broadcast_object_list(expected, src=0)
-        found = content(inputs)
-        assert found == expected[0]
-        assert (found["warm-up"] is None) == (config.warmup.num_steps == 0)
-    assert found["facts"]["train"][1] == 1 and len(found["prompts"]["sums"]) == 2 * 2
+        result = content(inputs)
+        assert result == expected[0]
+        assert (result["warm-up"] is None) == (config.warmup.num_steps == 0)
+    assert result["facts"]["train"][1] == 1 and len(result["prompts"]["sums"]) == 2 * 2
 
 
 def check_bad_row(rank: int, folder: Path) -> None:

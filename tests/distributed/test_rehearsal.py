@@ -40,17 +40,17 @@ def test_a_rehearsed_rank_is_like_the_real_one(
     real_ranks = real(case, world_size, tmp_path, dtype)
     compared = sorted({0, world_size - 1})
     planned = rehearsals.run([rehearsal_request(case, world_size, rank, dtype) for rank in compared])
-    for rank, found in zip(compared, planned, strict=True):
+    for rank, result in zip(compared, planned, strict=True):
         expected = real_ranks[rank]
         for part in ("weights", "gradients", "optimizer"):
-            assert found.static[part] == expected.static[part], part
-        assert found.peak.total == pytest.approx(expected.peak.total, rel=TOLERANCE)
-        assert found.start_peak.total == pytest.approx(expected.start_peak.total, rel=TOLERANCE)
+            assert result.static[part] == expected.static[part], part
+        assert result.peak.total == pytest.approx(expected.peak.total, rel=TOLERANCE)
+        assert result.start_peak.total == pytest.approx(expected.start_peak.total, rel=TOLERANCE)
         # Two parts may be nearly equal, and what gloo still holds differs from run to run.
-        assert expected.peaks[found.peak.phase].total == pytest.approx(expected.peak.total, rel=TOLERANCE)
+        assert expected.peaks[result.peak.phase].total == pytest.approx(expected.peak.total, rel=TOLERANCE)
         activations = sum(expected.peak.by_phase.values()) - sum(expected.static.values())
-        assert found.peak.total - sum(found.static.values()) == pytest.approx(activations, rel=TOLERANCE)
-        assert found.collectives == expected.collectives
+        assert result.peak.total - sum(result.static.values()) == pytest.approx(activations, rel=TOLERANCE)
+        assert result.collectives == expected.collectives
         for phase in ("forward", "head", "backward"):
             if phase in expected.work:
-                assert found.work[phase].flops == expected.work[phase].flops, phase
+                assert result.work[phase].flops == expected.work[phase].flops, phase

@@ -47,19 +47,19 @@ def sampled(model: Any, width: int) -> list[TrainingSample]:
     params = SamplingParams(max_new_tokens=12, seed=1, routed_experts=True, router_weights=True)
     answers = engine.generate(prompts, params)
     engine.close()
-    found = []
+    result = []
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.routed_experts is not None
         routes = answer.routed_experts[..., :width].clone()
-        found.append(to_training_sample(prompt.token_ids, answer.token_ids, answer.logprobs, 1.0, None, routes))
-    return found
+        result.append(to_training_sample(prompt.token_ids, answer.token_ids, answer.logprobs, 1.0, None, routes))
+    return result
 
 
 def apart(rows: list[Tensor], batches: Any) -> tuple[float, float]:
     """(mean, largest) ``|log pi - log mu|`` of the response tokens of this rank."""
     pairs = zip(rows, batches, strict=True)
-    found = torch.cat([(row.cpu() - batch.rollout_logprobs)[batch.loss_mask].abs() for row, batch in pairs])
-    return float(found.mean()), float(found.max())
+    result = torch.cat([(row.cpu() - batch.rollout_logprobs)[batch.loss_mask].abs() for row, batch in pairs])
+    return float(result.mean()), float(result.max())
 
 
 def measured(case: Case, platform: Platform, *, weights: bool) -> list[tuple[float, float]]:
@@ -72,10 +72,10 @@ def measured(case: Case, platform: Platform, *, weights: bool) -> list[tuple[flo
     samples = sampled(model, trainer.routing_shape.width)[trainer.dp_rank :: trainer.layout.dp]
     batches = trainer.pack(samples, 48).batches
     rows = [trainer.record_routing(batches)[0], trainer.logprobs(batches)]
-    found = [apart(part, batches) for part in rows] if trainer.is_last_stage else []
+    result = [apart(part, batches) for part in rows] if trainer.is_last_stage else []
     dist.barrier()
     parallel_state.destroy_model_parallel()
-    return found
+    return result
 
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:

@@ -84,5 +84,5 @@ def _digest(file: Path) -> str:
 
 def read_golden() -> dict[str, Any]:
     """The committed file: ``{"why": text, "runs": {key: {processes: what run_golden gave}}}``."""
-    found: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return result

@@ -34,7 +34,7 @@ def test_eval_of_the_newest_checkpoint_is_greedy_generation_of_the_exported_mode
 ) -> None:
     arguments = ["eval", str(base_run), "--answers", "answers.jsonl", "--json", "values.json"]
     settings = ["--rollout.dtype", "fp32", "--eval.max_prompts", "24", "--eval.max_new_tokens", "24"]
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "megatron_dppo.commands.main", *arguments, *settings],
         env=environment(),
         cwd=tmp_path,  # not where the run was started, whose configuration has relative paths
@@ -43,7 +43,7 @@ def test_eval_of_the_newest_checkpoint_is_greedy_generation_of_the_exported_mode
         timeout=240,
         check=False,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     values, answers = json.loads((tmp_path / "values.json").read_text()), rows(tmp_path / "answers.jsonl")
     assert values.pop("weights").endswith("checkpoints/step_000025") and len(answers) == 24
     from transformers import AutoTokenizer
@@ -70,12 +70,12 @@ def test_generate_without_labels_tells_the_distribution_that_it_drew_from(
     sampling = {"dtype": "fp32", "temperature": "0.7", "top_k": "3", "samples_per_prompt": "4", "max_new_tokens": "20"}
     flags = [part for name, value in sampling.items() for part in (f"--rollout.{name}", value)]
     assert main([*arguments, *flags, "--data.label_key", "", "--output", str(output)]) == 0
-    found = rows(output)
-    assert [row["prompt"] for row in found] == [text for text in ("9-4=", "1+2+3=", "8+7=") for _ in range(4)]
+    result = rows(output)
+    assert [row["prompt"] for row in result] == [text for text in ("9-4=", "1+2+3=", "8+7=") for _ in range(4)]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base_run / "hf")
-    for row in found:
+    for row in result:
         prompt = tokenizer(row["prompt"]).input_ids
         ids = torch.tensor([prompt + row["token_ids"]])
         with torch.no_grad():
@@ -85,7 +85,7 @@ def test_generate_without_labels_tells_the_distribution_that_it_drew_from(
         expected = logprobs.gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(row["logprobs"]).double(), expected, rtol=0, atol=1e-4)
         assert row["label"] == "" and "reward" not in row
-    assert len({tuple(row["token_ids"]) for row in found}) > 6, "siblings are drawn apart"
+    assert len({tuple(row["token_ids"]) for row in result}) > 6, "siblings are drawn apart"
 
 
 @pytest.mark.parametrize(

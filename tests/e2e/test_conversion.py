@@ -79,12 +79,12 @@ def test_quantised_export_is_the_quantised_folder_and_nothing_is_overwritten(hf_
     arguments = [checkpoint, str(hf_folder), out, "--quantize", "fp8", "--expert-model-parallel-size", "2"]
     exported = tool("convert_megatron_to_hf.py", *arguments, processes=2)
     assert exported.returncode == 0, exported.stderr
-    found, wanted = (
+    result, wanted = (
         {name: w for file in Path(folder).glob("*.safetensors") for name, w in load_file(file).items()}
         for folder in (out, direct)
     )
-    assert found.keys() == wanted.keys()
-    assert not [n for n in found if not torch.equal(found[n].view(torch.uint8), wanted[n].view(torch.uint8))]
+    assert result.keys() == wanted.keys()
+    assert not [n for n in result if not torch.equal(result[n].view(torch.uint8), wanted[n].view(torch.uint8))]
     assert (Path(out) / "config.json").read_text() == (Path(direct) / "config.json").read_text()
 
     before = (Path(out) / "config.json").stat().st_mtime_ns

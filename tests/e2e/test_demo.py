@@ -149,8 +149,8 @@ def test_the_wheel_says_to_an_index_what_it_is(wheel: Path) -> None:
 
 
 def test_the_demo_runs_from_the_wheel_alone(program: Path, tmp_path: Path) -> None:
-    found = "import megatron_dppo as m; print(m.__file__)"
-    where = done([str(program.with_name("python")), "-c", found], tmp_path, PYTHONWARNINGS="ignore").strip()
+    result = "import megatron_dppo as m; print(m.__file__)"
+    where = done([str(program.with_name("python")), "-c", result], tmp_path, PYTHONWARNINGS="ignore").strip()
     assert Path(where).is_relative_to(program.parents[1])
 
     text = done([str(program), "demo", "--steps", "2"], tmp_path, limit=500)

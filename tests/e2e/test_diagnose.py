@@ -40,19 +40,20 @@ def diagnosed(folder: Path, *overrides: str, processes: int = 1) -> dict[str, An
     assert done.returncode == 0, done.stdout + done.stderr
     after = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file() and file.name[0] != "."}
     assert before == after, "nothing of the run is written"
-    found: dict[str, Any] = json.loads(target.read_text())
-    assert f"mismatch of {found['tokens']} tokens" in done.stdout and "closes: yes" in done.stdout
-    assert sum(row["part"] for row in found["causes"].values()) == pytest.approx(found["mean_abs"], rel=1e-4, abs=1e-9)
-    return found
+    actual: dict[str, Any] = json.loads(target.read_text())
+    assert f"mismatch of {actual['tokens']} tokens" in done.stdout and "closes: yes" in done.stdout
+    parts = [row["part"] for row in actual["causes"].values()]
+    assert sum(parts) == pytest.approx(actual["mean_abs"], rel=1e-4, abs=1e-9)
+    return actual
 
 
 def test_the_parts_of_a_run_with_every_mismatch_close_on_two_ranks(short_run: list[str], tmp_path: Path) -> None:
     ranks = flags(parallel__expert_model_parallel_size=2)
     result = train([*short_run, *ALL, *ranks], processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    found = diagnosed(tmp_path / "run", processes=2)
-    size = {cause: row["mean_abs" if "mean_abs" in row else "size"] for cause, row in found["causes"].items()}
-    assert found["closes"] is True and size["unexplained"] < 1e-2 * found["mean_abs"]
+    actual = diagnosed(tmp_path / "run", processes=2)
+    size = {cause: row["mean_abs" if "mean_abs" in row else "size"] for cause, row in actual["causes"].items()}
+    assert actual["closes"] is True and size["unexplained"] < 1e-2 * actual["mean_abs"]
     for cause in ("staleness", "sampler", "router ids", "router weights", "engine numerics"):
         assert size[cause] > 1e-3, f"{cause} is there on purpose: {size}"
 

@@ -25,15 +25,15 @@ def started(folder: Path) -> subprocess.Popen[str]:
 
 def processes_of(folder: Path) -> list[int]:
     """Processes that have a file of the folder open."""
-    found = []
+    result = []
     for links in Path("/proc").glob("[0-9]*/fd"):
         try:
             open_files = [os.readlink(link) for link in links.iterdir()]
         except OSError:
             continue
         if any(name.startswith(str(folder)) for name in open_files):
-            found.append(int(links.parent.name))
-    return found
+            result.append(int(links.parent.name))
+    return result
 
 
 def test_a_killed_experiment_goes_on_where_it_was_and_its_rows_are_those_of_the_trainer(tmp_path: Path) -> None:
@@ -58,9 +58,9 @@ def test_a_killed_experiment_goes_on_where_it_was_and_its_rows_are_those_of_the_
     assert [(base, base.stat().st_mtime_ns) for base, _ in made] == made and len(made) == 1
     assert list((tmp_path / "runs").iterdir()) == []
 
-    found = [json.loads(file.read_text()) for file in (tmp_path / "rows").glob("*.json")]
-    assert {row["key"] for row in found} == {run.key for run in EXPERIMENT.report(False, (3,), ())}
-    for row in found:
+    result = [json.loads(file.read_text()) for file in (tmp_path / "rows").glob("*.json")]
+    assert {row["key"] for row in result} == {run.key for run in EXPERIMENT.report(False, (3,), ())}
+    for row in result:
         curves = row["curves"]
         assert len(curves["rollout/reward"]) == len(curves["train/abs_prob_diff"]) == 2 and not row["error"]
         assert row["cpu_seconds"] > 0.5 and row["settings"]["run"]["seed"] == 3

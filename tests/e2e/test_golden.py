@@ -20,30 +20,30 @@ def numbers(run: dict[str, Any], name: str) -> list[float]:
     return [float.fromhex(step[name]) for step in run["steps"]]
 
 
-def first_difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+def first_difference(result: dict[str, Any], expected: dict[str, Any]) -> str:
     """Where two runs part, in words; empty when they are equal to the bit."""
-    if found["base"] != expected["base"]:
+    if result["base"] != expected["base"]:
         return "the warm-up gives other weights"
-    for number, (mine, theirs) in enumerate(zip(found["steps"], expected["steps"], strict=True), start=1):
+    for number, (mine, theirs) in enumerate(zip(result["steps"], expected["steps"], strict=True), start=1):
         for name in VALUES:
             if mine[name] != theirs[name]:
                 values = [float.fromhex(step[name]) for step in (mine, theirs)]
                 return f"step {number}: {name} is {values[0]!r}, was {values[1]!r}"
-    return "" if found["weights"] == expected["weights"] else "the last update gives other weights"
+    return "" if result["weights"] == expected["weights"] else "the last update gives other weights"
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_example_gives_the_numbers_that_it_gave(processes: int, tmp_path: Path) -> None:
     golden = read_golden()["runs"]
-    found = run_golden(tmp_path / "run", processes)
-    assert len(found["steps"]) == STEPS and len(set(numbers(found, "train/loss"))) > 1
+    result = run_golden(tmp_path / "run", processes)
+    assert len(result["steps"]) == STEPS and len(set(numbers(result, "train/loss"))) > 1
     if key() in golden:
-        difference = first_difference(found, golden[key()][str(processes)])
+        difference = first_difference(result, golden[key()][str(processes)])
         assert not difference, f"{difference}; if that is meant: python -m tools.write_golden_run 'why'"
         return
     # Other versions or another make of processor: bits may differ, but not between two runs, and at first not by much.
     warnings.warn(f"no golden run for {key()}: the first step is compared within rounding only", stacklevel=1)
-    assert not first_difference(run_golden(tmp_path / "again", processes), found)
+    assert not first_difference(run_golden(tmp_path / "again", processes), result)
     expected = next(iter(golden.values()))[str(processes)]
     for name in VALUES:
-        assert numbers(found, name)[0] == pytest.approx(numbers(expected, name)[0], rel=0.05, abs=0.02), name
+        assert numbers(result, name)[0] == pytest.approx(numbers(expected, name)[0], rel=0.05, abs=0.02), name

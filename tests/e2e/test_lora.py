@@ -51,15 +51,15 @@ def merged(folder: Path, base: Path) -> dict[str, torch.Tensor]:
     """W + s B A from the adapter's folder, by PEFT's names."""
     adapter = {name: value.double() for name, value in load_file(folder / "adapter_model.safetensors").items()}
     weights = FolderWeights(base)
-    found = {}
+    actual = {}
     for name in weights.names():
         module = "base_model.model." + name.removesuffix(".weight")
-        found[name] = weights[name].double()
+        actual[name] = weights[name].double()
         if f"{module}.lora_A.weight" in adapter:
             b, a = adapter.pop(f"{module}.lora_B.weight"), adapter.pop(f"{module}.lora_A.weight")
-            found[name] += ALPHA / RANK * b @ a
+            actual[name] += ALPHA / RANK * b @ a
     assert not adapter, sorted(adapter)[:3]
-    return found
+    return actual
 
 
 def test_both_exports_are_the_same_policy(folder: Path, base_model: Path) -> None:
@@ -100,5 +100,5 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(folder: Path, base_model: Pa
         [*tool, str(tmp_path / "hf"), "--dtype", "fp32"], env=environment(), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    found, expected = FolderWeights(tmp_path / "hf"), FolderWeights(folder / "hf")
-    assert all(torch.equal(found[name], expected[name]) for name in expected.names())
+    actual, expected = FolderWeights(tmp_path / "hf"), FolderWeights(folder / "hf")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected.names())

@@ -52,10 +52,10 @@ def replayed(
 
 
 def exact(folder: Path, step: int, processes: int = 1) -> None:
-    done, found = replayed(folder, step, processes)
+    done, actual = replayed(folder, step, processes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert found["exact"] and found["same_layout"] and found["tokens"] > 50, found
-    assert found["metrics"]["grad_norm"]["run"] > 0, "a step that learned something"
+    assert actual["exact"] and actual["same_layout"] and actual["tokens"] > 50, actual
+    assert actual["metrics"]["grad_norm"]["run"] > 0, "a step that learned something"
 
 
 def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: list[str], tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: lis
     folder = tmp_path / "run"
     for step in (1, 3):
         exact(folder, step)
-    done, found = replayed(folder, 3, more=flags(loss__divergence_threshold_high=1e-4))
-    assert done.returncode == 0 and found["other_decisions"] > 0
+    done, actual = replayed(folder, 3, more=flags(loss__divergence_threshold_high=1e-4))
+    assert done.returncode == 0 and actual["other_decisions"] > 0
     assert "with --loss.divergence_threshold_high" in done.stdout, "another loss on the same step"
     file = folder / "rollouts/step_000003.parquet"
     untouched = file.read_bytes()
@@ -77,8 +77,8 @@ def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: lis
     changed = type(table).from_pylist(rows, table.schema)
     parquet.write_table(changed, file)
     assert len(pd.read_parquet(file)) == 32
-    done, found = replayed(folder, 3)
-    assert done.returncode == 0 and not found["exact"], "one log mu is another one"
+    done, actual = replayed(folder, 3)
+    assert done.returncode == 0 and not actual["exact"], "one log mu is another one"
     file.write_bytes(untouched)
     (folder / "checkpoints/step_000002").rename(tmp_path / "away")
     from megatron_dppo.commands.replay.replay import replay_step
@@ -106,11 +106,11 @@ def test_two_processes_are_exact_and_one_replays_them_up_to_rounding(
     assert result.returncode == 0, result.stdout + result.stderr
     folder = tmp_path / "run"
     exact(folder, 2, processes=2)
-    done, found = replayed(folder, 2)
+    done, actual = replayed(folder, 2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not found["same_layout"] and found["largest_logprob_difference"] < 1e-4
+    assert not actual["same_layout"] and actual["largest_logprob_difference"] < 1e-4
     for name in ("loss", "grad_norm", "abs_prob_diff"):
-        both = found["metrics"][name]
+        both = actual["metrics"][name]
         assert both["replay"] == pytest.approx(both["run"], rel=1e-3, abs=1e-5), name
 
 

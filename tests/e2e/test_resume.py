@@ -51,9 +51,9 @@ def uninterrupted(run_flags: list[str], tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
-    assert without_timings(found) == without_timings(expected)
-    mine, reference = FolderWeights(found / "hf"), FolderWeights(expected / "hf")
+def assert_same_run(actual: Path, expected: Path) -> None:
+    assert without_timings(actual) == without_timings(expected)
+    mine, reference = FolderWeights(actual / "hf"), FolderWeights(expected / "hf")
     assert mine.names() == reference.names()
     assert all(torch.equal(mine[name], reference[name]) for name in reference.names())
 

@@ -23,11 +23,11 @@ def steps(short_run: list[str], tmp_path: Path, processes: int = 2, **more: Any)
 
 @pytest.mark.long
 def test_without_replay_engine_and_trainer_choose_other_experts(short_run: list[str], tmp_path: Path) -> None:
-    found = steps(short_run, tmp_path, train__router_replay="compare")
-    for step in found:
+    actual = steps(short_run, tmp_path, train__router_replay="compare")
+    for step in actual:
         assert step["train/router_disagreement"] == step["train/router_live_disagreement"] < 0.2
         assert step["train/router_missing"] == 0
-    assert sum(step["train/router_disagreement"] for step in found) > 0
+    assert sum(step["train/router_disagreement"] for step in actual) > 0
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_without_replay_engine_and_trainer_choose_other_experts(short_run: list[
 def test_after_replay_they_choose_the_same(short_run: list[str], tmp_path: Path, layout: dict[str, int]) -> None:
     parallel = {f"parallel__{key}": value for key, value in layout.items()}
     replay = {"train__router_replay": "R3", "train__router_replay_weights": "true", "train__max_staleness": 1}
-    found = steps(short_run, tmp_path, **replay, **parallel)
-    for step in found:
+    actual = steps(short_run, tmp_path, **replay, **parallel)
+    for step in actual:
         assert step["train/router_disagreement"] == 0 == step["train/router_missing"]
         assert step["train/router_live_disagreement"] < 0.2
         assert 0 < step["train/router_weight_diff"] < 0.05
-    assert sum(step["train/router_live_disagreement"] for step in found) > 0
+    assert sum(step["train/router_live_disagreement"] for step in actual) > 0
 
 
 def test_recorded_routing_is_replayed_in_the_later_updates_of_a_step(short_run: list[str], tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_step_that_is_longer_than_the_time_that_is_left_is_given_up(slurm: Slu
     (tmp_path / "run/checkpoints/step_000004").mkdir(parents=True)
     job.signal()
     job.until("queueing the job again")
-    assert re.search(r"finishes its step and saves; [1-6]\d seconds are left to the job", job.output)
+    assert re.search(r"finishes its step and saves; the job has [1-6]\d seconds left", job.output)
     assert "the step does not finish in the remaining time; the job resumes from its last checkpoint" in job.output
     job.start_again(1)
     (tmp_path / "end").touch()

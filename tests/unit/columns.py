@@ -26,23 +26,23 @@ def mask(values: Iterable[bool]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.bool)
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(result: Any, expected: Any) -> bool:
     """Whether all fields of two records are equal, those of records in them too; tensors in type, shape and bits."""
-    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+    if isinstance(result, Tensor) and isinstance(expected, Tensor):
         # NumPy has no bfloat16; a float32 holds each of its values.
-        arrays = [(t.float() if t.dtype == torch.bfloat16 else t).detach().numpy() for t in (found, expected)]
-        return found.dtype == expected.dtype and same(*arrays)
-    if isinstance(found, np.ndarray) and isinstance(expected, np.ndarray):
-        kinds = [(array.dtype, array.shape) for array in (found, expected)]
-        return kinds[0] == kinds[1] and found.tobytes() == expected.tobytes()
-    if isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
-        alike = isinstance(found, tuple) == isinstance(expected, tuple) and len(found) == len(expected)
-        return alike and all(map(same, found, expected))
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        return found.keys() == expected.keys() and all(same(value, expected[key]) for key, value in found.items())
-    if is_dataclass(found) and is_dataclass(expected):
-        names = [field.name for field in fields(found)]
-        return type(found) is type(expected) and all(same(getattr(found, n), getattr(expected, n)) for n in names)
-    if any(isinstance(value, (Tensor, np.ndarray)) for value in (found, expected)):
+        arrays = [(t.float() if t.dtype == torch.bfloat16 else t).detach().numpy() for t in (result, expected)]
+        return result.dtype == expected.dtype and same(*arrays)
+    if isinstance(result, np.ndarray) and isinstance(expected, np.ndarray):
+        kinds = [(array.dtype, array.shape) for array in (result, expected)]
+        return kinds[0] == kinds[1] and result.tobytes() == expected.tobytes()
+    if isinstance(result, (list, tuple)) and isinstance(expected, (list, tuple)):
+        alike = isinstance(result, tuple) == isinstance(expected, tuple) and len(result) == len(expected)
+        return alike and all(map(same, result, expected))
+    if isinstance(result, Mapping) and isinstance(expected, Mapping):
+        return result.keys() == expected.keys() and all(same(value, expected[key]) for key, value in result.items())
+    if is_dataclass(result) and is_dataclass(expected):
+        names = [field.name for field in fields(result)]
+        return type(result) is type(expected) and all(same(getattr(result, n), getattr(expected, n)) for n in names)
+    if any(isinstance(value, (Tensor, np.ndarray)) for value in (result, expected)):
         return False
-    return bool(found == expected) or (found != found and expected != expected)
+    return bool(result == expected) or (result != result and expected != expected)

@@ -91,8 +91,8 @@ def main() -> None:
     for sizes, uneven in UNEVEN.items():
         for name, kernel, types, fixed in variants():
             if not uneven or "K=64" in name or "with entropy" in name:
-                found = build(kernel, types, fixed, uneven)
-                print(json.dumps({"name": name, "sizes": sizes, **found}), flush=True)
+                result = build(kernel, types, fixed, uneven)
+                print(json.dumps({"name": name, "sizes": sizes, **result}), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def routes(start: int, end: int, version: int) -> torch.Tensor:
 
 def topk_ids(tokens: Sequence[int], k: int) -> torch.Tensor:
     """[R, k + 1]: the sampled token is the most probable one, the next ones follow it in the vocabulary."""
-    found = torch.tensor(tokens)[:, None] + torch.arange(k + 1)
-    found[:, k] = -1
-    return found.int()
+    result = torch.tensor(tokens)[:, None] + torch.arange(k + 1)
+    result[:, k] = -1
+    return result.int()
 
 
 def topk_logprobs(logprobs: Sequence[float], k: int) -> torch.Tensor:

@@ -86,9 +86,9 @@ def main() -> None:
         seq_length=TOKENS,
         micro_batch_size=BATCH,
     )
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    worst = max((found[name] - expected[name]).abs().max() / expected[name].abs().max() for name in expected)
+    result = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
+    worst = max((result[name] - expected[name]).abs().max() / expected[name].abs().max() for name in expected)
     masked, count = logged["mask_fraction"].tolist()
     assert masked == dropped.sum() and count == mask.sum()
     print(json.dumps({"worst": worst.item(), "masked": masked, "tokens": count}))

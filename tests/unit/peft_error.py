@@ -26,8 +26,8 @@ def peft_error(case: Case, targets: tuple[str, ...], folder: Path) -> float:
     with torch.no_grad():
         for sample, expected in zip(samples()[:4], side.logprobs(side.weights()), strict=False):
             logits = model(sample.tokens[None]).logits[0]
-            found = logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1)
-            worst = max(worst, float((found - expected).norm() / expected.norm()))
+            result = logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1)
+            worst = max(worst, float((result - expected).norm() / expected.norm()))
     return worst
 
 

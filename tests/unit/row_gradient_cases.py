@@ -59,13 +59,13 @@ def problem(logits: Tensor, own: int, labels: Tensor, temperature: float, with_e
     return Row(own, labels, maximum, total, weights[0], *given, temperature), expected
 
 
-def agrees(found: Tensor, expected: Tensor, row: Row) -> None:
-    """To the rounding of ``found``'s dtype, but where two terms cancel: at the label, and with entropy everywhere."""
-    cancels = torch.arange(found.shape[1]) == row.labels[:, None]
+def agrees(result: Tensor, expected: Tensor, row: Row) -> None:
+    """To the rounding of the result's dtype, but where two terms cancel: at the label, and with entropy everywhere."""
+    cancels = torch.arange(result.shape[1]) == row.labels[:, None]
     if row.entropy is not None:
         cancels[:] = True
-    close(found.where(~cancels, 0.0), expected.where(~cancels, 0.0), ROUNDING[found.dtype], 1e-37)
-    close(found, expected, ROUNDING[found.dtype], WEIGHT)
+    close(result.where(~cancels, 0.0), expected.where(~cancels, 0.0), ROUNDING[result.dtype], 1e-37)
+    close(result, expected, ROUNDING[result.dtype], WEIGHT)
 
 
 def gradient_matches_float64_for_every_width_dtype_and_place() -> None:
@@ -116,10 +116,10 @@ def gradient_of_extreme_rows_matches_float64() -> None:
     for dtype in (FP32, BF16):
         for with_entropy in (False, True):
             row, expected = problem(logits.to(dtype), own, labels, 1.0, with_entropy)
-            found = gradient(logits.to(dtype), row, torch.empty(6, own, dtype=dtype))
-            assert found.isfinite().all()
+            result = gradient(logits.to(dtype), row, torch.empty(6, own, dtype=dtype))
+            assert result.isfinite().all()
             # Where z is -3e38 float64 has p log p = 0 (-6e38), which is 0, but autograd has NaN there.
-            agrees(found, expected.nan_to_num(0.0), row)
+            agrees(result, expected.nan_to_num(0.0), row)
 
 
 def padding_gets_zero_whatever_stands_there() -> None:

@@ -42,9 +42,9 @@ def _outside(z: Tensor, places: list[int]) -> Tensor:
     return z[keep]
 
 
-def close(found: Tensor, expected: Tensor, relative: float, absolute: float = 0.0) -> None:
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found.double(), expected.double(), rtol=relative, atol=absolute, equal_nan=True)
+def close(result: Tensor, expected: Tensor, relative: float, absolute: float = 0.0) -> None:
+    assert result.shape == expected.shape
+    torch.testing.assert_close(result.double(), expected.double(), rtol=relative, atol=absolute, equal_nan=True)
 
 
 def normal(rows: int, width: int, dtype: torch.dtype, seed: int = 0, scale: float = 4.0) -> Tensor:
@@ -77,16 +77,16 @@ def statistics_match_float64_for_every_width_dtype_and_number_of_ids() -> None:
         for dtype, temperature in ((FP32, 0.7), (BF16, 1.3)):
             logits = normal(3, width, dtype)
             labels, ids = places(3, own, k)
-            found = statistics(logits, own, labels, ids, temperature)
-            assert found.dtype == FP32
-            close(found, reference_statistics(logits, own, labels, ids, temperature), 1e-6, 1e-6)
-            found = statistics(logits, own, labels, None, temperature)
-            close(found, reference_statistics(logits, own, labels, None, temperature), 1e-6, 1e-6)
-            assert torch.equal(found, statistics(logits, own, labels, ids[:, :0], temperature))
+            result = statistics(logits, own, labels, ids, temperature)
+            assert result.dtype == FP32
+            close(result, reference_statistics(logits, own, labels, ids, temperature), 1e-6, 1e-6)
+            result = statistics(logits, own, labels, None, temperature)
+            close(result, reference_statistics(logits, own, labels, None, temperature), 1e-6, 1e-6)
+            assert torch.equal(result, statistics(logits, own, labels, ids[:, :0], temperature))
             for some in (ids, None):
-                found = statistics(logits, own, labels, some, temperature, True)
-                assert torch.equal(found[:, :-1], statistics(logits, own, labels, some, temperature))
-                close(found, reference_statistics(logits, own, labels, some, temperature, True), 1e-6, 1e-6)
+                result = statistics(logits, own, labels, some, temperature, True)
+                assert torch.equal(result[:, :-1], statistics(logits, own, labels, some, temperature))
+                close(result, reference_statistics(logits, own, labels, some, temperature, True), 1e-6, 1e-6)
 
 
 def statistics_match_float64_for_the_largest_vocabulary() -> None:
@@ -102,9 +102,9 @@ def ids_at_the_ends_of_blocks_are_found_in_any_order_and_once() -> None:
     labels = torch.tensor([BLOCK])
     expected = reference_statistics(logits, own, labels, torch.tensor([ends]), 1.0)
     for order in (ends, ends[::-1], ends[4:] + ends[:4]):
-        found = statistics(logits, own, labels, torch.tensor([order]), 1.0)
-        close(found[:, :4], expected[:, :4], 1e-6)
-        for place, y in zip(order, found[0, 4:], strict=True):
+        result = statistics(logits, own, labels, torch.tensor([order]), 1.0)
+        close(result[:, :4], expected[:, :4], 1e-6)
+        for place, y in zip(order, result[0, 4:], strict=True):
             close(y, expected[0, 4 + ends.index(place)], 1e-6)
     twice = statistics(logits, own, labels, torch.tensor([ends + ends]), 1.0)
     close(twice[:, :4], expected[:, :4], 1e-6)
@@ -123,8 +123,8 @@ def the_mass_outside_the_set_is_added_up_and_not_subtracted() -> None:
 
 
 def a_set_of_everything_leaves_exactly_nothing() -> None:
-    found = statistics(normal(2, 64, BF16), 64, torch.tensor([3, -1]), torch.arange(64).repeat(2, 1), 1.0)
-    assert found[:, 2].tolist() == [0.0, 0.0]
+    result = statistics(normal(2, 64, BF16), 64, torch.tensor([3, -1]), torch.arange(64).repeat(2, 1), 1.0)
+    assert result[:, 2].tolist() == [0.0, 0.0]
 
 
 def rows_of_extreme_logits_match_float64() -> None:
@@ -144,16 +144,16 @@ def rows_of_extreme_logits_match_float64() -> None:
     labels, ids = places(10, own, 20)
     for dtype in (FP32, BF16):
         logits = base.to(dtype)
-        found = statistics(logits, own, labels, ids, 0.9)
+        result = statistics(logits, own, labels, ids, 0.9)
         expected = reference_statistics(logits, own, labels, ids, 0.9)
         squares = statistics(logits, own, labels, ids, 0.9, True)
-        assert torch.equal(squares[:, :-1].nan_to_num(7.0), found.nan_to_num(7.0))
+        assert torch.equal(squares[:, :-1].nan_to_num(7.0), result.nan_to_num(7.0))
         expected_squares = reference_statistics(logits, own, labels, ids, 0.9, True)[:, -1]
         close(squares[[0, 1, 2, 3, 4, 5, 6, 7, 9], -1], expected_squares[[0, 1, 2, 3, 4, 5, 6, 7, 9]], 3e-5, 1e-6)
         # The last place of the reference's z at 900 is beyond fp32; at 3e38 - (-3e38) z itself is.
-        close(found[:8], expected[:8], 3e-5, 1e-6)
-        close(found[8, :3], expected[8, :3], 1e-6)
-        close(found[9], expected[9], 3e-5, 1e-6)
+        close(result[:8], expected[:8], 3e-5, 1e-6)
+        close(result[8, :3], expected[8, :3], 1e-6)
+        close(result[9], expected[9], 3e-5, 1e-6)
 
 
 def a_row_without_entries_has_no_mass_and_no_nan() -> None:
@@ -176,10 +176,10 @@ def a_nan_anywhere_gives_nan_but_no_value_to_what_is_elsewhere() -> None:
         labels, ids = torch.tensor([9, 9, 9, -1, 9]), torch.tensor([[5, -1, 2 * BLOCK + 7]]).repeat(5, 1)
         for row, place in enumerate((9, 5, 2 * BLOCK + 7, 100)):
             logits[row, place] = NAN
-        found = statistics(logits, 2 * BLOCK + 50, labels, ids, 1.0)
-        assert found[:4, [0, 1, 2, 4, 6]].isnan().all() and found[:3, 3].isnan().all()
-        assert (found[:, 5] == -INF).all() and found[3, 3] == -INF
-        assert not found[4].isnan().any()
+        result = statistics(logits, 2 * BLOCK + 50, labels, ids, 1.0)
+        assert result[:4, [0, 1, 2, 4, 6]].isnan().all() and result[:3, 3].isnan().all()
+        assert (result[:, 5] == -INF).all() and result[3, 3] == -INF
+        assert not result[4].isnan().any()
 
 
 def padding_never_enters_the_statistics() -> None:

@@ -93,20 +93,20 @@ class World:
 
     def play(self, agent: Any, tokens: int = 400, *, params: Any = None, **settings: Any) -> Completion:
         how = SamplingParams(max_new_tokens=tokens, seed=1, **(params or {}))
-        found = self.engine(agent, **settings).generate([TASK], how)[0]
-        assert not found.failure or isinstance(agent, list), found.failure
-        return found
+        result = self.engine(agent, **settings).generate([TASK], how)[0]
+        assert not result.failure or isinstance(agent, list), result.failure
+        return result
 
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())
 
     def trained(self, completion: Completion) -> list[str]:
         """The stretches of tokens that were sampled."""
-        found, mask = [""], completion.loss_mask
+        result, mask = [""], completion.loss_mask
         assert mask is not None
         for token, sampled in zip(completion.token_ids.tolist(), mask.tolist(), strict=True):
             if sampled:
-                found[-1] += self.tokenizer.decode([token])
-            elif found[-1]:
-                found.append("")
-        return found if found[-1] else found[:-1]
+                result[-1] += self.tokenizer.decode([token])
+            elif result[-1]:
+                result.append("")
+        return result if result[-1] else result[:-1]

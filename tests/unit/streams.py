@@ -49,12 +49,12 @@ class FakeEngine:
 
     def _answer(self, groups: Sequence[GroupRequest], params: SamplingParams, futures: Sequence[SampledFuture]) -> None:
         version, place = self.policy_version, 0
-        found = []
+        result = []
         for group in groups:
-            found.append([self._completion(params.seed, place + i, version) for i in range(group.siblings)])
+            result.append([self._completion(params.seed, place + i, version) for i in range(group.siblings)])
             place += group.siblings
         self.busy -= 1
-        for future, completions in zip(futures, found, strict=True):
+        for future, completions in zip(futures, result, strict=True):
             future.set_result(completions)
 
     def _completion(self, seed: int, place: int, version: int) -> Completion:
@@ -104,13 +104,13 @@ class Run:
     def steps(self, until: int) -> list[CollectedRollouts]:
         """The loop without training: the version of the weights is the number of steps done."""
         self.engine.update_weights(self.step)
-        found = []
+        result = []
         while self.step < until:
-            found.append(self.stream.collect(self.step, self.engine.policy_version, Clock()))
+            result.append(self.stream.collect(self.step, self.engine.policy_version, Clock()))
             self.stream.wait_before_update(Clock())
             self.step += 1
             self.engine.update_weights(self.step)
-        return found
+        return result
 
 
 def make(
@@ -124,11 +124,11 @@ def make(
 ) -> Run:
     """A run of six steps of four prompts a rank, two answers each."""
     sizes = {"prompts_per_step": 4 * dp, "samples_per_prompt": 2, "max_new_tokens": 400}
-    found = config(
+    result = config(
         run={"output_dir": "out", "num_steps": 6}, train={"max_staleness": staleness}, rollout=sizes | dict(rollout)
     )
     groups: Any = SimpleNamespace(replica=None, dp=None)
-    return Run(found, engine, stream_of(found, Numbers(), groups, rank, dp, engine, scorer))
+    return Run(result, engine, stream_of(result, Numbers(), groups, rank, dp, engine, scorer))
 
 
 def stream_of(

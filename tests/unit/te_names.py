@@ -184,14 +184,14 @@ def main() -> None:
     for case in cases:
         layout, config, chunks = build(case)
         kinds = sorted({type(module).__name__ for chunk in chunks for module in chunk.modules()})
-        found = dict(
+        result = dict(
             megatron=".".join(map(str, megatron_version())),
             parameters=sum(1 for chunk in chunks for _ in chunk.parameters()),
             kinds=kinds,
             fusions=fusions(chunks),
             wrong=list(wrong_parameters(layout, config, chunks)),
         )
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     print(json.dumps({"calls": list(calls_that_do_not_fit())}))

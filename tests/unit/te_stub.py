@@ -64,8 +64,8 @@ def stub_transformer_engine(folder: Path) -> None:
     import transformer_engine.pytorch as pytorch
 
     package.common, package.pytorch = common, pytorch
-    (found,) = folder.glob("transformer_engine-*.dist-info")
-    package.__version__ = found.name.removesuffix(".dist-info").split("-")[1]
+    (result,) = folder.glob("transformer_engine-*.dist-info")
+    package.__version__ = result.name.removesuffix(".dist-info").split("-")[1]
 
 
 class _Stream:

@@ -132,7 +132,7 @@ def test_kill_9_of_the_script_lets_the_ranks_save_and_ends_the_servers_after_tha
     (folder / "step").unlink()
     until(lambda: not any(is_running(process.pid) for process in family))
     assert (folder / "saved").exists() and not (folder / "killed").exists() and not any(map(is_running, servers))
-    assert "has been killed: the trainer finishes its step and saves" in launch.process.communicate()[0]
+    assert "was killed: the trainer finishes its step and saves" in launch.process.communicate()[0]
 
 
 def test_kill_9_of_the_script_ends_servers_that_are_still_loading(folder: Path) -> None:

@@ -37,7 +37,7 @@ def group_relative_advantages(
         ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples and for groups without spread.
 
     Raises:
-        ValueError: an unknown mode, rewards that are not a float matrix, ``valid`` of another shape, or a valid
+        ValueError: An unknown mode, rewards that are not a float matrix, ``valid`` of another shape, or a valid
             reward that is not finite.
     """
     if mode not in ("mean", "std", "leave_one_out"):
@@ -86,18 +86,18 @@ def advantages_by(
     on other groups; the first call checks it.
 
     Args:
-        name: a mode, ``none``, or ``path/to/file.py:function``.
+        name: A mode, ``none``, or ``path/to/file.py:function``.
         rewards: ``[groups, samples]`` float.
         valid: ``[groups, samples]`` bool.
         options: ``train.advantage_options``.
-        groups: where the rewards come from.
+        groups: Groups that the rewards belong to.
 
     Returns:
         ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples.
 
     Raises:
-        FunctionError: a user's function raised, or returned something else than one finite number a sample.
-        ValueError: as ``group_relative_advantages``.
+        FunctionError: A user's function raised, or returned something else than one finite number a sample.
+        ValueError: As ``group_relative_advantages``.
     """
     if name == "none":
         return torch.where(valid, rewards, 0.0)

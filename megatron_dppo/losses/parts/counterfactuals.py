@@ -37,10 +37,10 @@ def counterfactual_metrics(
     log-probabilities, without penalty, bonus and centering.
 
     Args:
-        tokens: the prepared inputs.
-        decision: of the loss itself.
+        tokens: The prepared inputs.
+        decision: Decision of the loss itself.
         keep: ``[T]`` bool, its mask.
-        config: of the loss itself; the others have their defaults, and its Top-K.
+        config: Configuration of the loss itself; the others have their defaults, and its Top-K.
         token_weights: ``[T]`` the aggregation; None = 1.
         factor: ``[T]`` what the loss's terms were multiplied by beside its own weight; None = 1.
         coefficient: ``[T]`` its gradient before the aggregation, where ``decision`` does not tell; None = it does.

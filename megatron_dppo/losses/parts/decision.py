@@ -70,11 +70,11 @@ def clipped_surrogate(
     """Return PPO's ``max(-A r, -A clip(r))``, at most ``-A c`` for A < 0 with dual clip (arXiv 1707.06347, 1912.09729).
 
     Args:
-        tokens: the prepared inputs.
+        tokens: The prepared inputs.
         log_ratio: ``[T]`` log r.
         divergence: ``[T]`` for the metrics.
-        clip_ratios: how far r may be (below 1, above 1).
-        dual_clip: c; None = none.
+        clip_ratios: Largest distance of r below 1 and above 1.
+        dual_clip: Constant c. None disables dual clip.
     """
     # -A r is the larger of the two unless r has left [1 - low, 1 + high] in the direction of the advantage. There the
     # value is the constant -A clip(r), so the gradient is that of -A r on the kept tokens and 0 elsewhere.

@@ -30,10 +30,10 @@ def show(
         gradient -1.25   0.00
 
     Args:
-        config: the loss; where it has a Top-K, ``topk`` must be 2.
-        pi: probability of each sampled token now.
-        mu: that in the rollout. Two more tokens share the rest of both, by 3 : 1 in mu and by 1 : 3 in pi.
-        advantages: of each token. All tokens are one sequence.
+        config: The loss; where it has a Top-K, ``topk`` must be 2.
+        pi: Probability of each sampled token now.
+        mu: Probability in the rollout. Two more tokens share the rest of both, by 3 : 1 in mu and by 1 : 3 in pi.
+        advantages: Advantage of each token. All tokens are one sequence.
         recomputed: pi', probabilities that the trainer recomputed; None = ``mu``.
     """
     p, m = torch.tensor(pi, dtype=torch.float64), torch.tensor(mu, dtype=torch.float64)

@@ -31,9 +31,9 @@ class Loss(LossConfig):
         """Return which tokens are kept, and the term of each with its gradient, ``[T]`` both.
 
         Args:
-            inputs: as they came, with the loss mask of ``tokens``.
-            tokens: the prepared inputs.
-            decision: of ``decide``, after the mismatch mask and the user's mask.
+            inputs: Inputs of the loss, with the loss mask of ``tokens``.
+            tokens: The prepared inputs.
+            decision: Result of ``decide``, after the mismatch mask and the user's mask.
         """
         # Loads torch, which a configuration does without.
         from megatron_dppo.losses.parts.terms import policy_term
@@ -46,7 +46,7 @@ def as_loss(config: LossConfig) -> Loss:
     """Return a configuration as the loss that it is.
 
     Raises:
-        TypeError: a class of the user's does not derive from ``losses.Loss``.
+        TypeError: A class of the user's does not derive from ``losses.Loss``.
     """
     if not isinstance(config, Loss):
         raise TypeError(f"{type(config).__name__} is no loss; derive it from megatron_dppo.losses.Loss")

@@ -16,8 +16,8 @@ def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float)
     """Return means over the loss mask, and the shares of masked tokens among those with a non-zero advantage.
 
     Args:
-        tokens: the prepared inputs.
-        decision: what the loss decided; the ratio that is reported is its weight.
+        tokens: The prepared inputs.
+        decision: Decision of the loss; its weight is the reported ratio.
         keep: ``[T]`` bool, the final mask.
         cap: C; infinity = none.
     """

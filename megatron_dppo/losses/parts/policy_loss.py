@@ -44,12 +44,12 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         (tensor(1), tensor(2))
 
     Args:
-        inputs: per-token tensors ``[T]``, log-probabilities in nats; values outside ``loss_mask`` may be anything, NaN
+        inputs: Per-token tensors ``[T]``, log-probabilities in nats; values outside ``loss_mask`` may be anything, NaN
             and infinities included, and contribute exactly 0 to value and gradient. So does a token whose
             ``rollout_logprobs`` is not finite; it also leaves ``num_tokens``. ``config.required_inputs`` names
             the fields that must be there; Top-K fields are ``[T, K+1]``.
-        config: name, thresholds and the rest.
-        counterfactuals: also report what other losses would have done (``losses.counterfactuals``).
+        config: Name, thresholds and the rest.
+        counterfactuals: Also report what other losses would have done (``losses.counterfactuals``).
 
     Returns:
         ``loss_sum`` (connected to ``inputs.logprobs`` even when no token is left), ``num_tokens`` (masked tokens
@@ -57,8 +57,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         ``loss_sum`` summed over all micro-batches, divided once by the global ``num_tokens``, is the aggregated loss.
 
     Raises:
-        FunctionError: a user's function raised, or returned something unusable.
-        ValueError: a required input is missing, shapes differ, a mask is not bool, or ``entropy`` has no gradient
+        FunctionError: A user's function raised, or returned something unusable.
+        ValueError: A required input is missing, shapes differ, a mask is not bool, or ``entropy`` has no gradient
             although there is an entropy bonus, or ``topk_logprobs`` although the score is centered.
     """
     loss = as_loss(config)
@@ -99,7 +99,7 @@ def supervised_loss(inputs: LossInputs) -> LossOutput:
     Needs no rollout log-probabilities; advantages are ignored.
 
     Raises:
-        ValueError: shapes differ, or ``loss_mask`` is not bool.
+        ValueError: Shapes differ, or ``loss_mask`` is not bool.
     """
     check_shapes(inputs)
     loss_sum = -masked_sum(inputs.logprobs.to(statistics_dtype(inputs.logprobs)), inputs.loss_mask)

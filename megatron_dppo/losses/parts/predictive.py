@@ -46,7 +46,7 @@ def tail_square(tail: Tail, p_other: Tensor, other_square: Tensor | None, num_ot
     """Return Q, ``[T]``.
 
     Args:
-        tail: how it is found.
+        tail: Estimate, or the exact sum.
         p_other: ``[T]`` pi's mass outside the set.
         other_square: ``[T]`` the sum itself, for ``proportional``.
         num_other: ``[T]`` how many ids that pi may have are outside the set, for ``uniform``.
@@ -72,10 +72,10 @@ def divergence_rate(
     Its sign times the sign of A is positive if the update leads outward.
 
     Args:
-        kind: which divergence.
+        kind: Total variation or KL.
         sums: ``[T, 6]`` ``predictive_sums`` of all slots, the sampled token's among them.
         sampled: pi_k and mu_k, ``[T]`` each.
-        other: the masses of pi and mu outside the set, ``[T]`` each.
+        other: The masses of pi and mu outside the set, ``[T]`` each.
         square: ``[T]`` Q.
 
     Returns:

@@ -71,13 +71,13 @@ def sequence_weight(
     - ``seq_mean_token_sum_norm``: N / (S H) (``seq-mean-token-sum-norm`` of verl).
 
     Args:
-        aggregation: its name.
+        aggregation: Name of the aggregation.
         tokens_in_sequence: L, tokens of this sequence inside the loss mask; 0 gives weight 0.
-        totals: the global counts.
+        totals: The global counts.
         horizon: H; required by the ``*_norm`` aggregations.
 
     Raises:
-        ValueError: an unknown aggregation, or a ``*_norm`` aggregation without horizon.
+        ValueError: An unknown aggregation, or a ``*_norm`` aggregation without horizon.
     """
     if aggregation.endswith("_norm") and horizon is None:
         raise ValueError(f"aggregation {aggregation!r} divides by a fixed horizon, but horizon is None; set it")

@@ -29,8 +29,8 @@ def sequence_keep_mask(
         average: ``[T]`` the divergence whose mean counts.
         mask: ``[T]`` bool, the tokens that count.
         sequence_ids: ``[T]`` int64.
-        largest: limit of the largest; infinity = none.
-        mean: limit of the mean; infinity = none.
+        largest: Limit of the largest; infinity = none.
+        mean: Limit of the mean; infinity = none.
 
     Returns:
         ``[T]`` bool. On a limit is inside; NaN is above every finite limit.
@@ -68,15 +68,15 @@ def prefix_keep_mask(
         advantages: ``[T]``.
         mask: ``[T]`` bool, the tokens that count.
         sequence_ids: ``[T]`` int64.
-        thresholds: delta for negative and for positive advantages.
-        floor: the last position's weight.
-        budget: least and largest b.
+        thresholds: Delta for negative and for positive advantages.
+        floor: The last position's weight.
+        budget: Least and largest b.
 
     Returns:
         ``[T]`` bool.
 
     Raises:
-        ValueError: the tokens of a sequence are not next to each other.
+        ValueError: The tokens of a sequence are not next to each other.
     """
     lengths = _lengths(sequence_ids)
     low, high = thresholds

@@ -138,7 +138,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     A token whose rollout log-probability is not finite leaves the mask: nothing is known about how it was sampled.
 
     Raises:
-        ValueError: an input that the loss needs is None, shapes differ, or a mask is not bool.
+        ValueError: An input that the loss needs is None, shapes differ, or a mask is not bool.
     """
     # The anchor comes first: if several inputs are missing, its advice is the one that matters.
     for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
@@ -210,7 +210,7 @@ def check_shapes(inputs: LossInputs) -> None:
     """Check that fields have the shape of ``logprobs``, Top-K fields one more dimension, and masks are bool.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: Naming the field.
     """
     expected = tuple(inputs.logprobs.shape)
     if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) not in ((*expected, 2), (*expected, 6)):

@@ -65,7 +65,7 @@ def divergence_from_sums(
     """Return ``topk_tv`` or ``topk_kl``, computed from ``topk_sums`` of all slots.
 
     Args:
-        kind: which of the two.
+        kind: Total variation or KL.
         sums: ``[T, 2]``, or more columns, which do not count.
         rollout_topk_logprobs: ``[T, K+1]``
         valid: ``[T, K+1]``

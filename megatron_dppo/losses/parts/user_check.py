@@ -29,7 +29,7 @@ def check_user_functions(config: LossConfig) -> None:
     """Call the loss on a few tokens, whole and in parts.
 
     Raises:
-        FunctionError: a user's function raises, returns something unusable, depends on other tokens than it declares,
+        FunctionError: A user's function raises, returns something unusable, depends on other tokens than it declares,
             or has a gradient where it declares none.
     """
     if is_function_name(config.name):

@@ -32,7 +32,7 @@ def call_user_loss(
     """Return the term of each token, 0 outside the mask, and which tokens the user's loss says to keep; ``[T]`` each.
 
     Raises:
-        FunctionError: it raised, or returned something else than finite numbers with a gradient.
+        FunctionError: It raised, or returned something else than finite numbers with a gradient.
     """
     everything = torch.ones_like(tokens.mask)
     # A rank without rows takes part with an empty chunk; a user's function need not handle 0 tokens. The product keeps
@@ -63,7 +63,7 @@ def call_user_mask(function: UserFunction, options: dict[str, Any], inputs: Loss
     """Return the weight of each token's term by the user's mask, ``[T]``, without gradient; a bool gives 1 and 0.
 
     Raises:
-        FunctionError: it raised, or returned something else than bools or finite numbers.
+        FunctionError: It raised, or returned something else than bools or finite numbers.
     """
     if not tokens.mask.numel():
         return torch.ones_like(tokens.advantages)

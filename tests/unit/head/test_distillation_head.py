@@ -114,8 +114,8 @@ def plain(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> Tensor:
     }[divergence.name]()
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+def error(result: Tensor, expected: Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("divergence", KINDS, ids=lambda d: d.name)
@@ -139,8 +139,8 @@ def test_every_chunk_size_and_dtype_gives_the_same() -> None:
     for divergence in KINDS:
         total, of_hidden, of_weight = Problem().expected(divergence)
         for size in (1, 64, None):
-            found = Problem().run(divergence, chunk_tokens=size)
-            assert max(error(found[1], of_hidden), error(found[2], of_weight)) < 2e-6
+            result = Problem().run(divergence, chunk_tokens=size)
+            assert max(error(result[1], of_hidden), error(result[2], of_weight)) < 2e-6
         exact = Problem(torch.float64)
         _, *wide = exact.run(divergence)
         _, *want = exact.expected(divergence)
@@ -164,7 +164,7 @@ def test_a_student_close_to_its_teacher_has_a_precise_gradient() -> None:
 
 
 @pytest.mark.parametrize("divergence", KINDS, ids=lambda d: d.name)
-def test_shards_add_up_also_one_that_holds_nothing_but_padding(divergence: Divergence) -> None:
+def test_shards_add_up_including_one_of_padding_only(divergence: Divergence) -> None:
     """Three shards of 40 entries for 80 words less one; words of probability 0 and logits far from 0 among them."""
     generator = torch.Generator().manual_seed(6)
     widths, words = (40, 39, 0), 79
@@ -190,13 +190,13 @@ def test_shards_add_up_also_one_that_holds_nothing_but_padding(divergence: Diver
     every = list(zip(*sides, widths, strict=True))
     kls = torch.stack([shard_kls(p, q, own, TEMPERATURE) for p, q, own in every]).sum(0)
     torch.testing.assert_close(kls[:, COLUMN[divergence.name]], expected.detach(), rtol=1e-10, atol=1e-10)
-    found = [gradient_(p, q.logits, own, kls, weights, TEMPERATURE, divergence.name) for p, q, own in every]
-    together = torch.cat([part[:, :own] for part, own in zip(found, widths, strict=True)], 1)
+    result = [gradient_(p, q.logits, own, kls, weights, TEMPERATURE, divergence.name) for p, q, own in every]
+    together = torch.cat([part[:, :own] for part, own in zip(result, widths, strict=True)], 1)
     torch.testing.assert_close(together, wanted, rtol=1e-9, atol=1e-10)
-    assert not any(part[:, own:].any() for part, own in zip(found, widths, strict=True)), "padding has none"
+    assert not any(part[:, own:].any() for part, own in zip(result, widths, strict=True)), "padding has none"
 
 
-def test_the_gradient_has_the_loss_scale_from_the_start_and_is_not_made_in_vain() -> None:
+def test_the_gradient_includes_the_loss_scale_and_is_skipped_if_not_needed() -> None:
     problem, scale = Problem(), torch.tensor(1024.0)
     hidden = problem.hidden.clone().requires_grad_()
     weight = problem.weight.clone().requires_grad_()
@@ -234,27 +234,27 @@ def test_the_gradient_has_the_loss_scale_from_the_start_and_is_not_made_in_vain(
     torch.testing.assert_close(again.loss_sum, output.loss_sum.detach())
 
 
-def test_by_hand() -> None:
+def test_a_worked_example() -> None:
     """Two words; the student says 1/2 and 1/2, the teacher 3/4 and 1/4."""
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.zeros(2, 1)
     teacher_weight = torch.tensor([[0.75], [0.25]]).log()
     targets = TokenTargets(labels=torch.tensor([0]), loss_mask=torch.tensor([True]), advantages=torch.zeros(1))
-    found = {}
+    result = {}
     for name in COLUMN:
         student = weight.clone().requires_grad_()
         teacher = TeacherTargets(torch.ones(1, 1), teacher_weight, Divergence(name))
         output = dppo_head_loss(hidden, student, targets, no_policy_loss, group=None, vocab_size=2, teacher=teacher)
         output.loss_sum.backward()
         assert student.grad is not None
-        found[name] = float(output.loss_sum.detach()), student.grad[:, 0].tolist()
+        result[name] = float(output.loss_sum.detach()), student.grad[:, 0].tolist()
     reverse, forward = math.log(4 / 3) / 2, 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     # p (log p/q - KL): log(2/3) and log(2), minus their mean, over 2; p - q = -1/4, 1/4
     slope = (math.log(2) - math.log(2 / 3)) / 4
-    assert found["reverse_kl"] == (pytest.approx(reverse), pytest.approx([-slope, slope]))
-    assert found["forward_kl"] == (pytest.approx(forward), pytest.approx([-0.25, 0.25]))
+    assert result["reverse_kl"] == (pytest.approx(reverse), pytest.approx([-slope, slope]))
+    assert result["forward_kl"] == (pytest.approx(forward), pytest.approx([-0.25, 0.25]))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_incompatible_inputs_are_refused() -> None:
     problem = Problem()
     narrow = TeacherTargets(problem.teacher_hidden, problem.teacher_weight[:-1], KINDS[0])
     options: dict[str, Any] = {"group": None, "vocab_size": VOCABULARY}

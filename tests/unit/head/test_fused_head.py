@@ -60,9 +60,9 @@ def statistics(problem: HeadProblem, leaves: Leaves, **options: Any) -> HeadStat
     )
 
 
-def scalar(problem: HeadProblem, found: HeadStatistics) -> Tensor:
-    upstream = problem.upstream.to(found.logprobs.dtype)
-    return upstream[0] @ found.logprobs + upstream[1] @ found.entropy
+def scalar(problem: HeadProblem, result: HeadStatistics) -> Tensor:
+    upstream = problem.upstream.to(result.logprobs.dtype)
+    return upstream[0] @ result.logprobs + upstream[1] @ result.entropy
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -161,7 +161,7 @@ def test_a_plan_without_rows_gives_zeros_and_zero_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 7, 61])
-def test_own_topk_is_that_of_the_whole_vocabulary(dtype: torch.dtype, k: int) -> None:
+def test_the_policys_topk_is_that_of_the_full_vocabulary(dtype: torch.dtype, k: int) -> None:
     problem = make_head_problem(BASE.but(dtype=dtype, holes=True, seed=3))
     got = statistics(problem, problem.leaves(None), topk=k, chunk_tokens=4)
     hidden, weight, bias = full_leaves(problem)
@@ -173,7 +173,7 @@ def test_own_topk_is_that_of_the_whole_vocabulary(dtype: torch.dtype, k: int) ->
     assert_close(got.topk_logprobs, order.values[:, :k], 2 * LOGPROB_BOUND[dtype], "topk")
 
 
-def test_a_nan_row_is_nan_and_spoils_no_other_row() -> None:
+def test_a_nan_row_affects_no_other_row() -> None:
     problem = make_head_problem(BASE)
     hidden, weight, bias = problem.leaves(None)
     with torch.no_grad():
@@ -216,8 +216,8 @@ def test_main_grad_gets_the_sum_of_all_micro_batches(dtype: torch.dtype) -> None
         full = full_leaves(problem)
         scalar(problem, full_statistics(problem, full)).backward()
         hidden = problem.hidden.clone().requires_grad_()
-        found = statistics(problem, (hidden, weight, None), accumulate_main_grad=True, chunk_tokens=7)
-        scalar(problem, found).backward()
+        result = statistics(problem, (hidden, weight, None), accumulate_main_grad=True, chunk_tokens=7)
+        scalar(problem, result).backward()
         assert full[1].grad is not None and hidden.grad is not None
         want[:61] += full[1].grad
     assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]

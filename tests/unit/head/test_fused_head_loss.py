@@ -54,7 +54,7 @@ def run(problem: HeadProblem, leaves: Leaves, config: LossConfig | None, **optio
 
 def mode_a(problem: HeadProblem, leaves: Leaves, config: LossConfig, **options: Any) -> LossOutput:
     hidden, weight, bias = leaves
-    found = vocab_parallel_head_stats(
+    result = vocab_parallel_head_stats(
         hidden,
         weight,
         problem.targets.labels,
@@ -67,7 +67,7 @@ def mode_a(problem: HeadProblem, leaves: Leaves, config: LossConfig, **options: 
         needs=replace(needs_of(config), topk_sums=None),
         **options,
     )
-    return policy_loss(loss_inputs(problem.targets, found, problem.case.vocab_size), config)
+    return policy_loss(loss_inputs(problem.targets, result, problem.case.vocab_size), config)
 
 
 def check_output(got: LossOutput, want: LossOutput, bound: float) -> None:
@@ -129,7 +129,7 @@ def test_a_loss_without_rollout_data_works() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 6, 100])
-def test_the_plan_changes_nothing_but_the_work(chunk: int) -> None:
+def test_the_row_plan_changes_no_result(chunk: int) -> None:
     problem, config = make_head_problem(BASE), TOKEN_LOSSES["dppo_topk_tv"]
     mask = problem.targets.loss_mask
     broken = torch.where(mask, problem.targets.labels, -100)
@@ -247,8 +247,8 @@ def test_small_gradients_in_fp16_need_their_scale_from_the_start(in_main_grad: b
         weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
         options = {"accumulate_main_grad": in_main_grad, "grad_scale": torch.tensor(scale)}
         (run(problem, (hidden, weight, None), config, **options).loss_sum * scale).backward()
-        found = weight.main_grad if in_main_grad else weight.grad  # type: ignore[attr-defined]
-        for got, want in ((hidden.grad, full[0].grad), (found, full[1].grad)):
+        result = weight.main_grad if in_main_grad else weight.grad  # type: ignore[attr-defined]
+        for got, want in ((hidden.grad, full[0].grad), (result, full[1].grad)):
             assert got is not None and want is not None
             errors.append(float((got[: len(want)].double() / scale - want).norm() / want.norm()))
     assert min(errors[:2]) > 0.01 and max(errors[2:]) < GRAD_BOUND[torch.float16], errors
@@ -277,7 +277,7 @@ def test_without_a_gradient_only_the_loss_is_computed() -> None:
     torch.testing.assert_close(got.loss_sum, run(problem, (hidden, weight.detach(), bias), config).loss_sum.detach())
 
 
-def test_a_nan_row_outside_the_plan_spoils_nothing_and_inside_it_shows() -> None:
+def test_a_nan_row_affects_the_result_only_inside_the_plan() -> None:
     problem, config = make_head_problem(BASE), TOKEN_LOSSES["grpo"]
     problem.hidden[3] = math.nan
     for inside in (False, True):

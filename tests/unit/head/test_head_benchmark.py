@@ -57,30 +57,30 @@ def test_the_counter_counts_products_traffic_and_large_tensors() -> None:
     from head_bench.counters import counted
 
     left, right = torch.ones(8, 16), torch.ones(16, 4)
-    with counted() as found:
+    with counted() as result:
         torch.mm(left, right)
-    assert found.flops == 2 * 8 * 16 * 4
-    assert found.traffic == 4 * (8 * 16 + 16 * 4 + 8 * 4) and found.large_traffic == 0
-    with counted() as found:
+    assert result.flops == 2 * 8 * 16 * 4
+    assert result.traffic == 4 * (8 * 16 + 16 * 4 + 8 * 4) and result.large_traffic == 0
+    with counted() as result:
         torch.addmm(torch.zeros(8, 4), left, right)
-    assert found.flops == 2 * 8 * 16 * 4
+    assert result.flops == 2 * 8 * 16 * 4
     big, index = torch.zeros(2**22 + 4), torch.zeros(4, dtype=torch.int64)
-    with counted() as found:
+    with counted() as result:
         big.add_(1)  # read and written
         big.zero_()  # written
         big.view(2, -1).t()  # neither
         big.gather(0, index)  # four entries read, four written
-    assert found.large_traffic == 3 * big.numel() * 4
-    assert found.traffic == found.large_traffic + 4 * 4 * 2 + 4 * 8
+    assert result.large_traffic == 3 * big.numel() * 4
+    assert result.traffic == result.large_traffic + 4 * 4 * 2 + 4 * 8
 
 
 def test_the_counter_sees_backward_passes() -> None:
     from head_bench.counters import counted
 
     left, right = torch.ones(8, 16, requires_grad=True), torch.ones(16, 4, requires_grad=True)
-    with counted() as found:
+    with counted() as result:
         (left @ right).sum().backward()
-    assert found.flops == 3 * 2 * 8 * 16 * 4
+    assert result.flops == 3 * 2 * 8 * 16 * 4
 
 
 def test_the_peak_is_exact_and_sees_temporaries_inside_an_operation() -> None:
@@ -111,9 +111,9 @@ def test_ratios_are_of_the_same_round() -> None:
 
     for times in seconds.values():
         next(times)
-    found = paired_ratios(runs, "ours", 3, clock=clock)
-    assert (found["peer"].least, found["peer"].median, found["peer"].most) == (2.0, 2.0, 3.0)
-    assert found["ours"].spread == 0
+    result = paired_ratios(runs, "ours", 3, clock=clock)
+    assert (result["peer"].least, result["peer"].median, result["peer"].most) == (2.0, 2.0, 3.0)
+    assert result["ours"].spread == 0
 
 
 def test_a_gate_that_fails_makes_the_benchmark_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_two_chunks_in_flight_put_the_gemm_of_the_next_before_the_loss(
     check_gradients(problem, leaves, full, None, f"{in_flight} in flight")
 
 
-def test_two_chunks_are_in_flight_only_where_a_gpu_computes_while_ranks_talk() -> None:
+def test_two_chunks_are_in_flight_only_if_a_gpu_overlaps_compute_and_communication() -> None:
     group: Any = object()
     assert chunks_in_flight(torch.device("cuda"), group) == 2
     assert chunks_in_flight(torch.device("cuda"), None) == chunks_in_flight(torch.device("cpu"), group) == 1

@@ -49,7 +49,7 @@ def failures() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
+def test_kernels_in_the_triton_interpreter(name: str, failures: dict[str, str]) -> None:
     assert not failures[name], failures[name]
 
 
@@ -61,25 +61,25 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_no_variant_spills_or_uses_atomics(compiled: list[dict[str, Any]]) -> None:
     assert len(compiled) == 16 + 2 * 7
-    for found in compiled:
-        assert found["stack"] == found["local"] == found["atomics"] == 0, found
-        assert found["shared"] <= 1024, found
+    for result in compiled:
+        assert result["stack"] == result["local"] == result["atomics"] == 0, result
+        assert result["shared"] <= 1024, result
 
 
 def test_8_rows_share_a_multiprocessor_and_loads_are_wide_where_rows_are_even(compiled: list[dict[str, Any]]) -> None:
-    for found in compiled:
-        if found["sizes"] != "uneven rows":
-            assert found["reg"] <= REGISTERS, found
+    for result in compiled:
+        if result["sizes"] != "uneven rows":
+            assert result["reg"] <= REGISTERS, result
             # The loop's loads: 16 entries a thread.
-            assert found["wide_loads"] >= (2 if " bf16" in found["name"].split(" to ")[0] else 4), found
+            assert result["wide_loads"] >= (2 if " bf16" in result["name"].split(" to ")[0] else 4), result
 
 
 def test_the_gradient_reads_a_block_passes_a_barrier_and_writes_it(compiled: list[dict[str, Any]]) -> None:
-    gradients = [found for found in compiled if found["name"].startswith("gradient")]
-    assert [found["order"] for found in gradients] == ["lbslbs"] * len(gradients)
+    gradients = [result for result in compiled if result["name"].startswith("gradient")]
+    assert [result["order"] for result in gradients] == ["lbslbs"] * len(gradients)
 
 
 def test_bf16_is_rounded_to_nearest(compiled: list[dict[str, Any]]) -> None:
-    for found in compiled:
-        if "to bf16" in found["name"] and found["sizes"] == "even":
-            assert found["conversions"] == ["cvt.rn.bf16x2.f32"], found
+    for result in compiled:
+        if "to bf16" in result["name"] and result["sizes"] == "even":
+            assert result["conversions"] == ["cvt.rn.bf16x2.f32"], result

@@ -67,6 +67,6 @@ def test_bad_arguments_are_named() -> None:
 def test_leave_one_out_is_the_reward_minus_the_mean_of_the_other_valid_samples() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.5, 9.0]], dtype=torch.float64)
     valid = torch.tensor([[True, True, True, False]])
-    found = group_relative_advantages(rewards, "leave_one_out", valid)
+    actual = group_relative_advantages(rewards, "leave_one_out", valid)
     expected = torch.tensor([[1 - (0 + 0.5) / 2, 0 - (1 + 0.5) / 2, 0.5 - (1 + 0) / 2, 0.0]], dtype=torch.float64)
-    assert torch.allclose(found, expected, atol=1e-15)
+    assert torch.allclose(actual, expected, atol=1e-15)

@@ -53,14 +53,14 @@ def test_gspo_over_two_packed_sequences_is_the_mean_of_the_sequence_objectives()
     torch.testing.assert_close(logprobs.grad / 4, log_pi.grad, rtol=1e-6, atol=1e-9)
 
 
-def test_token_mismatch_drops_what_is_strictly_outside_the_limits() -> None:
+def test_token_mismatch_masks_ratios_strictly_outside_the_limits() -> None:
     log_ratio = torch.tensor([0.49, 0.5, 1.0, 2.0, 2.01], dtype=torch.float64).log()
     keep = mismatch_keep_mask(log_ratio, torch.ones(5, dtype=torch.bool), "token", (0.5, 2.0))
     assert keep.tolist() == [False, True, True, True, False]
     assert not mismatch_keep_mask(torch.tensor([math.nan]), torch.tensor([True]), "token", (0.0, 2.0))
 
 
-def test_sequence_mismatch_drops_whole_sequences_by_product_or_geometric_mean() -> None:
+def test_sequence_mismatch_masks_sequences_by_product_or_geometric_mean() -> None:
     ratio = torch.tensor([1.5, 1.5, 9.0, 1.9, 0.6, 3.0], dtype=torch.float64)
     ids = torch.tensor([0, 0, 0, 1, 1, 2])
     mask = torch.tensor([True, True, False, True, True, True])
@@ -136,9 +136,7 @@ def _kl(estimator: str, log_pi: Tensor, log_ref: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("anchor", ["reference", "rollout"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_penalty_is_added_for_every_token_of_the_loss_mask_dropped_ones_included(
-    estimator: str, anchor: str
-) -> None:
+def test_kl_penalty_is_added_for_every_token_of_the_loss_mask_masked_ones_included(estimator: str, anchor: str) -> None:
     reference = torch.tensor([0.3, 0.7, 0.4], dtype=torch.float64).log()
     inputs, logprobs = make_inputs([0.8, 0.2, 0.5], [0.3, 0.4, 0.5], [1.0, 0.0, 1.0], [True, True, False])
     inputs = dataclasses.replace(inputs, reference_logprobs=reference if anchor == "reference" else None)

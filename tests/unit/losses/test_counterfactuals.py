@@ -72,23 +72,23 @@ def test_shares_and_cosines_are_those_of_the_other_losses_over_all_micro_batches
         for name in outputs[0].metrics
         if name.startswith("counterfactual/")
     }
-    found = with_cosines(reduced | {"loss": 1.0})
-    assert found["loss"] == 1.0 and len(found) == 2 * len(names) + 1
+    result = with_cosines(reduced | {"loss": 1.0})
+    assert result["loss"] == 1.0 and len(result) == 2 * len(names) + 1
     own = torch.cat([gradient(batch, config) for batch in batches])
     for name in names:
         keys = {"topk": TOPK, "topk_eviction": config.topk_eviction} if "topk" in name else {}
         other = LossConfig(name=name, **keys)
         theirs = torch.cat([gradient(batch, other) for batch in batches])
         cosine = float(torch.nn.functional.cosine_similarity(own, theirs, dim=0))
-        assert found[f"counterfactual/{name}/cosine"] == pytest.approx(cosine, rel=1e-9), name
+        assert result[f"counterfactual/{name}/cosine"] == pytest.approx(cosine, rel=1e-9), name
         acting = [int((b.loss_mask & (b.advantages != 0)).sum()) for b in batches]
         shares = [value(policy_loss(b, other), "mask_fraction") for b in batches]
         dropped = sum(share * count for share, count in zip(shares, acting, strict=True))
-        assert found[f"counterfactual/{name}/mask_fraction"] == pytest.approx(dropped / sum(acting), rel=1e-9), name
+        assert result[f"counterfactual/{name}/mask_fraction"] == pytest.approx(dropped / sum(acting), rel=1e-9), name
     assert "counterfactual/grpo/cosine" not in policy_loss(batches[0], config).metrics
 
 
-def test_nothing_is_said_where_nothing_acts() -> None:
+def test_no_counterfactual_metrics_without_a_gradient() -> None:
     still = dataclasses.replace(make(2), advantages=torch.zeros(TOKENS))
     output = policy_loss(still, LossConfig(), counterfactuals=True)
     assert all(float(m.denominator) == 0 for n, m in output.metrics.items() if n.startswith("counterfactual/"))

@@ -30,7 +30,7 @@ INF = math.inf
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_worked_examples_of_a_file_are_true(file: str) -> None:
+def test_the_worked_examples_of_a_file_are_correct(file: str) -> None:
     module = import_module(f"megatron_dppo.losses.{file}")
     names = {"torch": torch, "LossInputs": md.LossInputs, "LossConfig": md.LossConfig}
     result = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
@@ -40,7 +40,7 @@ def test_the_worked_examples_of_a_file_are_true(file: str) -> None:
 
 
 @pytest.mark.parametrize("name", loss_names())
-def test_the_first_lines_of_a_file_say_formula_axes_and_source(name: str) -> None:
+def test_the_docstring_of_a_loss_has_formula_axes_and_source(name: str) -> None:
     text = import_module(loss_classes()[name].__module__).__doc__ or ""
     for axis in ("Differentiated", "Weight", "Mask", "Source"):
         assert len(re.findall(rf"^{axis}: \S", text, re.MULTILINE)) == 1
@@ -48,7 +48,7 @@ def test_the_first_lines_of_a_file_say_formula_axes_and_source(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", loss_names())
-def test_a_loss_works_with_what_it_declares_and_no_more(name: str) -> None:
+def test_a_loss_needs_only_the_inputs_that_it_declares(name: str) -> None:
     config = loss_config(name)
     inputs, _ = make_inputs([0.3, 0.5, 0.6], [0.4, 0.4, 0.4], [1.0, -1.0, 0.5])
     expected = policy_loss(inputs, config).loss_sum
@@ -97,7 +97,7 @@ def section(**loss: object) -> dict[str, object]:
     }
 
 
-def test_a_resolved_configuration_of_when_all_keys_were_in_one_table_still_loads() -> None:
+def test_a_resolved_configuration_of_an_older_version_still_loads() -> None:
     flat = {
         "name": "grpo",
         "options": {},

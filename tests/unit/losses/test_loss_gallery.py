@@ -31,15 +31,15 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_every_loss_has_an_entry_and_a_picture(drawing: dict[str, Any]) -> None:
-    found = drawing["entries"]()
-    assert {entry["config"]["name"] for entry in found} == set(loss_names())
-    assert {entry["id"] for entry in found} == {picture.stem for picture in GALLERY.glob("*.png")}
-    told = {name for entry in found for name in entry["rows"]}
+    result = drawing["entries"]()
+    assert {entry["config"]["name"] for entry in result} == set(loss_names())
+    assert {entry["id"] for entry in result} == {picture.stem for picture in GALLERY.glob("*.png")}
+    told = {name for entry in result for name in entry["rows"]}
     assert told == set(LOSSES) - set(FIGURE_LOSSES)
 
 
 @pytest.mark.slow
-def test_the_pictures_are_of_the_losses_as_they_are(drawing: dict[str, Any]) -> None:
+def test_the_pictures_show_the_current_losses(drawing: dict[str, Any]) -> None:
     written = json.loads((GALLERY / "grids.json").read_text(encoding="utf-8"))
     assert list(written) == [entry["id"] for entry in drawing["entries"]()]
     for entry in drawing["entries"]():
@@ -50,7 +50,7 @@ def test_the_pictures_are_of_the_losses_as_they_are(drawing: dict[str, Any]) -> 
                 assert row == pytest.approx(of_row, rel=0.01), entry["id"]
 
 
-def test_what_the_pictures_show_is_what_the_formulas_say(drawing: dict[str, Any]) -> None:
+def test_the_pictures_agree_with_the_formulas(drawing: dict[str, Any]) -> None:
     mu, pi = drawing["axis"]()[None, :], drawing["axis"]()[:, None]
     ratio = pi / mu
     clipped = drawing["factors"](LossConfig(name="grpo"), 1.0)

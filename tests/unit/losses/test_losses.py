@@ -74,7 +74,7 @@ def masked_fill_rows(values: Tensor, rows: Tensor, junk: float) -> Tensor:
 
 @pytest.mark.parametrize("junk", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_outside_the_loss_mask_add_exactly_nothing(name: str, junk: float) -> None:
+def test_tokens_outside_the_loss_mask_contribute_exactly_zero(name: str, junk: float) -> None:
     config = loss_config(name, kl_coef=0.1)
     mask = [True, False, True, False]
     reference = torch.full((4,), -1.0, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_the_weight_of_drpo_vanishes_at_its_limit_and_pulls_back_beyond() -> Non
     assert logprobs.grad.tolist() == pytest.approx(want, abs=1e-12)
 
 
-def test_ipo_drops_both_ways_of_a_move_whatever_the_advantage() -> None:
+def test_ipo_masks_both_directions_whatever_the_advantage() -> None:
     pi, mu = [0.71, 0.69, 0.29, 0.31, 0.5], [0.4, 0.4, 0.4, 0.4, 0.5]
     config = LossConfig(name="ipo", divergence_threshold_low=0.1, divergence_threshold_high=0.3)
     for advantage in (1.0, -1.0):
@@ -263,7 +263,7 @@ def test_backward_runs_without_a_single_token_in_the_mask(name: str, tokens: int
     assert all(math.isfinite(float(m.numerator)) for m in output.metrics.values())
 
 
-def test_dropped_tokens_stay_in_the_token_count_and_the_sum_is_that_of_the_worked_batch() -> None:
+def test_masked_tokens_stay_in_the_token_count_and_the_sum_is_that_of_the_worked_batch() -> None:
     batch = DATA["batch"]
     flat = {key: [x for row in batch[key] for x in row] for key in ("pi", "mu", "mask")}
     advantages = [a for a, row in zip(batch["A"], batch["pi"], strict=True) for _ in row]
@@ -275,7 +275,7 @@ def test_dropped_tokens_stay_in_the_token_count_and_the_sum_is_that_of_the_worke
     assert int(output.num_tokens) == 5
 
 
-def test_bf16_log_probabilities_are_raised_to_fp32_before_any_arithmetic() -> None:
+def test_bf16_log_probabilities_are_converted_to_fp32_before_any_arithmetic() -> None:
     logprobs = torch.tensor([-0.0305, -6.9]).bfloat16().requires_grad_()
     inputs = LossInputs(
         logprobs=logprobs,
@@ -289,7 +289,7 @@ def test_bf16_log_probabilities_are_raised_to_fp32_before_any_arithmetic() -> No
     assert output.loss_sum.item() == pytest.approx(exact.loss_sum.item(), rel=1e-6)
 
 
-def test_an_absurd_ratio_stays_finite_and_visible() -> None:
+def test_an_extreme_ratio_stays_finite_and_visible() -> None:
     inputs = LossInputs(
         logprobs=torch.tensor([-1.0], requires_grad=True),
         advantages=torch.tensor([-1.0]),
@@ -309,7 +309,7 @@ def test_missing_rollout_log_probabilities_name_the_loss_and_refuse_recomputed_o
         policy_loss(inputs, loss_config(name))
 
 
-def test_dppo_loss_refuses_other_losses_and_else_equals_policy_loss() -> None:
+def test_dppo_loss_equals_policy_loss_and_refuses_other_losses() -> None:
     inputs, _ = make_inputs([0.5, 0.2], [0.1, 0.5], [1.0, -1.0])
     with pytest.raises(ValueError, match=r"dppo_binary_kl.*dppo_binary_tv.* got 'grpo'"):
         dppo_loss(inputs, LossConfig(name="grpo"))
@@ -318,7 +318,7 @@ def test_dppo_loss_refuses_other_losses_and_else_equals_policy_loss() -> None:
 
 
 @pytest.mark.parametrize("field", ["rollout_logprobs", "advantages", "loss_mask", "entropy"])
-def test_a_field_of_another_shape_is_named(field: str) -> None:
+def test_a_field_with_a_wrong_shape_is_named(field: str) -> None:
     inputs, _ = make_inputs([0.5, 0.5], [0.5, 0.5], [1.0, 1.0])
     wrong = torch.ones(1, dtype=torch.bool if field == "loss_mask" else torch.float64)
     inputs = dataclasses.replace(inputs, **{field: wrong})

@@ -78,15 +78,15 @@ def test_the_rate_is_the_finite_difference_of_the_divergence_along_the_update(ki
         return MEASURES[kind](buckets((logits + by * update).softmax(-1), inside), buckets(mu, inside))
 
     slope = (moved(step) - moved(-step)) / (2 * step)
-    found = rate(kind, logits, mu, sampled, k)
+    result = rate(kind, logits, mu, sampled, k)
     # At a kink of the total variation the two sides differ; a step of 1e-6 meets none here.
-    torch.testing.assert_close(found, slope, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(result, slope, rtol=1e-6, atol=1e-8)
     if k == 11:
         whole = [MEASURES[kind]((logits + by * update).softmax(-1), mu) for by in (step, -step)]
-        torch.testing.assert_close(found, (whole[0] - whole[1]) / (2 * step), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(result, (whole[0] - whole[1]) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
-def test_tails_are_what_they_say_and_differ_from_the_exact_one() -> None:
+def test_estimated_tails_follow_their_formulas_and_differ_from_the_exact_one() -> None:
     """A tail of one token is `aggregated`, a flat one `uniform`; the KL's derivative written out once more."""
     logits, mu, sampled = policies(1)
     pi, k = logits.softmax(-1), 4
@@ -119,8 +119,8 @@ def test_with_the_sampled_token_alone_the_sign_is_that_of_its_own_move() -> None
     p, m = at[0][:, 0], at[1][:, 0]
     for kind in ("tv", "kl"):
         for square in (rest_square, (1 - p) ** 2, (1 - p) ** 2 / (VOCABULARY - 1)):
-            found = divergence_rate(kind, sums, (p, m), (1 - p, 1 - m), square)  # type: ignore[arg-type]
-            assert (found.sign() == (p - m).sign()).all()
+            result = divergence_rate(kind, sums, (p, m), (1 - p, 1 - m), square)  # type: ignore[arg-type]
+            assert (result.sign() == (p - m).sign()).all()
 
 
 def test_sums_of_parts_of_the_slots_add_up() -> None:
@@ -152,7 +152,7 @@ def inputs_of(logits: Tensor, mu: Tensor, sampled: Tensor, advantages: Tensor, k
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_the_mask_drops_what_is_beyond_and_would_raise_the_divergence(kind: str) -> None:
+def test_updates_beyond_the_threshold_that_raise_the_divergence_are_masked(kind: str) -> None:
     logits, mu, sampled = policies(4)
     advantages = torch.randn(TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     k, threshold = 4, 0.3
@@ -212,7 +212,7 @@ def test_under_a_filter_a_uniform_tail_is_flat_over_the_allowed_ids(kind: str) -
     fused = dppo_head_loss(wide, eye, targets, objective.loss, needs=objective.needs, **head)
     assert torch.equal(fused.keep_mask, want)
     slots = targets.rollout_topk_ids[:, :-1].long()
-    found = vocab_parallel_head_stats(
+    result = vocab_parallel_head_stats(
         wide,
         eye,
         targets.labels,
@@ -222,12 +222,12 @@ def test_under_a_filter_a_uniform_tail_is_flat_over_the_allowed_ids(kind: str) -
         needs=objective.needs,
         **head,
     )
-    assert torch.equal(policy_loss(loss_inputs(targets, found, 200), config).keep_mask, want)
+    assert torch.equal(policy_loss(loss_inputs(targets, result, 200), config).keep_mask, want)
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_number_that_is_none_does_not_switch_the_predicted_direction_off(kind: str, sign: float) -> None:
+def test_a_nan_does_not_disable_the_predicted_direction(kind: str, sign: float) -> None:
     """Outward by the sampled token, and a slot whose mu is unknown: as with the direction of that token."""
     pi, mu = (0.9, 0.3) if sign > 0 else (0.3, 0.9)
     inputs = LossInputs(
@@ -324,7 +324,7 @@ def test_centering_is_computed_in_fp32_from_narrower_numbers(dtype: torch.dtype)
     assert torch.equal(slots, want_slots.to(dtype))
 
 
-def test_on_policy_nothing_is_subtracted_and_tiny_rests_do_no_harm() -> None:
+def test_on_policy_nothing_is_subtracted_also_with_a_tiny_tail() -> None:
     _, mu, sampled = policies(9, 6.0)
     advantages = torch.ones(TOKENS, dtype=torch.float64)
     inputs, leaf = inputs_of(mu.log(), mu, sampled, advantages, 8)

@@ -16,7 +16,7 @@ from megatron_dppo.types import LossInputs
 INF, NAN = float("inf"), float("nan")
 
 
-def test_a_sequence_goes_as_a_whole_by_its_largest_or_by_its_mean() -> None:
+def test_a_sequence_is_masked_by_its_largest_or_mean_divergence() -> None:
     peak = torch.tensor([0.1, 0.05, 9.0, 0.02, 0.03, NAN, 0.0])
     mask = torch.tensor([True, True, False, True, True, True, True])
     ids = torch.tensor([0, 1, 1, 2, 2, 3, 4])
@@ -72,8 +72,8 @@ def test_float64_is_compared_in_float64() -> None:
         tokens[2] = last * (1 + beyond)
         limits = {"thresholds": (0.5, 0.5), "floor": 0.9, "budget": (1.0, 1.0)}
         ones = torch.ones(4, dtype=torch.float64)
-        found = prefix_keep_mask(tokens, ones, ones, ones.bool(), torch.zeros(4, dtype=torch.int64), **limits)  # type: ignore[arg-type]
-        assert bool(found[2]) is kept
+        result = prefix_keep_mask(tokens, ones, ones, ones.bool(), torch.zeros(4, dtype=torch.int64), **limits)  # type: ignore[arg-type]
+        assert bool(result[2]) is kept
 
 
 def test_the_percentile_lies_between_two_values_of_the_sequence() -> None:
@@ -81,13 +81,13 @@ def test_the_percentile_lies_between_two_values_of_the_sequence() -> None:
     assert float(_percentile(values, torch.tensor(2))) == pytest.approx(2.8)  # numpy.quantile([1, 2, 3], 0.9)
 
 
-def test_a_divergence_that_is_no_number_stops_what_follows_in_its_sequence_alone() -> None:
+def test_a_nan_divergence_masks_only_later_tokens_of_its_sequence() -> None:
     divergence = torch.tensor([0.0, NAN, 0.0, 0.0, 0.0])
     ones, mask = torch.ones(5), torch.ones(5, dtype=torch.bool)
-    found = prefix_keep_mask(
+    result = prefix_keep_mask(
         divergence, ones, ones, mask, torch.tensor([0, 0, 0, 1, 1]), thresholds=(1, 1), floor=1.0, budget=(0.1, 0.1)
     )
-    assert found.tolist() == [True, False, False, True, True]
+    assert result.tolist() == [True, False, False, True, True]
 
 
 def test_without_tokens_there_is_nothing_to_keep() -> None:
@@ -133,7 +133,7 @@ def test_trm_takes_the_two_estimates_of_the_divergence(config: LossConfig, kept:
         ({"name": "cppo", "sequence_max": "off"}, "sequence_max = off has no effect"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(keys: dict[str, object], message: str) -> None:
+def test_invalid_keys_are_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossConfig(**keys)  # type: ignore[arg-type]
 
@@ -168,14 +168,14 @@ def test_prefix_budgets_of_random_sequences_are_those_of_the_formulas() -> None:
         mask = random.random(count) < 0.7
         columns = [torch.from_numpy(x) for x in (divergence, sign, advantages, mask, ids)]
         limits: dict[str, Any] = {"floor": 0.4, "budget": (0.07, 0.16)}
-        found = prefix_keep_mask(*columns, thresholds=(0.05, 0.15), **limits).numpy()
+        result = prefix_keep_mask(*columns, thresholds=(0.05, 0.15), **limits).numpy()
         for sequence in range(3):
             chosen = mask & (ids == sequence)
             if not chosen.any():
                 continue
             outward = (advantages * sign > 0)[chosen].tolist()
             delta = numpy.where(advantages > 0, 0.15, 0.05)[chosen].tolist()
-            assert found[chosen].tolist() == _plain_prefix_mask(divergence[chosen].tolist(), outward, delta, **limits)
+            assert result[chosen].tolist() == _plain_prefix_mask(divergence[chosen].tolist(), outward, delta, **limits)
             num_tokens += sum(outward)
-            num_kept += int(found[chosen][outward].sum())
+            num_kept += int(result[chosen][outward].sum())
     assert 0.1 < 1 - num_kept / num_tokens < 0.5

@@ -40,11 +40,11 @@ def test_topk_lies_between_binary_and_exact_and_is_exact_for_the_whole_vocabular
     log_p, log_m = (x.gather(-1, sampled[:, None])[:, 0].log() for x in (pi, mu))
     exact = {topk_tv: (pi - mu).abs().sum(-1) / 2, topk_kl: (mu * (mu / pi).log()).sum(-1)}
     for measure, binary in ((topk_tv, binary_tv), (topk_kl, binary_kl)):
-        found = measure(*fields(pi, mu, sampled, k))
-        assert (found >= binary(log_p, log_m) - 1e-9).all()
-        assert (found <= exact[measure] + 1e-9).all()
+        result = measure(*fields(pi, mu, sampled, k))
+        assert (result >= binary(log_p, log_m) - 1e-9).all()
+        assert (result <= exact[measure] + 1e-9).all()
         if k >= 11:
-            torch.testing.assert_close(found, exact[measure], rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(result, exact[measure], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["pi of other given", "by subtraction"])
@@ -77,10 +77,10 @@ def test_eviction_takes_the_kth_slot_only_where_all_are_in_use(valid: str, kept:
     pi = torch.tensor([[0.3, 0.2, 0.1, 0.05]], dtype=torch.float64)
     before, want = (torch.tensor([[bit == "1" for bit in bits]]) for bits in (valid, kept))
     other = (1 - torch.where(before, pi, 0.0).sum(-1)).log() if given else None
-    found, rest, square = evict(torch.where(before, pi, NAN).log(), before, other, torch.tensor([0.25]).double())
+    result, rest, square = evict(torch.where(before, pi, NAN).log(), before, other, torch.tensor([0.25]).double())
     assert square is not None
     torch.testing.assert_close(square, 0.25 + torch.where(before & ~want, pi, 0.0).square().sum(-1))
-    assert torch.equal(found, want)
+    assert torch.equal(result, want)
     if rest is None:
         assert not given
     else:
@@ -98,8 +98,8 @@ def test_a_slot_with_mu_zero_and_pi_above_it_counts_for_tv_and_not_for_kl() -> N
         assert float(topk_kl(log_p, log_m, valid, other)) == pytest.approx(kl, rel=1e-12)
     sums = topk_sums(log_p, log_m, valid)
     for kind, want in (("tv", tv), ("kl", kl)):
-        found = divergence_from_sums(kind, sums, log_m, valid, torch.tensor([0.2], dtype=torch.float64).log())
-        assert float(found) == pytest.approx(want, rel=1e-12)
+        result = divergence_from_sums(kind, sums, log_m, valid, torch.tensor([0.2], dtype=torch.float64).log())
+        assert float(result) == pytest.approx(want, rel=1e-12)
     unused = torch.tensor([[True, True, False]])  # not a slot of probability 0: its mass of pi is part of `other`
     assert float(topk_tv(log_p, log_m, unused)) == pytest.approx((0.2 + 0.0 + 0.2) / 2, rel=1e-12)
 
@@ -134,7 +134,7 @@ def test_kl_is_infinite_where_pi_excludes_an_id_that_mu_samples_and_zero_where_b
 
 @pytest.mark.parametrize("junk", [NAN, INF, -INF, 0.0, -1.0])
 @pytest.mark.parametrize("measure", [topk_tv, topk_kl])
-def test_what_stands_in_an_invalid_slot_changes_nothing(measure: Any, junk: float) -> None:
+def test_values_in_invalid_slots_have_no_effect(measure: Any, junk: float) -> None:
     log_p = torch.tensor([[0.5, 0.2, 0.0]]).log()
     log_m = torch.tensor([[0.4, 0.3, 0.0]]).log()
     want = measure(log_p, log_m, ALL)
@@ -158,20 +158,20 @@ def test_the_mass_of_other_does_not_cancel_in_fp32_when_it_is_given() -> None:
     log_m = torch.tensor([[math.log(0.9), math.log(0.1 - 1e-5), 0.0]], dtype=torch.float64)
     log_p = torch.tensor([[math.log(0.9), math.log1p(-0.9 - 1e-12), 0.0]], dtype=torch.float64)
     exact = 1e-5 * math.log(1e-5 / 1e-10) + (0.1 - 1e-5) * math.log1p(-1e-4)
-    found = topk_kl(log_p.float(), log_m.float(), ALL, torch.tensor([math.log(1e-10)]))
-    assert float(found) == pytest.approx(exact, rel=1e-2)
+    result = topk_kl(log_p.float(), log_m.float(), ALL, torch.tensor([math.log(1e-10)]))
+    assert float(result) == pytest.approx(exact, rel=1e-2)
     assert float(topk_kl(log_p.float(), log_m.float(), ALL)) != pytest.approx(exact, rel=1e-2)
 
 
-def test_bf16_slots_are_raised_before_any_arithmetic() -> None:
+def test_bf16_slots_are_converted_before_any_arithmetic() -> None:
     log_p, log_m = torch.tensor([[-0.03, -4.0, 0.0]]).bfloat16(), torch.tensor([[-0.04, -3.5, 0.0]]).bfloat16()
     for measure in (topk_tv, topk_kl):
-        found = measure(log_p, log_m, ALL)
-        assert found.dtype == torch.float32
-        assert float(found) == pytest.approx(float(measure(log_p.double(), log_m.double(), ALL)), rel=1e-6)
+        result = measure(log_p, log_m, ALL)
+        assert result.dtype == torch.float32
+        assert float(result) == pytest.approx(float(measure(log_p.double(), log_m.double(), ALL)), rel=1e-6)
 
 
-def test_topk_adds_no_gradient_of_its_own() -> None:
+def test_topk_has_no_gradient() -> None:
     inputs, logprobs = make_inputs([0.5, 0.3], [0.4, 0.5], [1.0, -1.0])
     extra = {n: getattr(inputs, n).clone().requires_grad_() for n in ("topk_logprobs", "topk_other_logprob")}
     policy_loss(dataclasses.replace(inputs, **extra), loss_config("dppo_topk_tv")).loss_sum.backward()
@@ -179,7 +179,7 @@ def test_topk_adds_no_gradient_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_a_nan_in_the_topk_list_drops_the_update_that_leads_away(kind: str) -> None:
+def test_a_nan_in_the_topk_masks_an_outward_update(kind: str) -> None:
     inputs, _ = make_inputs([0.5, 0.3], [0.4, 0.5], [1.0, 1.0])
     broken = dataclasses.replace(inputs, topk_logprobs=torch.full((2, 3), NAN))
     config = loss_config(f"dppo_topk_{kind}")
@@ -193,7 +193,7 @@ def test_a_missing_topk_input_is_named(missing: str) -> None:
         policy_loss(dataclasses.replace(inputs, **{missing: None}), loss_config("dppo_topk_tv"))
 
 
-def test_topk_fields_of_another_shape_or_another_k_are_refused() -> None:
+def test_topk_fields_with_a_wrong_shape_or_k_are_refused() -> None:
     inputs, _ = make_inputs([0.5], [0.4], [1.0])
     with pytest.raises(ValueError, match=r"topk_logprobs has 3 slots, expected topk \+ 1 = 21; set loss.topk to 2"):
         policy_loss(inputs, loss_config("dppo_topk_tv", topk=20))

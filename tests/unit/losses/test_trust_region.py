@@ -59,7 +59,7 @@ def test_divergences_of_bf16_log_probabilities_are_computed_in_fp32() -> None:
         torch.testing.assert_close(result, function(log_p.double(), log_m.double()).float(), rtol=1e-3, atol=1e-7)
 
 
-def test_a_divergence_equal_to_the_threshold_is_kept_and_one_above_is_dropped() -> None:
+def test_a_divergence_equal_to_the_threshold_is_kept_and_one_above_is_masked() -> None:
     threshold = 0.125
     above = math.nextafter(threshold, 1.0)
     divergence = torch.tensor([threshold, threshold, above, above], dtype=torch.float64)

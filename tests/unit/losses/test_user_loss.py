@@ -20,7 +20,7 @@ from megatron_dppo.losses.parts.user_check import check_user_functions, made_up_
 from megatron_dppo.losses.user_loss import UserLoss
 
 EXAMPLES = Path(__file__).parents[3] / "examples/losses"
-OWN = Path(__file__).parents[2] / "distributed/own_functions.py"
+OWN = Path(__file__).parents[2] / "distributed/user_functions.py"
 TOPK = 3
 THRESHOLD = {"divergence_threshold_low": 0.05, "divergence_threshold_high": 0.05}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -57,17 +57,15 @@ def gradients(config: LossConfig, **changes: Any) -> tuple[Any, list[Tensor]]:
     leaves = [x.double().requires_grad_() for x in (inputs.logprobs, inputs.entropy, inputs.topk_logprobs)]  # type: ignore[union-attr]
     inputs = replace(inputs, logprobs=leaves[0], entropy=leaves[1], topk_logprobs=leaves[2], **changes)
     output = policy_loss(inputs, config, counterfactuals=True)
-    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=True)
-    return output, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    result = torch.autograd.grad(output.loss_sum, leaves, allow_unused=True)
+    return output, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, result, strict=True)]
 
 
 @pytest.mark.parametrize(("own", "built_in"), PAIRS.values(), ids=PAIRS.keys())
-def test_a_users_loss_equals_the_built_in_one_that_it_writes_once_more(
-    own: dict[str, Any], built_in: dict[str, Any]
-) -> None:
+def test_a_user_loss_equals_the_built_in_loss_that_it_copies(own: dict[str, Any], built_in: dict[str, Any]) -> None:
     (mine, of_mine), (theirs, of_theirs) = gradients(LossConfig(**own)), gradients(LossConfig(**built_in))
-    for found, expected in zip(of_mine, of_theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for result, expected in zip(of_mine, of_theirs, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
     assert any(bool(x.any()) for x in of_theirs)
     if "penalised" not in str(own["name"]):
         assert torch.equal(mine.keep_mask, theirs.keep_mask) and mine.num_tokens == theirs.num_tokens
@@ -95,7 +93,7 @@ def test_in_the_fused_head_the_gradient_is_that_of_the_built_in_one(name: str, c
         rollout_topk_ids=ids,
         rollout_topk_logprobs=x.rollout_topk_logprobs,
     )
-    found = []
+    result = []
     for settings in PAIRS[name]:
         config = LossConfig(**settings)
         objective = policy_objective(config)
@@ -103,26 +101,26 @@ def test_in_the_fused_head_the_gradient_is_that_of_the_built_in_one(name: str, c
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         options: dict[str, Any] = {"group": None, "vocab_size": vocabulary, "chunk_tokens": chunk}
         dppo_head_loss(*leaves, targets, objective.loss, needs=objective.needs, **options).loss_sum.backward()
-        found.append([leaf.grad for leaf in leaves])
-    for mine, theirs in zip(*found, strict=True):
+        result.append([leaf.grad for leaf in leaves])
+    for mine, theirs in zip(*result, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
-    assert bool(found[0][0].any())
+    assert bool(result[0][0].any())
 
 
-def test_rows_without_advantage_are_skipped_only_where_the_loss_says_so() -> None:
+def test_rows_without_advantage_are_skipped_only_if_the_loss_declares_it() -> None:
     assert policy_objective(LossConfig(**PAIRS["binary"][0])).skips_zero_advantage
     assert not policy_objective(LossConfig(**PAIRS["penalised"][0])).skips_zero_advantage
     assert not policy_objective(LossConfig(**PAIRS["mask"][0])).by_token
 
 
-def test_a_weight_multiplies_the_term_and_no_more() -> None:
+def test_a_user_weight_multiplies_the_term_only() -> None:
     plain = LossConfig(name="cispo")
     own = LossConfig(name="cispo", mask=f"{EXAMPLES}/parts.py:confident_less", mask_options={"power": 2.0})
     mu = made_up_inputs(TOPK).rollout_logprobs.double().exp()  # type: ignore[union-attr]
     torch.testing.assert_close(gradients(own)[1][0], (1 - mu) ** 2 * gradients(plain)[1][0], rtol=1e-6, atol=1e-8)
 
 
-def test_the_example_mask_drops_whole_sequences_by_their_mean_move() -> None:
+def test_the_example_mask_masks_sequences_by_their_mean_change() -> None:
     inputs = made_up_inputs(TOPK)
     output, _ = gradients(LossConfig(name="pg_is", mask=f"{EXAMPLES}/parts.py:near_sequences"))
     moved = (inputs.logprobs.exp() - inputs.rollout_logprobs.exp()).abs()  # type: ignore[union-attr]
@@ -173,7 +171,7 @@ def test_the_keys_of_a_class_are_checked_as_those_of_a_built_in_loss(tmp_path: P
         ),
     ],
 )
-def test_a_class_that_cannot_be_right_is_refused(body: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_loss_class_is_refused(body: str, message: str, tmp_path: Path) -> None:
     config = LossConfig(name=f"{write(tmp_path, CLASS.replace('BODY', body))}:Mine")
     with pytest.raises(FunctionError, match=message):
         check_user_functions(config)
@@ -204,7 +202,7 @@ BAD_LOSSES = {
 
 
 @pytest.mark.parametrize(("body", "message"), BAD_LOSSES.items())
-def test_what_is_wrong_with_a_users_loss_is_told_before_the_run(body: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_user_loss_is_refused_before_the_run(body: str, message: str, tmp_path: Path) -> None:
     name = f"{write(tmp_path, body)}:f"
     with pytest.raises(FunctionError, match=f"(?s)loss.name = '{name}'.*{message}"):
         check_user_functions(LossConfig(name=name))
@@ -222,7 +220,7 @@ BAD_MASKS = {
 
 
 @pytest.mark.parametrize(("body", "message"), BAD_MASKS.items())
-def test_what_is_wrong_with_a_users_mask_is_told_before_the_run(body: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_user_mask_is_refused_before_the_run(body: str, message: str, tmp_path: Path) -> None:
     name = f"{write(tmp_path, body)}:f"
     with pytest.raises(FunctionError, match=f"(?s)loss.mask = '{name}'.*{message}"):
         check_user_functions(LossConfig(name="pg_is", mask=name))
@@ -256,7 +254,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "keys", "message"), BAD_SETTINGS)
-def test_settings_that_do_not_fit_a_function_are_refused(
+def test_settings_that_a_function_cannot_use_are_refused(
     body: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     file = write(tmp_path, body)
@@ -280,15 +278,15 @@ def test_a_missing_topk_is_an_error_that_names_the_setting() -> None:
         policy_loss(replace(inputs, logprobs=inputs.logprobs.requires_grad_()), LossConfig(**PAIRS["centered"][0]))
 
 
-def test_advantages_of_ones_own() -> None:
+def test_user_defined_advantages() -> None:
     rewards = torch.tensor([[0.0, 1.0, 3.0], [2.0, 2.0, 9.0]])
     valid = torch.tensor([[True, True, True], [True, True, False]])
-    found = advantages_by(f"{EXAMPLES}/parts.py:over_range", rewards, valid)
-    torch.testing.assert_close(found, torch.tensor([[-1.0, -1 / 3, 1.0], [0.0, 0.0, 0.0]]))
+    result = advantages_by(f"{EXAMPLES}/parts.py:over_range", rewards, valid)
+    torch.testing.assert_close(result, torch.tensor([[-1.0, -1 / 3, 1.0], [0.0, 0.0, 0.0]]))
     assert torch.allclose(advantages_by("mean", rewards[:1], valid[:1]), torch.tensor([[-4.0, -1.0, 5.0]]) / 3)
 
 
-def test_bad_advantages_are_told(tmp_path: Path) -> None:
+def test_invalid_user_advantages_are_refused(tmp_path: Path) -> None:
     rewards, valid = torch.tensor([[0.0, 1.0], [3.0, 5.0]]), torch.ones(2, 2, dtype=torch.bool)
     for number, (body, message) in enumerate(
         {
@@ -304,8 +302,8 @@ def test_bad_advantages_are_told(tmp_path: Path) -> None:
         name = f"{write(tmp_path, body, f'own{number}.py')}:f"
         TrainConfig(advantage=name)
         if message is None:
-            found = advantages_by(name, rewards, valid, groups=["ab", "c"])  # type: ignore[list-item]
-            assert found.tolist() == [[2.0, 3.0], [4.0, 6.0]]
+            result = advantages_by(name, rewards, valid, groups=["ab", "c"])  # type: ignore[list-item]
+            assert result.tolist() == [[2.0, 3.0], [4.0, 6.0]]
             continue
         with pytest.raises(FunctionError, match=f"train.advantage = '{name}'.*{message}"):
             advantages_by(name, rewards, valid)
@@ -317,7 +315,7 @@ def test_bad_advantages_are_told(tmp_path: Path) -> None:
         TrainConfig(advantage=f"{write(tmp_path, 'def f(r, v, c): return r', 'c.py')}:f")
 
 
-def test_everything_that_a_function_declares_is_there_and_the_rest_is_not(tmp_path: Path) -> None:
+def test_a_function_receives_exactly_the_inputs_that_it_declares(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         "seen = []\n@needs(topk=True, topk_other_square=True, recomputed=True, reference=True, entropy_gradient=True)\n"
@@ -350,15 +348,15 @@ DECLARED = {
 """Fields that a function may read, and its declaration."""
 
 
-def test_each_declared_field_has_its_own_numbers(tmp_path: Path) -> None:
+def test_each_declared_field_has_its_values(tmp_path: Path) -> None:
     """The gradient of log pi times a field is that field; no two fields of the made-up inputs are equal."""
     inputs = made_up_inputs(TOPK)
     for field, declaration in DECLARED.items():
         file = write(tmp_path, f"{declaration}\ndef f(x): return x.logprobs * x.{field}\n", f"{field}.py")
         options: dict[str, Any] = {"topk": TOPK} if "topk" in declaration else {}
-        _, (found, *_) = gradients(LossConfig(name=f"{file}:f", **options))
+        _, (result, *_) = gradients(LossConfig(name=f"{file}:f", **options))
         expected = torch.where(inputs.loss_mask, getattr(inputs, field).double(), 0.0)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_a_gradient_that_was_not_declared_does_not_reach_the_model(tmp_path: Path) -> None:
@@ -372,9 +370,9 @@ def test_a_gradient_that_was_not_declared_does_not_reach_the_model(tmp_path: Pat
     ):
         file = write(tmp_path, body.format(declaration), f"g{len(declaration)}.py")
         leaf = other.clone().requires_grad_()
-        output, found = gradients(LossConfig(name=f"{file}:f", topk=TOPK), topk_other_logprob=leaf)
-        assert bool(found[0].any())
-        assert (bool(found[2].any()), bool(found[1].any())) == (topk, entropy)
+        output, result = gradients(LossConfig(name=f"{file}:f", topk=TOPK), topk_other_logprob=leaf)
+        assert bool(result[0].any())
+        assert (bool(result[2].any()), bool(result[1].any())) == (topk, entropy)
     body = "@needs(topk=True)\ndef f(x): return term(x) + x.topk_other_logprob + x.rollout_topk_logprobs[:, 0]\n"
     leaves = [other.clone().requires_grad_(), made_up_inputs(TOPK).rollout_topk_logprobs.clone().requires_grad_()]  # type: ignore[union-attr]
     inputs = replace(made_up_inputs(TOPK), topk_other_logprob=leaves[0], rollout_topk_logprobs=leaves[1])
@@ -382,8 +380,8 @@ def test_a_gradient_that_was_not_declared_does_not_reach_the_model(tmp_path: Pat
     output = policy_loss(
         replace(inputs, logprobs=logprobs), LossConfig(name=f"{write(tmp_path, body, 'o.py')}:f", topk=TOPK)
     )
-    found = torch.autograd.grad(output.loss_sum, [logprobs, *leaves], allow_unused=True)
-    assert bool(found[0].any()) and found[1] is None and found[2] is None
+    result = torch.autograd.grad(output.loss_sum, [logprobs, *leaves], allow_unused=True)
+    assert bool(result[0].any()) and result[1] is None and result[2] is None
 
 
 def test_counterfactual_cosines_of_a_loss_with_a_weight_are_those_of_the_two_gradients(tmp_path: Path) -> None:
@@ -392,9 +390,9 @@ def test_counterfactual_cosines_of_a_loss_with_a_weight_are_those_of_the_two_gra
     user = f"{write(tmp_path, 'def f(x): return term(x) * 0.5')}:f"
     for name in ("pg_is", "grpo", user):
         output, (mine, *_) = gradients(LossConfig(name=name, mask=mask), token_weights=weights)
-        found = with_cosines({k: float(m.numerator / m.denominator) for k, m in output.metrics.items()})
+        result = with_cosines({k: float(m.numerator / m.denominator) for k, m in output.metrics.items()})
         for other in ("pg_is", "grpo", "dppo_binary_tv"):
             _, (theirs, *_) = gradients(LossConfig(name=other), token_weights=weights)
             cosine = torch.nn.functional.cosine_similarity(mine, theirs, dim=0)
-            assert found[f"counterfactual/{other}/cosine"] == pytest.approx(float(cosine), rel=1e-6)
+            assert result[f"counterfactual/{other}/cosine"] == pytest.approx(float(cosine), rel=1e-6)
             assert 0.1 < cosine < 0.999

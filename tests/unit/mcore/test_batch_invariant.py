@@ -46,13 +46,13 @@ def configured(section: str, **changes: Any) -> Config:
         ("parallel", {"context_parallel_size": 2}, "parallel.context_parallel_size = 2"),
     ],
 )
-def test_what_it_does_not_go_with_is_named(section: str, changes: dict[str, Any], words: str) -> None:
+def test_incompatible_settings_are_named(section: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         configured(section, **changes)
     assert "rollout.batch_invariant = true is incompatible with" in str(caught.value) and words in str(caught.value)
 
 
-def test_all_that_is_wrong_is_named_at_once_and_the_rest_is_fine() -> None:
+def test_all_incompatible_settings_are_reported_at_once() -> None:
     with pytest.raises(ValidationError, match=r"fused_head.*tensor_model_parallel_size"):
         Config.model_validate(
             BASE | {"model": BASE["model"] | {"fused_head": False}, "parallel": {"tensor_model_parallel_size": 4}}

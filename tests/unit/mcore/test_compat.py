@@ -44,7 +44,7 @@ def test_on_cpu_the_device_code_is_replaced_too() -> None:
     assert shims_on("cpu", "gloo") == ["True False", "True False", "False False"]
 
 
-def test_fields_that_rename_or_quantise_weights_are_not_for_the_user() -> None:
+def test_fields_that_rename_or_quantize_weights_cannot_be_set() -> None:
     names = ["moe_single_grouped_weight", "use_grouped_gemm_for_shared_expert", "fp8_param", "fp4", "fp4_param"]
     program = f"""
 import torch

@@ -27,7 +27,7 @@ PACKAGE = Path(extensions.__file__).parents[2]
         ("selective", ["moe_act"], True),
     ],
 )
-def test_it_is_built_only_for_recomputation_that_restores_outputs(
+def test_the_extension_is_built_only_for_recomputation_that_restores_outputs(
     granularity: str | None, modules: list[str] | None, expected: bool
 ) -> None:
     apply_shims(Platform.detect(force_cpu=True))

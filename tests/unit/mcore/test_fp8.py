@@ -36,7 +36,7 @@ HYBRID = {"fp8": "hybrid"}
         ({}, "fp32", CPU, False, (0, 0), None),
     ],
 )
-def test_it_is_refused_by_name_where_it_cannot_be(
+def test_fp8_is_refused_where_it_is_not_supported(
     fields: dict[str, Any],
     dtype: str,
     platform: Platform,
@@ -56,7 +56,7 @@ def test_it_is_refused_by_name_where_it_cannot_be(
         check_fp8(fields, dtype, platform, transformer_engine=engine)
 
 
-def test_rows_are_whole_tiles() -> None:
+def test_rows_are_multiples_of_a_tile() -> None:
     apply_shims(CPU)
     from megatron_dppo.mcore.fusions import row_multiple
 

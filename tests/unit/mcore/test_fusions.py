@@ -29,7 +29,7 @@ def defaults(overrides: dict[str, Any] | None = None, **more: bool) -> set[str]:
     return {name for name, on in fusions.default_fusions(overrides or {}, **given).items() if on}
 
 
-def test_on_with_transformer_engine_and_off_without_or_on_the_cpu(engine: None) -> None:
+def test_fusions_are_on_only_with_transformer_engine_on_cuda(engine: None) -> None:
     assert defaults() == set(fusions.FUSIONS)
     assert defaults(experts=False) == set(fusions.FUSIONS) - {"moe_permute_fusion"}
     assert defaults(engine=False) == defaults(engine=False, is_cuda=False) == set()
@@ -50,7 +50,7 @@ def test_an_old_transformer_engine_has_neither_rope_nor_permutation() -> None:
     ("name", "value"),
     [("use_te_activation_func", True), ("activation_func_clamp_value", 7.0), ("glu_linear_offset", 1.0)],
 )
-def test_what_the_fused_swiglu_would_ignore_keeps_it_off(engine: None, name: str, value: Any) -> None:
+def test_the_fused_swiglu_is_off_for_settings_that_it_ignores(engine: None, name: str, value: Any) -> None:
     assert defaults({name: value}) == set(fusions.FUSIONS) - {"bias_activation_fusion"}
 
 
@@ -64,7 +64,7 @@ def config(*on: str, experts: int | None = 8) -> Any:
     return SimpleNamespace(num_moe_experts=experts, **{name: name in on for name in fusions.FUSIONS})
 
 
-def test_a_run_says_in_one_line_which_kernels_it_has() -> None:
+def test_a_run_prints_one_line_about_its_kernels() -> None:
     words = fusions.summarize_kernels(config(*fusions.FUSIONS), {}, engine=True)
     assert words == f"kernels  Transformer Engine with {', '.join(fusions.FUSIONS)}"
     overrides = {"apply_rope_fusion": False, "activation_func_clamp_value": 7.0}
@@ -90,20 +90,20 @@ def numbers(run: Callable[..., Tensor], splits: list[int], dtype: torch.dtype, w
     weights = [draw(24, width).requires_grad_() for _ in splits]
     y = run(x.requires_grad_(), splits, weights)
     y.backward(grad)
-    found = [weight.grad for weight in weights]
-    assert x.grad is not None and all(g is not None for g in found)
-    return [y.detach(), x.grad, torch.stack([g for g in found if g is not None])]
+    result = [weight.grad for weight in weights]
+    assert x.grad is not None and all(g is not None for g in result)
+    return [y.detach(), x.grad, torch.stack([g for g in result if g is not None])]
 
 
 @pytest.mark.parametrize("splits", [[5, 0, 17, 2], [0, 0, 0, 8], [1, 0], [64, 64]])
-def test_the_grouped_gemm_is_each_experts_product(splits: list[int]) -> None:
+def test_the_grouped_gemm_equals_the_product_of_each_expert(splits: list[int]) -> None:
     exact = numbers(grouped_linear, splits, torch.float64)
-    found, one_by_one = (numbers(run, splits, torch.bfloat16) for run in (grouped_gemm, grouped_linear))
-    for mine, loop, expected in zip(found, one_by_one, exact, strict=True):
+    result, one_by_one = (numbers(run, splits, torch.bfloat16) for run in (grouped_gemm, grouped_linear))
+    for mine, loop, expected in zip(result, one_by_one, exact, strict=True):
         assert mine.shape == expected.shape
         error, of_loop = ((part - expected).norm() / expected.norm() for part in (mine, loop))
         assert error <= 1.5 * of_loop + 1e-3  # both are rounded to bf16 once
-    assert all(not found[2][i].any() for i, rows in enumerate(splits) if rows == 0)
+    assert all(not result[2][i].any() for i, rows in enumerate(splits) if rows == 0)
 
 
 def test_the_gradient_may_come_in_any_strides() -> None:
@@ -112,7 +112,7 @@ def test_the_gradient_may_come_in_any_strides() -> None:
     assert x.grad is not None and (x.grad == 8).all()
 
 
-def test_it_is_for_cuda_bf16_alone() -> None:
+def test_the_grouped_gemm_needs_cuda_and_bf16() -> None:
     assert not has_grouped_gemm(torch.ones(4, 16).bfloat16(), torch.ones(8, 16).bfloat16())
     # Without rows there is nothing to multiply, and the loop gives the gradient of zeros.
     weights = [torch.ones(8, 16, requires_grad=True) for _ in range(2)]

@@ -48,12 +48,12 @@ def test_noise_is_standard_normal_and_independent_over_tokens_layers_versions_an
     assert tokens.abs().max() < 6 / HIDDEN**0.5
 
 
-def test_noise_is_the_sequence_s_own_wherever_it_stands_and_however_it_is_padded() -> None:
+def test_noise_of_a_sequence_does_not_depend_on_packing_or_padding() -> None:
     alone = [drawn([sample])[0] for sample in SAMPLES]
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         for shape in ({}, {"sequence_multiple": 8}, {"sequence_multiple": 4, "row_multiple": 64}):
-            found = drawn([SAMPLES[i] for i in order], **shape)
-            for i, part in zip(order, found, strict=True):
+            actual = drawn([SAMPLES[i] for i in order], **shape)
+            for i, part in zip(order, actual, strict=True):
                 torch.testing.assert_close(part, alone[i], rtol=0, atol=0)
 
 
@@ -63,8 +63,8 @@ def test_sequence_parallel_ranks_have_their_rows() -> None:
         3, torch.empty(len(batch.tokens), 1, HIDDEN)
     )
     part = torch.empty(len(batch.tokens) // 4, 1, HIDDEN)
-    found = [RowNoise.from_batch(batch, None, part=(rank, 4), name="0/0").generate(3, part) for rank in range(4)]
-    torch.testing.assert_close(torch.cat(found), whole, rtol=0, atol=0)
+    actual = [RowNoise.from_batch(batch, None, part=(rank, 4), name="0/0").generate(3, part) for rank in range(4)]
+    torch.testing.assert_close(torch.cat(actual), whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("settings", [{"start_layer": 4}, {"end_layer": 5}])
@@ -114,7 +114,7 @@ def test_only_applied_updates_move_the_standard_deviations(monkeypatch: pytest.M
         assert metrics["layer_noise"] == pytest.approx(before.mean()), "the update was made with the earlier values"
 
 
-def test_a_skipped_update_of_the_trainer_is_one_of_the_noise_with_the_scale_that_it_had() -> None:
+def test_the_noise_skips_the_updates_that_the_trainer_skips_with_their_loss_scale() -> None:
     steps: list[tuple[float, bool]] = []
     scale = SimpleNamespace(value=16.0)
 

@@ -46,7 +46,7 @@ RANDOM = {"model": {"path": "m", "random_init": True}}
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(sections: dict[str, Any], message: str) -> None:
+def test_incompatible_inputs_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config_for(Case(), **sections)
 
@@ -56,7 +56,7 @@ def test_scale_and_defaults() -> None:
     assert tuple(LoraConfig(rank=8).target_modules) == LORA_TARGETS and LoraConfig().rank == 0
 
 
-def test_a_run_goes_on_with_its_own_adapters() -> None:
+def test_a_run_resumes_with_its_adapters() -> None:
     assert (change_kind("lora.rank"), change_kind("lora.target_modules"), change_kind("lora.alpha")) == (
         "fixed",
         "fixed",
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_its_own_adapters() -> None:
     )
 
 
-def test_a_is_drawn_as_peft_draws_it() -> None:
+def test_a_is_initialized_as_in_peft() -> None:
     """kaiming_uniform(a = sqrt 5): uniform with the same bound; the name alone decides the numbers."""
     from megatron_dppo.mcore.compat.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
@@ -72,12 +72,13 @@ def test_a_is_drawn_as_peft_draws_it() -> None:
     apply_shims(Platform.detect(force_cpu=True))
     from megatron_dppo.mcore.lora_layer import kaiming_uniform
 
-    found, other = kaiming_uniform(64, 400, "0 q"), torch.empty(64, 400)
+    result, other = kaiming_uniform(64, 400, "0 q"), torch.empty(64, 400)
     torch.nn.init.kaiming_uniform_(other, a=math.sqrt(5))
-    for value in (float(found.std() / other.std()), float(found.max() / other.max()), float(found.min() / other.min())):
+    ratios = [float(statistic(result) / statistic(other)) for statistic in (torch.std, torch.max, torch.min)]
+    for value in ratios:
         assert value == pytest.approx(1.0, abs=0.02)
-    assert torch.equal(found, kaiming_uniform(64, 400, "0 q"))
-    assert not torch.equal(found, kaiming_uniform(64, 400, "0 k"))
+    assert torch.equal(result, kaiming_uniform(64, 400, "0 q"))
+    assert not torch.equal(result, kaiming_uniform(64, 400, "0 k"))
 
 
 def test_weights_are_merged_in_fp32_and_rounded_once() -> None:

@@ -12,7 +12,7 @@ from megatron_dppo.parallel.platform import Platform
 from tests.unit import configs
 
 
-def test_overflows_halve_it_and_a_window_without_one_doubles_it() -> None:
+def test_overflows_halve_the_scale_and_a_window_without_one_doubles_it() -> None:
     apply_shims(Platform.detect(force_cpu=True))
     from megatron_dppo.mcore.optim import LossScale
 
@@ -68,7 +68,7 @@ def test_any_order_of_overflows_gives_the_scale_of_megatron(hysteresis: int) -> 
     assert len(set(values)) > 3
 
 
-def test_its_keys_are_for_fp16_alone() -> None:
+def test_loss_scale_keys_need_fp16() -> None:
     assert configs.config(model={"path": "m", "dtype": "fp16"}, optimizer={"initial_loss_scale": 4.0})
     with pytest.raises(ConfigError, match=r"optimizer\.hysteresis has no effect with model\.dtype = 'bf16'"):
         configs.config(optimizer={"hysteresis": 3})

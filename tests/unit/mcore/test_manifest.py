@@ -32,7 +32,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+def test_any_changed_bit_of_the_manifest_is_detected(tmp_path: Path) -> None:
     fill(tmp_path)
     text = (tmp_path / MANIFEST).read_bytes()
     whole = read_manifest(tmp_path)
@@ -56,7 +56,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
 
 
-def test_files_that_are_links_or_folders_instead_are_found(tmp_path: Path) -> None:
+def test_links_and_folders_in_place_of_files_are_detected(tmp_path: Path) -> None:
     fill(tmp_path)
     expected = read_manifest(tmp_path)
     assert expected is not None and not find_name_or_size_problem(tmp_path, expected)
@@ -75,7 +75,7 @@ def test_files_that_are_links_or_folders_instead_are_found(tmp_path: Path) -> No
     assert find_content_problem(tmp_path, expected, ["inner/b", "a"]).startswith("a has other content")
 
 
-def test_files_are_shared_evenly_and_each_once() -> None:
+def test_files_are_assigned_evenly_and_once() -> None:
     dice = random.Random(0)
     for world_size in (1, 2, 7, 32):
         sizes = {f"file{i}": dice.choice([0, 10, dice.randrange(10**9)]) for i in range(100)}
@@ -92,7 +92,7 @@ def fake(folder: Path, step: int, *, finite: bool = True) -> Path:
     return checkpoint
 
 
-def test_a_prune_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_prune_leaves_no_incomplete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = shutil.rmtree
 
     def die_half_way(path: Path, **options: Any) -> None:
@@ -129,7 +129,7 @@ def test_pruning_keeps_the_newest_the_best_and_the_newest_finite(tmp_path: Path)
         assert {checkpoint_folder.step_number(p) for p in checkpoints(folder)} == expected, case
 
 
-def test_setting_aside_never_replaces(tmp_path: Path) -> None:
+def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
     names = [set_aside(fake(tmp_path, 1), "damaged").name for _ in range(3)]
     assert names == ["step_000001.damaged", "step_000001.damaged2", "step_000001.damaged3"]
     assert checkpoints(tmp_path) == []

@@ -52,7 +52,7 @@ def test_real_models_map_completely(config: Any, expected: dict[str, tuple[int, 
     """Every name once, every shape back; the Megatron shapes are (q + k + v heads) * 128 and 2 * ffn by hidden."""
     weights, shape = meta_weights(config), model_shape(config)
     mapped: list[str] = []
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for rule, layer, expert in mapping.parameters(shape, tied=False):
         name, hf_names = rule.names(layer, expert)
         assert mapping.find_rule(name, shape, tied=False) == (rule, layer, expert)
@@ -62,11 +62,11 @@ def test_real_models_map_completely(config: Any, expected: dict[str, tuple[int, 
         for size in (1, 2, 4):
             shards = [mapping.shard(rule, full, rank, size) for rank in range(size)]
             assert mapping.unshard(rule, shards).shape == full.shape, name
-        found[name] = tuple(full.shape)
+        result[name] = tuple(full.shape)
         mapped += hf_names
     assert sorted(mapped) == sorted(weights)
     for ending, size in expected.items():
-        assert {s for n, s in found.items() if n.endswith(ending)} == {size}
+        assert {s for n, s in result.items() if n.endswith(ending)} == {size}
 
 
 def test_values_survive_join_split_shard_and_unshard() -> None:

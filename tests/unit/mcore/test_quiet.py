@@ -10,7 +10,7 @@ from megatron_dppo.mcore.compat.gloo import _NOISY_LOGS, silence_megatron
 
 
 @pytest.mark.parametrize("name", _NOISY_LOGS)
-def test_only_the_named_records_are_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_listed_log_records_are_filtered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logger, records = logging.getLogger(name), list[str]()
     monkeypatch.setattr(logger, "filters", [])
     handler = logging.Handler()

@@ -30,7 +30,7 @@ def package(place: Path, pytorch: str | None, init: str = "") -> None:
         (place / "transformer_engine" / "pytorch.py").write_text(pytorch)
 
 
-def test_a_package_that_can_be_imported_is_there(install: Path) -> None:
+def test_an_importable_package_is_detected(install: Path) -> None:
     package(install, "class Linear: ...")
     assert has_transformer_engine()
 
@@ -83,7 +83,7 @@ print(*applied)
     assert run() == ["refused", ""]
 
 
-def test_no_package_is_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_not_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p or ".") / "transformer_engine").exists()])
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)

@@ -80,8 +80,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         return {name: future.result() for name, future in running.items()}
 
 
-def check(found: list[dict[str, Any]], version: str) -> None:
-    *models, calls = found
+def check(actual: list[dict[str, Any]], version: str) -> None:
+    *models, calls = actual
     assert calls == {"calls": []}
     assert [model["megatron"] for model in models] == [version] * len(CASES)
     assert [model["wrong"] for model in models] == [[]] * len(CASES)
@@ -112,7 +112,7 @@ def test_names_shapes_and_fusions_with_the_newer_megatron(built: dict[str, list[
     check(built["newer"], MEGATRON)
 
 
-def test_a_name_a_shape_or_a_signature_that_differs_is_found(built: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_differing_name_shape_or_signature_is_detected(built: dict[str, list[dict[str, Any]]]) -> None:
     model, calls = built["wrong"]
     wrong = " ".join(model["wrong"])
     assert "linear_fc1.layer_norm_weight: no rule maps it" in wrong
