@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,11 +23,13 @@ from megatron_dppo.rewards.code_tests import (
     same_value,
 )
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.math import after_thinking
 from megatron_dppo.rewards.sandbox import Limits, RunningProgram, Sandbox, SandboxError, interpreter, probe
 from megatron_dppo.rewards.sandboxed import harness
+from megatron_dppo.rewards.thinking import after_thinking
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_MAX_DIGITS = 100_000
+"""Longest integer in a table of tests or a result; twice LiveCodeBench's."""
 _PYTHON = ("", "python", "py", "python3")
 _HARNESS = Path(harness.__file__).read_text(encoding="utf-8")
 
@@ -51,6 +54,8 @@ class Code:
             ValueError: The row has no tests of a known format.
             SandboxError: The sandbox cannot be set up.
         """
+        # Tests and results may have integers longer than Python's default of 4,300 digits.
+        sys.set_int_max_str_digits(max(_MAX_DIGITS, sys.get_int_max_str_digits()))
         tests = self._tests(item)
         code = last_block(item.completion)
         if code is None:

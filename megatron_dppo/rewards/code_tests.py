@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Any
 
 
@@ -118,12 +119,21 @@ def _as_text(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def same_output(actual: str, expected: str) -> bool:
-    """Return True if two outputs have the same lines, ignoring trailing whitespace.
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,6})?")
+_PADDED = re.compile(r"[+-]?0\d+")
+"""An integer with leading zeros, as in a time or a code: not the number without them."""
+_RELATIVE, _ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
+"""Tolerances of the harnesses of APPS and TACO (``numpy.allclose``)."""
+_EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
-    Numbers with a decimal point may differ by 1e-6.
+
+def same_output(actual: str, expected: str) -> bool:
+    """Return True if two outputs have the same lines, ignoring white space at the ends of lines and output.
+
+    Numbers are compared by value, as LiveCodeBench does (``grade_stdio``): integers of any length exactly. If the
+    expected number has a decimal point or an exponent, the tolerances of APPS and TACO apply.
     """
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (actual, expected))
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (actual, expected))
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
@@ -137,19 +147,25 @@ def _same_line(actual: str, expected: str) -> bool:
 def _same_word(actual: str, expected: str) -> bool:
     if actual == expected:
         return True
-    # Integers must match exactly; only numbers in floating-point notation get a tolerance.
-    if not any(sign in expected for sign in ".eE"):
+    if not (_NUMBER.fullmatch(actual) and _NUMBER.fullmatch(expected)):
         return False
-    try:
-        return math.isclose(float(actual), float(expected), rel_tol=1e-6, abs_tol=1e-6)
-    except ValueError:
+    if _PADDED.fullmatch(actual) or _PADDED.fullmatch(expected):
         return False
+    number, wanted = Decimal(actual), Decimal(expected)
+    is_float = any(sign in expected for sign in ".eE")
+    return number == wanted or (is_float and _is_close(number, wanted))
+
+
+def _is_close(number: Decimal, wanted: Decimal) -> bool:
+    difference = _EXACT.abs(_EXACT.subtract(number, wanted))
+    allowed = _EXACT.add(_ABSOLUTE, _EXACT.multiply(_RELATIVE, _EXACT.abs(wanted)))
+    return difference.is_finite() and difference <= allowed
 
 
 def same_value(actual: object, expected: object) -> bool:
     """Return True if a result is the expected one, or the only element of the expected list.
 
-    TACO and APPS wrap a single result in a list.
+    TACO and APPS wrap a single result in a list. Floats have their tolerances, at any depth.
     """
     if _same(actual, expected):
         return True
@@ -165,7 +181,8 @@ def _same(actual: Any, expected: Any) -> bool:
     # bool is a subclass of int: without this check True would equal 1.
     if isinstance(actual, bool) != isinstance(expected, bool):
         return False
-    if isinstance(actual, float) or (isinstance(expected, float) and isinstance(actual, int)):
-        number = isinstance(expected, int | float)
-        return number and (actual == expected or math.isclose(actual, expected, rel_tol=1e-6, abs_tol=1e-9))
+    if isinstance(actual, int | float) and isinstance(expected, int | float):
+        # Two integers have no tolerance. Decimal, because a large integer does not fit into a float.
+        is_float = isinstance(actual, float) or isinstance(expected, float)
+        return actual == expected or (is_float and _is_close(Decimal(actual), Decimal(expected)))
     return type(actual) is type(expected) and bool(actual == expected)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megatron_dppo.rewards.math_answers.extract import after_thinking, extract_answer, is_well_formed
+from megatron_dppo.rewards.math_answers.extract import extract_answer, is_well_formed
 from megatron_dppo.rewards.math_answers.normalize import comparison_text, normalize_answer
 
-__all__ = ["after_thinking", "extract_answer", "is_well_formed", "load_parser", "math_reward", "quick_math_reward"]
+__all__ = ["extract_answer", "is_well_formed", "load_parser", "math_reward", "quick_math_reward"]
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 
 

@@ -10,7 +10,7 @@ from megatron_dppo.config.reward_options import RewardModelOptions
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.http import BadResponse, RequestBatcher, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.math import after_thinking
+from megatron_dppo.rewards.thinking import after_thinking
 
 _Question = str | tuple[str, str] | list[int]
 """Text, two texts, or token ids."""

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from megatron_dppo.rewards.process_tree import kill_process_tree
 
+_PYTHON_FLAGS = ("-I", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")
+"""Isolated, and with integers of any length, as in the harness of LiveCodeBench; the time limit ends long ones."""
 _LAUNCHER = Path(__file__).parent / "sandboxed" / "launcher.py"
 _SETUP_SECONDS = 20.0
 """Time limit in seconds from the start of the launcher to the start of the program."""
@@ -105,7 +107,7 @@ class RunningProgram:
             "stdin_file": "stdin",
             "stdin_fd": stdin if has_fd else None,
             "stdout_fd": stdout,
-            "argv": [sandbox.python, "-I", "-B", "-X", "utf8", next(iter(files)), *arguments],
+            "argv": [sandbox.python, *_PYTHON_FLAGS, next(iter(files)), *arguments],
             "env": {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
             "memory_mb": self._limits.memory_mb,
             "disk_mb": self._limits.disk_mb,

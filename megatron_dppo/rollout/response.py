@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.data.routing import missing_rows
+from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import (
     Completion,
@@ -324,7 +325,7 @@ class GrowingResponse:
             logprobs=self._logprobs.tensor,
             finish_reason=reason,
             policy_version=max(span.policy_version for span in self._spans),
-            text=tokenizer.decode(self.tokens.tolist(), skip_special_tokens=True),
+            text=decode_response(tokenizer, self.tokens.tolist()),
             policy_versions=tuple(self._spans),
             loss_mask=None if bool(sampled.all()) else sampled,
             **optional,

@@ -26,6 +26,7 @@ from typing import Any
 from megatron_dppo.errors import FunctionError, GenerateError, UserError
 from megatron_dppo.functions import load_function
 from megatron_dppo.rollout.response import GrowingResponse
+from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
 GenerateFunction = Callable[[Prompt, "Turns"], Awaitable[Completion]]
@@ -127,7 +128,7 @@ class Turns:
             FinishReason.LENGTH if limit <= 0 else await self._sample_turn(start, limit, tuple(stop_token_ids))
         )
         tokens = tuple(self.response.tokens[start : self._branch.position])
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = decode_response(self.tokenizer, tokens)
         return Turn(tokens, text, self._branch.finish_reason)
 
     async def _sample_turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:

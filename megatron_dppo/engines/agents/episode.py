@@ -14,10 +14,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message, message_keys, split_tool_calls
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message, message_keys
 from megatron_dppo.engines.agents.template import ChatTemplate
+from megatron_dppo.engines.agents.tool_calls import split_tool_calls
+from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.turns import ResponseBranch, Turn, Turns
 from megatron_dppo.types import Completion, FinishReason
+
+_TAIL_TOKENS = 8
+"""Tokens at the end of a prompt that contain its last tag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,7 @@ class Episode:
         sampled = sum(conversation.num_sampled for conversation in self._conversations)
         return turns.finish(
             reward,
-            text=turns.tokenizer.decode(turns.token_ids[best.prompt_tokens :], skip_special_tokens=True),
+            text=decode_response(turns.tokenizer, turns.token_ids[best.prompt_tokens :]),
             failure=failure,
             counts={
                 "agent/calls": self._num_calls,
@@ -170,15 +175,21 @@ class Episode:
         self._num_calls += 1
         self._num_ignored += call.ignored
         before = len(self._turns.token_ids)
+        starts_in_thought = self._starts_in_thought()
         turn = await self._turns.sample(call.limit)
         conversation.num_sampled += len(turn.token_ids)
-        response = _build_response(call, turn, before)
+        response = _build_response(call, turn, before, starts_in_thought=starts_in_thought)
         if call.is_chat:
             conversation.messages = [*call.messages, response.message]
             conversation.keys = message_keys(conversation.messages)
         elif isinstance(call.text, str):
             conversation.text = call.text + response.text
         return response
+
+    def _starts_in_thought(self) -> bool:
+        """Return True if the template ends the prompt with an open thought, so that the response begins in it."""
+        tail = decode_response(self._turns.tokenizer, self._turns.token_ids[-_TAIL_TOKENS:])
+        return tail.rstrip().endswith("<think>")
 
     def _start_conversation(self, call: AgentRequest) -> _Conversation:
         if call.is_chat:
@@ -255,8 +266,11 @@ def _tools_key(call: AgentRequest) -> str:
     return json.dumps(call.tools, sort_keys=True)
 
 
-def _build_response(call: AgentRequest, turn: Turn, prompt_tokens: int) -> AgentResponse:
-    text, calls = split_tool_calls(turn.text) if call.reads_tool_calls else (turn.text, [])
+def _build_response(call: AgentRequest, turn: Turn, prompt_tokens: int, *, starts_in_thought: bool) -> AgentResponse:
+    text = turn.text
+    calls: list[dict[str, Any]] = []
+    if call.reads_tool_calls:
+        text, calls = split_tool_calls(text, starts_in_thought=starts_in_thought)
     finish_reason = "tool_calls" if calls else "stop"
     if turn.finish_reason != FinishReason.STOP:
         finish_reason = "length"

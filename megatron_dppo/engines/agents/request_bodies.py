@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_dppo.engines.agents.tool_calls import make_tool_call
 
 _ROLES = ("system", "user", "assistant", "tool")
 _IGNORED_SETTINGS: Mapping[str, Any] = {
@@ -198,17 +199,6 @@ def _read_tool_call(call: Any, index: int) -> dict[str, Any]:
     return make_tool_call(str(call.get("id", "")), function["name"], arguments)
 
 
-def make_tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a tool call as chat templates expect it."""
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        except ValueError:
-            pass  # a model may have written it so; the template gets the text
-    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
-
-
 def message_keys(messages: Sequence[Message]) -> list[str]:
     """Return keys that are equal for equal messages.
 
@@ -225,34 +215,3 @@ def message_keys(messages: Sequence[Message]) -> list[str]:
         )
         for message in messages
     ]
-
-
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
-
-
-def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text before the first tool call, and the calls; the complete text if a call is invalid JSON."""
-    content, *parts = text.split(_OPEN)
-    blocks = [part.split(_CLOSE)[0] for part in parts if _CLOSE in part]
-    calls = [_parse_tool_call(block) for block in blocks]
-    if not blocks or len(blocks) < len(parts) or None in calls:
-        return text, []
-    return content.strip(), [call for call in calls if call is not None]
-
-
-def _parse_tool_call(block: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(block, parse_constant=_reject_constant)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return make_tool_call(f"call_{secrets.token_hex(12)}", value["name"], arguments)
-
-
-def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

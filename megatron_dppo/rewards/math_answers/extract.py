@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megatron_dppo.rewards.thinking import after_thinking, unify_thinking_tags
+
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _BARE_ARGUMENT = re.compile(r"(?:\\[()\[\]]|[^$\s\\]|\\[A-Za-z{}%,!$]+(?:\{[^{}]*\})*)+")
 _ANSWER_LINE = re.compile(
@@ -25,11 +27,6 @@ class AnswerBox:
     end: int
     content: str | None
     """None if the box is not closed."""
-
-
-def after_thinking(text: str) -> str:
-    """Return the text after the last ``</think>``, or all of it without one."""
-    return text.rsplit("</think>", 1)[-1]
 
 
 def extract_answer(text: str) -> str | None:
@@ -56,6 +53,7 @@ def is_well_formed(text: str) -> bool:
     One answer is one closed, non-empty box, or one ``Answer:`` line without any box. The content of the thinking block
     does not count. The opening ``<think>`` may be missing, because chat templates add it to the prompt.
     """
+    text = unify_thinking_tags(text)
     thought, closed, response = text.rpartition("</think>")
     if "</think>" in thought or "<think>" in response or text.count("<think>") > 1:
         return False

@@ -20,9 +20,10 @@ from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
-from megatron_dppo.engines.agents.request_bodies import CallError, read_chat, read_completion, split_tool_calls
+from megatron_dppo.engines.agents.request_bodies import CallError, read_chat, read_completion
 from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.engines.agents.template import ChatTemplate
+from megatron_dppo.engines.agents.tool_calls import split_tool_calls
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
 import pytest
 
@@ -108,13 +110,17 @@ GOOD: list[tuple[str, Any, dict[str, Any], float]] = [
     (ROOT, CHECK, {"entry_point": "root"}, 1.0),
     (ROOT.replace("return -", "return "), CHECK, {"entry_point": "root"}, 0.0),
     (METHOD, {"test": USE, "entry_point": "Solution().add"}, {}, 1.0),
-    ("def f(x):\n    return {x, (x, x)}", ["assert f(y) == {1, (1, 1)}", "assert f(1) == 1"],
-     {"test_setup_code": "import math\ny = 1"}, 0.5),
+    (
+        "def f(x):\n    return {x, (x, x)}",
+        ["assert f(y) == {1, (1, 1)}", "assert f(1) == 1"],
+        {"test_setup_code": "import math\ny = 1"},
+        0.5,
+    ),
     ("def f(x):\n    raise ValueError(x)", "try:\n    f(1)\n    assert False\nexcept ValueError:\n    pass", {}, 1.0),
     ("syntax error", {"inputs": [""], "outputs": [""]}, {}, 0.0),
     ("import sys\nprint(2)\nsys.exit(3)", {"inputs": ["1"], "outputs": ["2"]}, {}, 0.0),
     ("exit()", {"inputs": [""], "outputs": [""]}, {}, 1.0),
-]  # fmt: skip
+]
 
 
 def test_right_and_wrong_programs_in_every_format_of_tests(share: Code) -> None:
@@ -155,13 +161,94 @@ def test_a_sample_over_the_scorers_limit_is_killed_with_its_program(network: str
     scorer.close()
 
 
-def test_outputs_are_compared_by_lines_and_numbers_with_a_point_closely() -> None:
-    same = [("1\n2", "1 \n2\n\n"), ("0.3333333", "0.33333334"), ("a 1e-9", "a 0.0"), ("", "\n")]
-    other = [("1\n\n2", "1\n2"), ("1.0", "1"), ("2 1", "1 2"), ("nan", "1.0"), ("1", "1\n2"), ("0.34", "0.33")]
-    assert [same_output(*pair) for pair in same + other] == [True] * 4 + [False] * 6
+SAME = [
+    ("1\n2", "1 \n2\n\n"),
+    ("  1", "1"),
+    ("a 1e-9", "a 0.0"),
+    ("", "\n"),
+    ("3.0", "3"),
+    ("3", "3.0"),
+    ("+3", "3"),
+    ("0.3333333", "0.33333334"),
+    ("3.14159", "3.141592653"),
+    ("1e3", "1000"),
+    ("-0", "0"),
+    ("0.50", ".5"),
+    ("1E-7", "0.0000001"),
+    ("9" * 9000, "9" * 9000 + ".0"),
+    ("1 2.0 3", "1.0 2 3"),
+    ("nan", "nan"),
+    ("00.5", "0.5"),
+    ("1e400", "1.0e400"),
+]
+OTHER = [
+    ("1\n\n2", "1\n2"),
+    ("4.0", "3"),
+    ("2 1", "1 2"),
+    ("nan", "1.0"),
+    ("1", "1\n2"),
+    ("0.34", "0.33"),
+    ("3", "03"),
+    ("03", "3"),
+    ("9" * 9000, "9" * 8999 + "8"),
+    ("50000000000000001", "50000000000000000"),
+    ("50000000000000001.0", "50000000000000000"),
+    ("3.0000001", "3"),
+    ("1e-7", "2e-7 "[:4] + "0"),
+    ("inf", "1.0"),
+    ("1e999999999", "1.0"),
+    ("0x10", "16"),
+    ("1_000", "1000"),
+    ("three", "3"),
+    ("12:03", "12:3"),
+    ("1.00002", "1.0"),
+]
+BIG = 10**5000
+
+
+def test_outputs_are_compared_by_lines_and_numbers_by_value() -> None:
+    """By hand, after the harnesses of LiveCodeBench (Decimal) and of APPS and TACO (numpy.allclose)."""
+    assert [pair for pair in SAME if not same_output(*pair)] == []
+    assert [pair for pair in OTHER if same_output(*pair)] == []
     equal = [((1, [2]), [1, [2]]), (3, [3]), (0.1 + 0.2, 0.3), ({1: "a"}, {"1": "a"}), (float("inf"), float("inf"))]
-    unequal: list[tuple[Any, Any]] = [(True, 1), ("1", 1), ([1], [1, 2]), (None, 0), (3, [3, 4]), ({1}, [1])]
-    assert [same_value(*pair) for pair in equal + unequal] == [True] * 5 + [False] * 6
+    equal += [
+        (3.0, 3),
+        (3, 3.0),
+        ([1.000001, (2,)], [1.0, [2.0]]),
+        (BIG, BIG),
+        ([BIG], [BIG]),
+        ({"a": 0.3000001}, {"a": 0.3}),
+    ]
+    unequal: list[tuple[Any, Any]] = [
+        (True, 1),
+        ("1", 1),
+        ([1], [1, 2]),
+        (None, 0),
+        (3, [3, 4]),
+        ({1}, [1]),
+        (BIG, BIG + 1),
+    ]
+    unequal += [(BIG, 1.0), (1.5, BIG), (float("nan"), 1.0), (2**60, 2**60 + 1), ([1.0001], [1.0]), (float("inf"), 1.0)]
+    assert [pair for pair in equal if not same_value(*pair)] == []
+    assert [pair for pair in unequal if same_value(*pair)] == []
+
+
+def test_floats_have_the_tolerance_of_numpy() -> None:
+    generator = random.Random(0)
+    for _ in range(2000):
+        wanted = generator.uniform(-9, 9) * 10 ** generator.randint(-9, 9)
+        actual = wanted * (1 + generator.uniform(-2e-5, 2e-5)) + generator.uniform(-2e-8, 2e-8)
+        expected = bool(numpy.isclose(actual, wanted))
+        assert same_value(actual, wanted) is expected
+        assert same_output(f"{actual!r}", f"{wanted!r}") is expected
+
+
+def test_integers_of_any_length_pass_through_programs_and_functions(share: Code) -> None:
+    power = "1" + "0" * 9000
+    stdio = {"inputs": ["9000", "9000"], "outputs": [power, power[:-1] + "1"]}
+    assert share(item("print(10 ** int(input()))", stdio))["passed"] == 0.5
+    function = f'{{"inputs": [[{power}], [{power}]], "outputs": [{power}0, {power}], "fn_name": "f"}}'
+    assert share(item("def f(n):\n    return n * 10", function))["passed"] == 0.5
 
 
 def test_only_plain_data_crosses_the_sandbox_and_keeps_its_types() -> None:

@@ -1,0 +1,49 @@
+"""Text of responses of tokenizers that list the tags of thoughts and tool calls as special tokens."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_dppo.rewards import extract_answer
+from megatron_dppo.rewards.thinking import THINKING_TAGS, after_thinking
+from megatron_dppo.rollout.response_text import decode_response
+
+WORDS = ["I", " think", " 11", " no", " Answer", ": 12"]
+
+
+def tokenizer(*tags: str, special: bool) -> PreTrainedTokenizerFast:
+    names = ["<pad>", "<eos>", *WORDS]
+    model = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", pad_token="<pad>")
+    fast.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
+    return fast
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("opening", "closing"), THINKING_TAGS)
+def test_thinking_tags_stay_in_the_text_and_all_other_special_tokens_leave(
+    opening: str, closing: str, special: bool
+) -> None:
+    model = tokenizer(opening, closing, special=special)
+    model.add_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    names = [opening, "I", " think", ": 12", closing, " Answer", " 11", "<|im_end|>", "<eos>", "<pad>"]
+    text = decode_response(model, model.convert_tokens_to_ids(names))
+    assert text == f"{opening}I think: 12{closing} Answer 11"
+    assert after_thinking(text) == " Answer 11"
+
+
+def test_a_box_in_a_thought_is_no_answer_even_if_the_tags_are_special() -> None:
+    model = tokenizer("<think>", "</think>", r"\boxed{11}", special=True)
+    ids = model.convert_tokens_to_ids(["<think>", " Answer", ": 12", "</think>", " no", "<eos>"])
+    assert extract_answer(decode_response(model, ids)) is None
+    assert extract_answer(decode_response(model, model.convert_tokens_to_ids([" Answer", ": 12"]))) == "12"
+
+
+def test_tags_of_tool_calls_stay() -> None:
+    model = tokenizer("<tool_call>", "</tool_call>", special=True)
+    ids = model.convert_tokens_to_ids(["<tool_call>", "I", "</tool_call>", "<eos>"])
+    assert decode_response(model, ids) == "<tool_call>I</tool_call>"
