@@ -59,7 +59,7 @@ def run_generate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         UserError: See ``offline_config``, ``open_offline`` and ``generate``.
     """
-    from megatron_dppo.run.offline import generate, write_lines
+    from megatron_dppo.run.offline import generate, offline_config, single_prompt_template, write_lines
 
     require_new(options.output, "--output")
     if options.prompt is not None and options.score:
@@ -70,7 +70,10 @@ def run_generate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if options.prompt is not None:
             # The single prompt goes through the data pipeline of files, so that chat template and limits apply.
             source = f"{folder}/prompt.jsonl"
+            is_chat, reason = single_prompt_template(offline_config(options.target, overrides), options.model)
+            print(f"prompt   {'with the chat template' if is_chat else 'as plain text'}: {reason}", flush=True)
             key_overrides = ["--data.prompt_key", "prompt", "--data.label_key", ""]
+            key_overrides += ["--data.apply_chat_template", str(is_chat).lower()]
             Path(source).write_text(json.dumps({"prompt": options.prompt}) + "\n", encoding="utf-8")
         with _open(options, [*overrides, *key_overrides]) as offline:
             rows = generate(offline, source or offline.config.data.train, scored=options.score)

@@ -29,8 +29,8 @@ class DataConfig(Section):
     """Column with the reference answer. ``a.b`` is field ``b`` of column ``a``. null detects the column;
     ``""`` means that the data has no labels."""
     deduplicate: str = "auto"
-    """Keep only the first row of each problem. ``auto`` compares the prompt or ``extra_info.index``, ``prompt``
-    compares the prompt, and the name of a column compares that column. ``off`` keeps every row."""
+    """Keep only the first row of each problem. ``auto`` and ``prompt`` compare the prompt, and the name of a column
+    compares that column. ``off`` keeps every row."""
     apply_chat_template: bool | None = None
     """Apply the tokenizer's chat template. null applies it to chat messages and to bare problems, but not to a string
     in the column ``prompt``. true also applies it to such strings, as one user message. false never applies it."""

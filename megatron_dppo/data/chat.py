@@ -5,13 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.data_rows import DataRow, Messages
+from megatron_dppo.data.chat_template import apply_chat_template
+from megatron_dppo.data.data_rows import DataRow
+from megatron_dppo.data.messages import Messages
 from megatron_dppo.errors import CheckpointError, DataError
 
-_OURS = ("messages", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")
+_OURS = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "strftime_now",
+    "strftime_values",
+    "chat_template",
+    "tools",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+)
+_THOUGHT_TAGS = ("<think>", "[THINK]")
+_RANDOM = re.compile(r"\|\s*random\b|\blipsum\s*\(")
+"""Parts of Jinja that give another text on every call."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +42,21 @@ class ChatOptions:
     """Added in front of messages that have none. None adds nothing."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template."""
+    now: datetime = field(default_factory=datetime.now)
+    """Date and time that the template sees (``strftime_now``). A run gives that of its first start."""
 
     def check(self, tokenizer: Any) -> None:
-        """Check that the template has all variables of ``template_kwargs``.
+        """Check that the template has all variables of ``template_kwargs``, and no random part.
 
         Raises:
-            DataError: A variable does not exist, so the template would silently ignore it.
+            DataError: A variable does not exist, so the template would silently ignore it. Or prompts would change
+                from start to start.
         """
+        if draws := _RANDOM.search(str(tokenizer.chat_template or "")):
+            raise DataError(
+                f"the tokenizer's chat template draws at random ({draws[0]!r}), so no run could be resumed; remove "
+                "that part of the template"
+            )
         for name in self.template_kwargs:
             if name in _OURS:
                 raise DataError(f"data.chat_template_kwargs: {name!r} is set by the trainer itself; remove it")
@@ -77,12 +102,44 @@ class ChatOptions:
         messages: Messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        begun = ""
+        if messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            begun = last["content"]
         try:
-            return tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            text = apply_chat_template(
+                tokenizer, messages, self.now, add_generation_prompt=True, variables=self.template_kwargs
             )
         except Exception as error:  # a template is a program of the model's authors and may raise anything
             raise DataError(f"{row.location}: the chat template refuses the messages: {error}") from error
+        _check_complete(row.location, messages, text)
+        return _continue_answer(text, begun)
+
+
+def _check_complete(location: str, messages: Messages, text: str) -> None:
+    """Check that the template has written all messages; some leave out roles that they do not know.
+
+    Raises:
+        DataError: The text of a message is not in the prompt.
+    """
+    for index, message in enumerate(messages):
+        # A template may cut the thought out of an earlier answer, and write a tool's result in another form.
+        if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
+            raise DataError(
+                f"{location}: the chat template leaves out message {index} (role {message['role']!r}). Use another "
+                "role or another template"
+            )
+
+
+def _continue_answer(text: str, begun: str) -> str:
+    """Return a prompt that ends with the beginning of the answer.
+
+    The answer is never closed: templates that render it as a message also put an empty thought in front of it.
+    """
+    opened = next((tag for tag in _THOUGHT_TAGS if text.rstrip().endswith(tag)), None)
+    if opened is not None and begun.lstrip().startswith(opened):
+        return text[: text.rindex(opened)] + begun.lstrip()
+    return text + begun
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -13,6 +13,13 @@ from typing import Any
 
 from megatron_dppo.data import reasoning_gym
 from megatron_dppo.data.json_values import number_to_text
+from megatron_dppo.data.messages import (
+    Messages,
+    clean_messages,
+    messages_problem,
+    missing_prompt_hint,
+    parse_messages,
+)
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import PREFIX, TASKS, Split
 from megatron_dppo.errors import DataError
@@ -20,7 +27,7 @@ from megatron_dppo.errors import DataError
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
 
 
-PROMPT_COLUMNS = ("prompt", *PROBLEM_COLUMNS)
+PROMPT_COLUMNS = ("prompt", *PROBLEM_COLUMNS, "messages")
 
 
 LABEL_COLUMNS = ("label", "reward_model.ground_truth", "answer", "Answer", "solution")
@@ -29,10 +36,12 @@ LABEL_COLUMNS = ("label", "reward_model.ground_truth", "answer", "Answer", "solu
 _ANSWER_COLUMNS = ("answer", "solution")
 
 
-_BOX, _LAST_LINE = "\\boxed{", "\n#### "
+_BOX = "\\boxed{"
+_LAST_LINE = "\n#### "
 
 
-Messages = list[dict[str, Any]]
+_SUPERVISED_COLUMN = "messages"
+"""Column of prompts, or of prompts with their answers in supervised data."""
 
 
 @dataclass(frozen=True)
@@ -105,21 +114,43 @@ def detect_layout(location: str, record: Mapping[str, Any], prompt_key: str | No
     Raises:
         DataError: a column is missing, or holds something else than a prompt.
     """
+    is_detected = prompt_key is None
     prompt_key = prompt_key or _first(location, record, PROMPT_COLUMNS, "prompt")
     label_key = _first(location, record, LABEL_COLUMNS, "label") if label_key is None else label_key
-    prompt = require(location, record, prompt_key)
-    if isinstance(prompt, str) and prompt:
+    prompt = _read_prompt(location, record, prompt_key)
+    if isinstance(prompt, str):
         return RowLayout(prompt_key, label_key, "text")
-    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-        return RowLayout(prompt_key, label_key, "messages")
+    if is_detected and prompt_key == _SUPERVISED_COLUMN and prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{location}: field {_SUPERVISED_COLUMN!r} ends with an assistant message, as the answers of supervised "
+            "data do. Remove the answers, or set data.prompt_key = 'messages' if the policy is to continue them"
+        )
+    return RowLayout(prompt_key, label_key, "messages")
+
+
+def _read_prompt(location: str, record: Mapping[str, Any], key: str) -> str | Messages:
+    """Return a prompt: text, or messages, which may be written as JSON text.
+
+    Raises:
+        DataError: The field holds anything else.
+    """
+    prompt = require(location, record, key)
+    if isinstance(prompt, str) and prompt:
+        try:
+            parsed = parse_messages(prompt)
+        except ValueError as error:
+            raise DataError(f"{location}: field {key!r}: {error}") from error
+        if parsed is None:
+            return prompt
+        prompt = parsed
+    if isinstance(prompt, list) and prompt:
+        if problem := messages_problem(prompt):
+            raise DataError(f"{location}: field {key!r} holds no chat messages: {problem}")
+        return clean_messages(prompt)
     raise DataError(
-        f"{location}: field {prompt_key!r} must be a non-empty string or a list of messages {{role, content}}, got "
-        f"{prompt!r}"
+        f"{location}: field {key!r} must be a non-empty string or a list of messages {{role, content}}, got "
+        f"{prompt!r:.200}"
     )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
 
 
 def _first(location: str, record: Mapping[str, Any], names: tuple[str, ...], meaning: str) -> str:
@@ -129,24 +160,35 @@ def _first(location: str, record: Mapping[str, Any], names: tuple[str, ...], mea
         if inner:
             value = value.get(inner) if isinstance(value, Mapping) else None
         # A Parquet row has every column of its file, empty ones as None. A worked solution is no answer.
-        if value is not None and (name != "solution" or _is_box(value)):
+        if value is not None and (name != "solution" or (isinstance(value, str) and _single_box(value) is not None)):
             return name
     filled = sorted(key for key, value in record.items() if value is not None)
+    hint = missing_prompt_hint(record) if meaning == "prompt" else ""
+    if hint:
+        raise DataError(f"{location}: field 'prompt' is missing; {hint}")
     raise DataError(
         f"{location}: field {meaning!r} is missing; the row has {filled}. Known names are {', '.join(names)}; "
         f"any other column can be named with data.{meaning}_key"
     )
 
 
-def _is_box(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().startswith(_BOX) and value.strip().endswith("}")
+def _single_box(text: str) -> str | None:
+    r"""Return the content of a text that is one ``\boxed{...}`` from its start to its end, or None."""
+    stripped = text.strip()
+    if not stripped.startswith(_BOX):
+        return None
+    depth = 0
+    for index in range(len(_BOX) - 1, len(stripped)):
+        depth += (stripped[index] == "{") - (stripped[index] == "}")
+        if depth == 0:
+            return stripped[len(_BOX) : index] if index == len(stripped) - 1 else None
+    return None
 
 
 def _answer(text: str) -> str:
     r"""Return the answer without its wrapping: in ``\boxed{..}`` (math-ai/aime24), or after ``####`` (GSM8K)."""
-    if _is_box(text):
-        return text.strip().removeprefix(_BOX).removesuffix("}")
-    return text.rpartition(_LAST_LINE)[2]
+    boxed = _single_box(text)
+    return text.rpartition(_LAST_LINE)[2] if boxed is None else boxed
 
 
 def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout) -> DataRow:
@@ -157,15 +199,15 @@ def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout) -> D
     used = (layout.prompt_key, layout.label_key)
     return DataRow(
         location,
-        require(location, record, layout.prompt_key),
+        _read_prompt(location, record, layout.prompt_key),
         _answer(text) if layout.label_key in _ANSWER_COLUMNS else text,
         {key: value for key, value in record.items() if key not in used},
         is_problem=layout.prompt_key.rpartition(".")[2] in PROBLEM_COLUMNS,
     )
 
 
-_Key = tuple[Any, ...]
-"""Name of the key, its scope if it is not global, and its value."""
+_Key = tuple[str, str]
+"""Name of the key and its value."""
 
 
 def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], int]:
@@ -173,8 +215,8 @@ def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], 
 
     Args:
         rows: one after the other; only the returned ones stay in memory.
-        mode: ``auto`` (same prompt, or same ``extra_info.index`` and ``data_source`` in one file), ``prompt``,
-            ``off``, or a column whose value names the problem (``a.b`` for a field inside a column).
+        mode: ``auto`` or ``prompt`` (same prompt), ``off``, or a column whose value names the problem (``a.b`` for a
+            field inside a column).
 
     Raises:
         DataError: two rows of one problem with different labels, or a row without the column.
@@ -184,21 +226,18 @@ def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], 
     count = 0
     for row in rows:
         count += 1
-        keys = _keys(row, mode)
-        for key in keys:
-            if key in by_key and by_key[key].label != row.label:
-                raise DataError(_contradiction(row, by_key[key], key))
-        duplicated = [by_key[key] for key in keys if key in by_key]
-        if not duplicated:
+        key = _key(row, mode)
+        earlier = None if key is None else by_key.setdefault(key, row)
+        if earlier is None or earlier is row:
             unique.append(row)
-        # All keys of a duplicate lead to the first row, also those that the first row does not have.
-        for key in keys:
-            by_key.setdefault(key, duplicated[0] if duplicated else row)
+        elif earlier.label != row.label:
+            raise DataError(_contradiction(row, earlier, key))
     return unique, count
 
 
-def _contradiction(row: DataRow, earlier: DataRow, key: _Key) -> str:
-    what = "the same prompt" if key[0] == "prompt" else f"{key[0]} = {key[-1]}"
+def _contradiction(row: DataRow, earlier: DataRow, key: _Key | None) -> str:
+    assert key is not None
+    what = "the same prompt" if key[0] == "prompt" else f"{key[0]} = {key[1]}"
     return (
         f"{row.location}: the label {row.label!r} contradicts {earlier.location}, a row of the same problem ({what}) "
         f"with the label {earlier.label!r}. Correct one of them, or say with data.deduplicate what makes two rows the "
@@ -206,20 +245,14 @@ def _contradiction(row: DataRow, earlier: DataRow, key: _Key) -> str:
     )
 
 
-def _keys(row: DataRow, mode: str) -> list[_Key]:
-    """Return the keys that identify the problem of a row. Rows that share one of them are duplicates."""
+def _key(row: DataRow, mode: str) -> _Key | None:
+    """Return the key that identifies the problem of a row; None if no rows are duplicates."""
     if mode == "off":
-        return []
+        return None
     if mode not in ("auto", "prompt"):
-        return [(mode, _text(require(row.location, row.metadata, mode)))]
-    prompt = (row.prompt,) if isinstance(row.prompt, str) else tuple((m["role"], m["content"]) for m in row.prompt)
-    keys: list[_Key] = [("prompt", prompt)]
-    extra = row.metadata.get("extra_info")
-    if mode == "auto" and isinstance(extra, Mapping) and extra.get("index") is not None:
-        # Two files may both count from 0, and so may two data sources in one file.
-        scope = (row.location.rpartition(":")[0], _text(row.metadata.get("data_source")), _text(extra.get("split")))
-        keys.append(("extra_info.index", scope, _text(extra["index"])))
-    return keys
+        return (mode, _text(require(row.location, row.metadata, mode)))
+    # An equal index with another prompt is another problem: files are joined, and each counts from 0.
+    return ("prompt", row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True))
 
 
 def _text(value: Any) -> str:

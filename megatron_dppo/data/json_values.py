@@ -28,22 +28,52 @@ def parse_object(location: str, line: bytes, *, non_finite: bool = False) -> dic
     Raises:
         DataError: it is no JSON object, or holds a value that is refused (see ``check_values``).
     """
+    record = _parse(location, line, non_finite=non_finite)
+    if not isinstance(record, dict):
+        raise DataError(f"{location}: expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def parse_array(location: str, content: bytes) -> list[dict[str, Any]]:
+    """Return the objects of a file that is one JSON array.
+
+    Args:
+        location: Name of the file, for the messages.
+        content: The complete file.
+
+    Raises:
+        DataError: It is no JSON array of objects.
+    """
     try:
-        text = line.decode("utf-8-sig")
+        records = _parse(location, content)
+    except DataError as error:
+        raise DataError(
+            f"{error}. The file begins with '[' and is read as one JSON array; JSONL has no brackets"
+        ) from error
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict):
+            raise DataError(f"{location}: entry {number} of the JSON array is {record!r:.80}, expected an object")
+    return records
+
+
+def _parse(location: str, content: bytes, *, non_finite: bool = False) -> Any:
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{location}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
     constants = float if non_finite else _refuse_constant
     try:
-        record = json.loads(text, parse_constant=constants, object_pairs_hook=_refuse_repeated)
+        return json.loads(text, parse_constant=constants, object_pairs_hook=_refuse_repeated)
     except json.JSONDecodeError as error:
-        raise DataError(f"{location}: not valid JSON ({error.msg} at column {error.colno})") from error
+        hint = ""
+        if text.strip() in ("{", "[") or text.strip().endswith((",", "{", "[")):
+            hint = ". A JSON object that extends over several lines is no row: write each row on one line"
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise DataError(f"{location}: not valid JSON ({error.msg} at {where}){hint}") from error
     except RecursionError as error:
         raise DataError(f"{location}: nested more than {_MAX_DEPTH} levels deep; flatten the row") from error
     except ValueError as error:  # of the hooks, or a number with more digits than Python converts
         raise DataError(f"{location}: not usable JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{location}: expected a JSON object, got {type(record).__name__}")
-    return record
 
 
 def _refuse_constant(name: str) -> None:

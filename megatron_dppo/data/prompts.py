@@ -217,6 +217,10 @@ def _too_long(prompt: Prompt, name: str, limit: int, key: str, max_new_tokens: i
 
 
 def _as_task(prompt: Prompt, row: DataRow) -> Prompt:
+    if not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{row.location}: the messages end with an assistant message, which an agent cannot continue; remove it"
+        )
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     return replace(prompt, messages=tuple(messages), is_task=True)
 

@@ -1,18 +1,32 @@
-"""Readers of data rows: JSONL files, Parquet files and data sets of the Hugging Face hub."""
+"""Readers of data rows: JSONL files, JSON arrays, Parquet files and data sets of the Hugging Face hub."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.json_values import check_values, parse_object
+from megatron_dppo.data.json_values import check_values, parse_array, parse_object
 from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.errors import DataError
 
 HUB = "hf:"
+_HUB_ADDRESS = re.compile(r"(?:hf://|https?://huggingface\.co/)datasets/([^/\s]+/[^/\s?#]+)")
 _PARQUET_MAGIC = b"PAR1"
+_BOM = b"\xef\xbb\xbf"
+_START_BYTES = 4096
+_BINARY_FORMATS = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"PK\x03\x04": "a zip archive",
+    b"ARROW1": "an Arrow file",
+    b"\xff\xff\xff\xff": "an Arrow stream, as datasets.save_to_disk writes it",
+}
+"""Formats by their first bytes."""
 _BATCH_ROWS = 4096
 
 Record = tuple[str, dict[str, Any]]
@@ -44,6 +58,8 @@ def _open(source: str) -> Iterator[Record]:
             f"unknown task {source!r}; expected {', '.join(map(repr, TASKS))}, 'task:reasoning_gym:NAME', a file, or "
             f"{HUB}owner/name"
         )
+    if match := _HUB_ADDRESS.match(source):
+        raise DataError(f"data file {source!r} is an address of the Hugging Face hub. Write {HUB}{match[1]}")
     if source.startswith(HUB):
         return _read_hub(source)
     file = Path(source)
@@ -51,7 +67,13 @@ def _open(source: str) -> Iterator[Record]:
         reason = "is a folder, not a JSONL or Parquet file" if file.is_dir() else "does not exist"
         hint = f". For a data set of the Hugging Face hub write {HUB}{source}" if _looks_like_hub_name(source) else ""
         raise DataError(f"data file {source!r} {reason} (looked in {file.resolve().parent}){hint}")
-    return _read_parquet(file) if _is_parquet(file) else _read_jsonl(file)
+    with file.open("rb") as opened:
+        start = opened.read(_START_BYTES)
+    if problem := _foreign_format(start):
+        raise DataError(f"data file {source!r} {problem}")
+    if file.suffix.lower() == ".parquet" or start.startswith(_PARQUET_MAGIC):
+        return _read_parquet(file)
+    return _read_json_array(file) if start.removeprefix(_BOM).lstrip().startswith(b"[") else _read_jsonl(file)
 
 
 def require(location: str, record: Mapping[str, Any], key: str) -> Any:
@@ -86,11 +108,23 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             yield location, parse_object(location, line)
 
 
-def _is_parquet(file: Path) -> bool:
-    if file.suffix.lower() == ".parquet":
-        return True
-    with file.open("rb") as start:
-        return start.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+def _read_json_array(file: Path) -> Iterator[Record]:
+    """Yield the objects of a JSON array, which may extend over several lines; each is named by its number."""
+    for number, record in enumerate(parse_array(str(file), file.read_bytes()), start=1):
+        yield f"{file.name}:{number}", record
+
+
+def _foreign_format(start: bytes) -> str:
+    """Return what a file is instead of rows, by its first bytes, and what to do; empty if it may hold rows."""
+    text = start.removeprefix(_BOM).lstrip().lower()
+    if text.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the data itself. Run git lfs pull in its repository, or download the file"
+    if text.startswith((b"<!doctype", b"<html")):
+        return "is a web page, not data; download the raw file"
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "is text in UTF-16; convert it to UTF-8"
+    names = (name for magic, name in _BINARY_FORMATS.items() if start.startswith(magic))
+    return next((f"is {name}, not a JSONL, JSON or Parquet file; unpack or convert it" for name in names), "")
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:

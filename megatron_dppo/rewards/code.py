@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards.answers.thinking import after_thinking
 from megatron_dppo.rewards.code_tests import (
     AssertionTest,
     CallTest,
@@ -25,7 +26,6 @@ from megatron_dppo.rewards.code_tests import (
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.sandbox import Limits, RunningProgram, Sandbox, SandboxError, interpreter, probe
 from megatron_dppo.rewards.sandboxed import harness
-from megatron_dppo.rewards.thinking import after_thinking
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _MAX_DIGITS = 100_000

@@ -81,7 +81,7 @@ def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any],
     if isinstance(options, RewardModelOptions):
         from megatron_dppo.rewards.reward_model import RewardModel
 
-        return RewardModel(options, spec.table), ITEM_CONVENTION
+        return RewardModel(options, spec.table, spec.run_info.started_at), ITEM_CONVENTION
     if isinstance(options, JudgeOptions):
         from megatron_dppo.rewards.judge import Judge
 

@@ -1,7 +1,7 @@
 r"""The reward for mathematics: the last boxed answer, or the last ``Answer:`` line, against the reference.
 
 Label and answer go through the same function, ``normalize_answer``. Equal text or equal integers are scored at once.
-Everything else is read as a value and compared exactly (``math_answers``). The score is 1 or 0, never for an answer
+Everything else is read as a value and compared exactly (``answers``). The score is 1 or 0, never for an answer
 that merely contains the right one: an answer that relates two results (``11=12``) scores only if both are right.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megatron_dppo.rewards.math_answers.extract import extract_answer, is_well_formed
-from megatron_dppo.rewards.math_answers.normalize import comparison_text, normalize_answer
+from megatron_dppo.rewards.answers.extract import extract_answer, is_well_formed
+from megatron_dppo.rewards.answers.normalize import comparison_text, normalize_answer
 
 __all__ = ["extract_answer", "is_well_formed", "load_parser", "math_reward", "quick_math_reward"]
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
@@ -50,7 +50,7 @@ def quick_math_reward(completion: str, label: str, metadata: Mapping[str, object
 
 def load_parser() -> None:
     """Import sympy, which takes a second, before the time limit of a sample starts."""
-    from megatron_dppo.rewards.math_answers.equality import same_answer
+    from megatron_dppo.rewards.answers.equality import same_answer
 
     same_answer(r"\frac12x>1", r"x>2")
 
@@ -65,6 +65,6 @@ def math_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[s
     verdict = quick_math_reward(completion, label, metadata)
     if verdict is not None:
         return verdict
-    from megatron_dppo.rewards.math_answers.equality import same_answer
+    from megatron_dppo.rewards.answers.equality import same_answer
 
     return float(same_answer(normalize_answer(str(extract_answer(completion))), normalize_answer(label)))

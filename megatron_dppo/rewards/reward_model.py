@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 from megatron_dppo.config.reward_options import RewardModelOptions
+from megatron_dppo.data.chat_template import apply_chat_template
 from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards.answers.thinking import after_thinking
 from megatron_dppo.rewards.http import BadResponse, RequestBatcher, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.thinking import after_thinking
 
 _Question = str | tuple[str, str] | list[int]
 """Text, two texts, or token ids."""
@@ -24,8 +26,10 @@ class RewardModel:
             template.
     """
 
-    def __init__(self, options: RewardModelOptions, table: str) -> None:
+    def __init__(self, options: RewardModelOptions, table: str, now: datetime | None = None) -> None:
         self._options = options
+        self._now = now or datetime.now()
+        """Date that the model's chat template sees on every start of the run."""
         self._servers = ScoringServers(options, table)
         self._batches = RequestBatcher(self._send, options.batch_size)
         self._tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer, table)
@@ -48,7 +52,7 @@ class RewardModel:
             return item.prompt + completion
         messages = item.messages or ({"role": "user", "content": item.prompt},)
         chat = [*(dict(message) for message in messages), {"role": "assistant", "content": completion}]
-        return self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        return apply_chat_template(self._tokenizer, chat, self._now, tokenize=True)
 
     async def _send(self, questions: Sequence[_Question]) -> list[list[float]]:
         path, make, read = _ENDPOINTS[self._options.endpoint]

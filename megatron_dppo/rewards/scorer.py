@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from megatron_dppo.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, CodeOptions, needs_label, read_options
@@ -142,7 +143,12 @@ class RewardScorer:
 
 
 def build_scorer(
-    reward: RewardConfig, rollout: RolloutConfig, *, label_key: str | None, is_only_source: bool
+    reward: RewardConfig,
+    rollout: RolloutConfig,
+    *,
+    label_key: str | None,
+    is_only_source: bool,
+    started_at: datetime,
 ) -> RewardScorer:
     """Build the scorer of ``[reward]``. No process starts before the first sample.
 
@@ -151,6 +157,7 @@ def build_scorer(
         rollout: Lengths and other values that some signatures pass.
         label_key: ``data.label_key``.
         is_only_source: True if only the functions give rewards: no agent, no ``rollout.generate``.
+        started_at: First start of the run.
 
     Raises:
         RewardError: A function cannot be loaded, its signature is unknown, its options are wrong, or it needs labels
@@ -162,7 +169,7 @@ def build_scorer(
         overlong_buffer_tokens=reward.overlong_buffer_tokens,
         overlong_penalty=reward.overlong_penalty,
     )
-    run_info = _run_info(rollout, label_key)
+    run_info = _run_info(rollout, label_key, started_at)
     # An agent or rollout.generate may give the rewards itself, so missing labels are no error then.
     has_labels = label_key != "" or not is_only_source
     if reward.functions:
@@ -207,11 +214,11 @@ def _pool(
     )
 
 
-def _run_info(rollout: RolloutConfig, label_key: str | None) -> RunInfo:
+def _run_info(rollout: RolloutConfig, label_key: str | None, started_at: datetime) -> RunInfo:
     slime_args: dict[str, object] = {
         "rollout_max_response_len": rollout.max_new_tokens,
         "rollout_temperature": rollout.temperature,
         "n_samples_per_prompt": rollout.samples_per_prompt,
         "reward_key": None,
     }
-    return RunInfo(label_key=label_key or "label", slime_args=slime_args)
+    return RunInfo(label_key=label_key or "label", slime_args=slime_args, started_at=started_at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from megatron_dppo.errors import RewardError
@@ -21,6 +22,8 @@ class RunInfo:
     """Column of the reference answer; TRL's functions receive it under this name."""
     slime_args: Mapping[str, object] = field(default_factory=dict)
     """Values of ``args`` by the names of slime."""
+    started_at: datetime = field(default_factory=datetime.now)
+    """First start of the run: the date that chat templates see."""
 
 
 def _ours(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:

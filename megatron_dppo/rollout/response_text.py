@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_dppo.rewards.thinking import THINKING_TAGS
+from megatron_dppo.rewards.answers.thinking import THINKING_TAGS
 
 _TAGS = frozenset(tag for pair in THINKING_TAGS for tag in pair) | {"<tool_call>", "</tool_call>"}
 _special_ids: WeakKeyDictionary[Any, tuple[frozenset[int], frozenset[int]]] = WeakKeyDictionary()

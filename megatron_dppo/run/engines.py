@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
 from megatron_dppo.run.inputs import Inputs
+from megatron_dppo.run.run_folder import first_start
 from megatron_dppo.run.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
 from megatron_dppo.weights.adapter_folder import adapter_config
@@ -52,6 +54,7 @@ def open_scorer(config: Config) -> RewardScorer:
         config.rollout,
         label_key=config.data.label_key,
         is_only_source=config.rollout.generate is None and not config.agent.is_set,
+        started_at=first_start(Path(config.run.output_dir)),
     )
 
 
@@ -129,7 +132,9 @@ def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
         keys = [config.rollout.servers.api_key_env, config.rollout.servers.admin_api_key_env]
         keys.append(config.distillation.teacher_api_key_env)
         keys += [options.get("api_key_env") for options in (config.reward.options, *_reward_options(config))]
-        agents = AgentFunction(config.agent, config.data.chat_template_kwargs, [key for key in keys if key])
+        # Read at the first episode: the folder of the run is opened after the agent.
+        now = partial(first_start, Path(config.run.output_dir))
+        agents = AgentFunction(config.agent, config.data.chat_template_kwargs, [key for key in keys if key], now)
         with closing(agents):
             yield agents
     else:

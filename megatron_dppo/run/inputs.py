@@ -10,6 +10,8 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -24,6 +26,7 @@ from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
 from megatron_dppo.parallel.objects import broadcast_object
+from megatron_dppo.run.run_folder import first_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,15 +248,17 @@ class PromptReader:
         config: Configuration of the run.
         tokenizer: Tokenizer of the model. None if it could not be loaded.
         context_length: Positions of the model. None if its configuration could not be read.
+        now: Date that the chat template sees. None is that of the run that this start begins or resumes.
 
     Attributes:
         summary: One line for each source that was read.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, context_length: int | None) -> None:
+    def __init__(self, config: Config, tokenizer: Any, context_length: int | None, now: datetime | None = None) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._context_length = context_length
+        self._now = now or first_start(Path(config.run.output_dir), overwrite=config.run.overwrite)
         self.summary: list[str] = []
 
     def read(
@@ -284,7 +289,7 @@ class PromptReader:
             max_new_tokens_key="eval.max_new_tokens" if has_eval_length else "rollout.max_new_tokens",
             context_length=self._context_length,
             seed=config.run.seed if split == "train" and not in_order else None,
-            chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs),
+            chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs, self._now),
             overlong=data.overlong_prompts,
             are_tasks=config.agent.is_set,
         )

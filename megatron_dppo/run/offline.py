@@ -18,9 +18,10 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
+from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.errors import CheckpointError, ConfigError, PublishError
+from megatron_dppo.errors import CheckpointError, ConfigError, DataError, PublishError
 from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import check_weights_fit, read_hf_config, stream_folder
 from megatron_dppo.hf.weight_files import FolderWeights
@@ -41,6 +42,7 @@ from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
 from megatron_dppo.run.inputs import PromptReader
 from megatron_dppo.run.preflight import check_flags
 from megatron_dppo.run.resume import find_usable_checkpoint
+from megatron_dppo.run.run_folder import first_start
 from megatron_dppo.run.starts import load_run_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.weights.conversion import open_converter
@@ -76,6 +78,33 @@ def offline_config(target: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
+def single_prompt_template(config: Config, model: Path | None) -> tuple[bool, str]:
+    """Return True if a single prompt goes through the chat template, as the prompts of ``data.train`` do, and why.
+
+    Args:
+        config: Result of ``offline_config``.
+        model: Hugging Face folder whose tokenizer is used. None uses ``model.path``.
+    """
+    data = config.data
+    if data.apply_chat_template is not None:
+        return data.apply_chat_template, f"data.apply_chat_template = {str(data.apply_chat_template).lower()}"
+    if data.system_prompt is not None or data.chat_template_kwargs:
+        return True, "data.system_prompt or data.chat_template_kwargs is set"
+    source = data.train if isinstance(data.train, str) else data.train[0]
+    try:
+        row = next(iter_rows(source, "train", data.prompt_key, data.label_key))
+    except DataError as error:
+        return False, (
+            f"unknown whether the run uses a chat template, because its data cannot be read ({error}). Set "
+            "--data.apply_chat_template true if it does"
+        )
+    if isinstance(row.prompt, list):
+        return True, "the prompts of data.train are chat messages"
+    if row.is_problem and load_tokenizer(model or config.model.path).chat_template:
+        return True, "data.train has bare problems, and the tokenizer has a chat template"
+    return False, "the prompts of data.train are plain text"
+
+
 @contextmanager
 def open_offline(config: Config, *, run: Path | None, model: Path | None, step: int | None) -> Iterator[Offline]:
     """Yield an engine that has the weights, and close it at the end.
@@ -94,7 +123,8 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
     platform = Platform.detect()
     pin_threads(config.run.threads_per_rank, 1)
     hf_config, tokenizer = read_hf_config(config.model.path), load_tokenizer(config.model.path)
-    prompts = PromptReader(config, tokenizer, hf_config.max_position_embeddings)
+    now = first_start(run or Path(config.run.output_dir))
+    prompts = PromptReader(config, tokenizer, hf_config.max_position_embeddings, now)
     resources = ExitStack()
     servers, function = connect_servers(config), resources.enter_context(open_generate_function(config))
     engine = build_sampling_engine(config, hf_config, tokenizer, platform.device, servers, function)

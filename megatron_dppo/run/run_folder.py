@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folde
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
 from megatron_dppo.run.lock import FolderLock
 
+_TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 MARKER = ".megatron_dppo_run.json"
 OLD = "old"
 RUN_FILES = (
@@ -188,7 +191,32 @@ class Marker:
 
 def new_marker() -> Marker:
     """Return the marker of a run that begins in this process."""
-    return Marker(uuid.uuid4().hex, submission(), time.strftime("%Y-%m-%d %H:%M:%S"))
+    return Marker(uuid.uuid4().hex, submission(), _process_time(os.getpid()).strftime(_TIME_FORMAT))
+
+
+@cache
+def _process_time(pid: int) -> datetime:
+    """Return the time of the first call in a process, to the second; a fork has a time of its own."""
+    return datetime.now().replace(microsecond=0)
+
+
+def first_start(folder: Path, *, overwrite: bool = False) -> datetime:
+    """Return when the run in a folder was started first: the date that its chat template sees on every start.
+
+    Args:
+        folder: Folder of the run.
+        overwrite: ``run.overwrite`` of a start. The run that it moves aside does not count.
+
+    Returns:
+        The recorded time; the current time, the same on every call of a process, if no run began there.
+    """
+    try:
+        marker = read_marker(folder)
+        if marker is not None and not marker.moving_to and not (overwrite and not _reason_to_resume(folder, marker)):
+            return datetime.strptime(marker.created, _TIME_FORMAT)
+    except (ConfigError, ValueError, OSError):
+        pass  # a damaged marker is reported when the folder is opened
+    return _process_time(os.getpid())
 
 
 def read_marker(folder: Path) -> Marker | None:

@@ -40,7 +40,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "wandb", "matplotlib", "rich", "accelerate", "pyarrow"},
     ),
     "rewards": (
-        {"config", "errors", "functions"},
+        {"config", "data", "errors", "functions"},
         {"aiohttp", "numpy", "reasoning_gym", "sympy", "transformers"},
     ),
     "mcore": (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from datetime import datetime
 from typing import Any
 
 from megatron_dppo.config.rollout import AgentConfig
@@ -38,6 +39,7 @@ class AgentFunction:
         config: the section ``[agent]``.
         variables: variables of the chat template.
         hidden: environment variables that a program does not get.
+        now: Returns the date that the chat template sees. Called once, for the first episode.
 
     Raises:
         GenerateError: the program does not exist, or the function cannot be used.
@@ -45,9 +47,16 @@ class AgentFunction:
 
     __name__ = "[agent]"
 
-    def __init__(self, config: AgentConfig, variables: Mapping[str, Any], hidden: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        variables: Mapping[str, Any],
+        hidden: Collection[str] = (),
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         self._config = config
         self._variables = variables
+        self._now = now
         self._agent: Agent
         if config.command:
             self._agent = ProgramAgent(config.command, hidden)
@@ -75,7 +84,7 @@ class AgentFunction:
             ServerError: no server responded.
             GenerateError: the endpoint cannot listen, or too many episodes failed in a row.
         """
-        self._template = self._template or ChatTemplate(turns.tokenizer, self._variables)
+        self._template = self._template or ChatTemplate(turns.tokenizer, self._variables, self._now())
         async with self._slots:
             episode = Episode(turns, self._template, self._config.max_calls)
             try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
+from megatron_dppo.data.chat_template import apply_chat_template
 from megatron_dppo.engines.agents.request_bodies import CallError, Message
 
 
@@ -15,10 +17,12 @@ class ChatTemplate:
     Args:
         tokenizer: tokenizer of the model.
         variables: variables of the template, ``data.chat_template_kwargs``.
+        now: Date that the template sees.
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any], now: datetime | None = None) -> None:
         self._tokenizer = tokenizer
+        self._now = now or datetime.now()
         self._variables = variables
         self._marker = f"mark{secrets.token_hex(12)}"
         """Text that stands for a response in a rendered conversation."""
@@ -90,12 +94,13 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise CallError("the model's tokenizer has no chat template; use /v1/completions, or another model folder")
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
+            return apply_chat_template(
+                self._tokenizer,
+                messages,
+                self._now,
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self._variables,
+                variables=self._variables,
             )
         except Exception as error:  # a template is a program of the model's authors and may raise any exception
             raise CallError(f"the chat template refuses the messages: {error}") from error

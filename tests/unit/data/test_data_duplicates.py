@@ -27,10 +27,16 @@ def test_the_first_of_a_hundred_repeated_problems_remains() -> None:
     assert len(places(rows, "off")) == 700
 
 
-def test_auto_detects_repeated_prompts_and_repeated_indices() -> None:
-    rows = [verl("f:1", "1+1=", "2", 0), verl("f:2", "1+1=", "2", 1), verl("f:3", "1 + 1 =", "2", 1)]
-    assert places(rows, "auto") == ["f:1"]
-    assert places(rows, "prompt") == ["f:1", "f:3"]
+def test_an_equal_index_and_label_with_another_prompt_is_another_problem() -> None:
+    rows = [
+        verl("f:1", "1+1=", "2", 0),
+        verl("f:2", "1+1=", "2", 1),
+        verl("f:3", "0+2=", "2", 1),
+        verl("f:4", "3", "3", 1),
+    ]
+    for mode in ("auto", "prompt"):
+        assert places(rows, mode) == ["f:1", "f:3", "f:4"]
+    assert places(rows[:3], "extra_info.index") == ["f:1", "f:2"]
 
 
 def test_an_index_counts_inside_one_file_and_one_data_source() -> None:
@@ -64,9 +70,3 @@ def test_contradicting_labels_name_both_rows(mode: str, what: str) -> None:
     text = str(error.value)
     assert "f:9: the label '3' contradicts f:5" in text and what in text and "data.deduplicate" in text
     assert len(places(rows, "off")) == 3
-
-
-def test_a_contradiction_in_the_second_key_is_detected() -> None:
-    rows = [verl("f:1", "1+1=", "2", 0), verl("f:2", "2+2=", "4", 1), verl("f:3", "1+1=", "2", 1)]
-    with pytest.raises(DataError, match=r"f:3: the label '2' contradicts f:2.*extra_info\.index = 1.*label '4'"):
-        drop_duplicates(rows, "auto")

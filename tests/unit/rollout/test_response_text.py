@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.rewards import extract_answer
-from megatron_dppo.rewards.thinking import THINKING_TAGS, after_thinking
+from megatron_dppo.rewards.answers.thinking import THINKING_TAGS, after_thinking
 from megatron_dppo.rollout.response_text import decode_response
 
 WORDS = ["I", " think", " 11", " no", " Answer", ": 12"]

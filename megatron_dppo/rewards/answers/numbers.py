@@ -12,8 +12,8 @@ from fractions import Fraction
 import sympy
 from sympy import Expr, Rational, Symbol
 
-from megatron_dppo.rewards.math_answers.units import Unit
-from megatron_dppo.rewards.math_answers.values import Quantity
+from megatron_dppo.rewards.answers.units import Unit
+from megatron_dppo.rewards.answers.values import Quantity
 
 _ROUNDED_DIGITS = 6
 _NUM_POINTS = 8

@@ -9,9 +9,9 @@ from itertools import pairwise
 import sympy
 from sympy import Expr, Symbol
 
-from megatron_dppo.rewards.math_answers.normalize import comparison_text
-from megatron_dppo.rewards.math_answers.numbers import constant_ratio, evaluate, same_expression, same_quantity
-from megatron_dppo.rewards.math_answers.values import (
+from megatron_dppo.rewards.answers.normalize import comparison_text
+from megatron_dppo.rewards.answers.numbers import constant_ratio, evaluate, same_expression, same_quantity
+from megatron_dppo.rewards.answers.values import (
     Chain,
     Grid,
     Group,

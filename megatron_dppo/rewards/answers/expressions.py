@@ -12,7 +12,7 @@ import re
 import sympy
 from sympy import Expr, Integer, Rational, Symbol
 
-from megatron_dppo.rewards.math_answers.arithmetic import (
+from megatron_dppo.rewards.answers.arithmetic import (
     CannotRead,
     binomial,
     divide,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_dppo.rewards.thinking import after_thinking, unify_thinking_tags
+from megatron_dppo.rewards.answers.thinking import after_thinking, unify_thinking_tags
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _BARE_ARGUMENT = re.compile(r"(?:\\[()\[\]]|[^$\s\\]|\\[A-Za-z{}%,!$]+(?:\{[^{}]*\})*)+")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from sympy import Expr
 
-from megatron_dppo.rewards.math_answers.arithmetic import CannotRead
-from megatron_dppo.rewards.math_answers.expressions import read_expression
-from megatron_dppo.rewards.math_answers.units import Unit, is_known_unit, read_unit
+from megatron_dppo.rewards.answers.arithmetic import CannotRead
+from megatron_dppo.rewards.answers.expressions import read_expression
+from megatron_dppo.rewards.answers.units import Unit, is_known_unit, read_unit
 
 _MAX_LENGTH = 2000
 """Longest text in characters that is read; longer answers are equal by their text alone."""

@@ -1,0 +1,81 @@
+"""Chat messages of data rows: what a list of messages may hold, and the errors that name other formats."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Messages = list[dict[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = "ShareGPT rows, with 'from' and 'value'. Convert them to 'role' (system, user, assistant) and 'content'"
+
+
+def parse_messages(text: str) -> Messages | None:
+    """Return the messages that a text holds as JSON; None for any other text.
+
+    Raises:
+        ValueError: The text holds messages as Python prints them, which is not JSON.
+    """
+    stripped = text.strip()
+    if not (stripped.startswith("[") and stripped.endswith("]") and ("role" in stripped or "from" in stripped)):
+        return None
+    try:
+        value = json.loads(stripped)
+    except (ValueError, RecursionError):
+        if _is_python_list(stripped):
+            raise ValueError(
+                "the text is a list of messages as Python prints it (str), not JSON. Write it with json.dumps"
+            ) from None
+        return None
+    is_list = isinstance(value, list) and bool(value)
+    return (
+        value if is_list and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in value) else None
+    )
+
+
+def _is_python_list(text: str) -> bool:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def messages_problem(value: list[Any]) -> str:
+    """Return why a list is no list of messages; an empty string if it is one."""
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            return f"entry {index} is {message!r:.80}, expected a message {{role, content}}"
+        if "role" not in message and "from" in message:
+            return f"these are {_SHAREGPT}"
+        role = message.get("role")
+        if role not in ROLES:
+            return f"message {index} has the role {role!r}; expected one of {', '.join(ROLES)}"
+        content = message.get("content")
+        if isinstance(content, list):
+            return (
+                f"message {index} has a list of parts as content; the policy reads text, so join the text of the parts"
+            )
+        if not isinstance(content, str):
+            return f"message {index} has the content {content!r:.80}, expected text"
+    if value[-1]["role"] == "assistant" and not any(message["role"] != "assistant" for message in value):
+        return "there is no message before the assistant's"
+    return ""
+
+
+def clean_messages(value: list[Any]) -> Messages:
+    """Return messages without empty fields: a Parquet file gives every message the fields of all."""
+    return [{name: each for name, each in message.items() if each is not None} for message in value]
+
+
+def missing_prompt_hint(record: Mapping[str, Any]) -> str:
+    """Return a sentence about a known format whose prompt is under another name; empty if it is none."""
+    for name in ("conversations", "conversation"):
+        turns = record.get(name)
+        if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "from" in turns[0]:
+            return f"{name!r} holds {_SHAREGPT}"
+        if isinstance(turns, list):
+            return f"data.prompt_key = {name!r} reads its messages"
+    return ""

@@ -1,0 +1,1 @@
+"""Final answers in responses: thinking tags, extraction, normalization, a grammar, and equality of values."""

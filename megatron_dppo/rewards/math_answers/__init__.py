@@ -1,1 +1,0 @@
-"""Final answers of mathematics: extraction, normalization, a grammar, and equality."""
