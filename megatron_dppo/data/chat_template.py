@@ -47,7 +47,9 @@ def apply_chat_template(
         Exception: A template is a program of the model's authors and may raise anything.
     """
     arguments: dict[str, Any] = dict(variables or {})
-    template = tokenizer.get_chat_template(None, tools)
+    template = tokenizer.chat_template
+    if not isinstance(template, str):  # several, by name
+        template = tokenizer.get_chat_template(None, tools)
     if "strftime_now" in template:
         arguments["chat_template"] = _MACRO + template
         arguments["strftime_values"] = _values(now)

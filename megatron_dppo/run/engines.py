@@ -31,7 +31,7 @@ from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
 from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.run_folder import first_start
+from megatron_dppo.run.marker import first_start
 from megatron_dppo.run.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
 from megatron_dppo.weights.adapter_folder import adapter_config

@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -26,7 +25,7 @@ from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
 from megatron_dppo.parallel.objects import broadcast_object
-from megatron_dppo.run.run_folder import first_start
+from megatron_dppo.run.run_folder import template_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +257,7 @@ class PromptReader:
         self._config = config
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._now = now or first_start(Path(config.run.output_dir), overwrite=config.run.overwrite)
+        self._now = now or template_time(config)
         self.summary: list[str] = []
 
     def read(

@@ -40,9 +40,9 @@ from megatron_dppo.run.engines import (
 )
 from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
 from megatron_dppo.run.inputs import PromptReader
+from megatron_dppo.run.marker import first_start
 from megatron_dppo.run.preflight import check_flags
 from megatron_dppo.run.resume import find_usable_checkpoint
-from megatron_dppo.run.run_folder import first_start
 from megatron_dppo.run.starts import load_run_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.weights.conversion import open_converter

@@ -22,7 +22,7 @@ from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.run.run_folder import read_marker
+from megatron_dppo.run.marker import read_marker
 from megatron_dppo.types import Completion, TrainingSample
 
 if TYPE_CHECKING:

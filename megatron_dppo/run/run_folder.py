@@ -7,15 +7,11 @@ lock.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +19,20 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.files import write_synced
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state, remove_leftovers
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
 from megatron_dppo.run.lock import FolderLock
+from megatron_dppo.run.marker import (
+    MARKER,
+    Marker,
+    first_start,
+    new_marker,
+    process_time,
+    read_marker,
+    submission,
+    write_marker,
+)
 
-_TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
-MARKER = ".megatron_dppo_run.json"
 OLD = "old"
 RUN_FILES = (
     "config.toml",
@@ -177,78 +180,18 @@ def _prepare(folder: Path, config: Config) -> list[str]:
     return notes
 
 
-@dataclass(frozen=True)
-class Marker:
-    """Contents of the marker file of a run's folder."""
-
-    run_id: str
-    submission: str
-    """Job that began the run (see ``submission``)."""
-    created: str
-    moving_to: str = ""
-    """Folder in ``old`` that the run is being moved to. Empty if it is not being moved."""
-
-
-def new_marker() -> Marker:
-    """Return the marker of a run that begins in this process."""
-    return Marker(uuid.uuid4().hex, submission(), _process_time(os.getpid()).strftime(_TIME_FORMAT))
-
-
-@cache
-def _process_time(pid: int) -> datetime:
-    """Return the time of the first call in a process, to the second; a fork has a time of its own."""
-    return datetime.now().replace(microsecond=0)
-
-
-def first_start(folder: Path, *, overwrite: bool = False) -> datetime:
-    """Return when the run in a folder was started first: the date that its chat template sees on every start.
-
-    Args:
-        folder: Folder of the run.
-        overwrite: ``run.overwrite`` of a start. The run that it moves aside does not count.
-
-    Returns:
-        The recorded time; the current time, the same on every call of a process, if no run began there.
-    """
+def template_time(config: Config) -> datetime:
+    """Return the date that the chat template of a start sees: that of the run's first start."""
+    folder = Path(config.run.output_dir)
+    if not config.run.overwrite:
+        return first_start(folder)
     try:
         marker = read_marker(folder)
-        if marker is not None and not marker.moving_to and not (overwrite and not _reason_to_resume(folder, marker)):
-            return datetime.strptime(marker.created, _TIME_FORMAT)
-    except (ConfigError, ValueError, OSError):
-        pass  # a damaged marker is reported when the folder is opened
-    return _process_time(os.getpid())
-
-
-def read_marker(folder: Path) -> Marker | None:
-    """Return the marker of a folder. None if no run began there.
-
-    Raises:
-        ConfigError: The marker is damaged.
-    """
-    file = folder / MARKER
-    try:
-        return Marker(**json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{file} is damaged ({error}). If {folder} is the folder of a run, delete this file and set "
-            "checkpoint.accept_unverified = true once"
-        ) from error
-
-
-def write_marker(folder: Path, marker: Marker) -> None:
-    """Replace the marker atomically."""
-    write_synced(folder / MARKER, json.dumps(vars(marker), indent=2) + "\n")
-
-
-def submission() -> str:
-    """Return the job of this process, which stays the same when it is requeued or restarted. Empty if unknown."""
-    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"):
-        if os.environ.get(name):
-            return f"{name}={os.environ[name]}"
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return "" if run_id == "none" else f"TORCHELASTIC_RUN_ID={run_id}"
+    except ConfigError:
+        marker = None
+    # A run that this start moves aside does not count.
+    is_resumed = marker is not None and not marker.moving_to and bool(_reason_to_resume(folder, marker))
+    return first_start(folder) if is_resumed else process_time()
 
 
 def _was_restarted() -> bool:

@@ -20,7 +20,7 @@ from megatron_dppo.config.paths import absolute_path
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import write_synced
-from megatron_dppo.run.run_folder import MARKER
+from megatron_dppo.run.marker import MARKER
 
 STARTS = "starts.jsonl"
 CONFIG = "config.toml"

@@ -26,7 +26,7 @@ from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.files import write_synced
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import FOLDER as ROLLOUTS
-from megatron_dppo.run.run_folder import MARKER
+from megatron_dppo.run.marker import MARKER
 from megatron_dppo.run.starts import CONFIG, STARTS
 
 ROW_METRICS = (

@@ -13,6 +13,7 @@ from megatron_dppo.rewards.answers.normalize import comparison_text
 from megatron_dppo.rewards.answers.numbers import constant_ratio, evaluate, same_expression, same_quantity
 from megatron_dppo.rewards.answers.values import (
     Chain,
+    Choice,
     Grid,
     Group,
     NamedSet,
@@ -36,11 +37,16 @@ def same_answer(answer: str, label: str) -> bool:
     if comparison_text(answer) == comparison_text(label):
         return bool(answer)
     wanted = read_values(label)
-    return any(_same(each, other) for each in read_values(answer) for other in wanted)
+    try:
+        return any(_same(each, other) for each in read_values(answer) for other in wanted)
+    except Exception:  # what sympy raises on unusual formulas is open; such an answer is no failure of the function
+        return False
 
 
 def _same(answer: Value, label: Value) -> bool:
     """Compare two values of any kinds."""
+    if isinstance(answer, Choice) or isinstance(label, Choice):
+        return _same_choice(answer, label)
     if isinstance(answer, Chain) or isinstance(label, Chain):
         return _same_with_relations(answer, label)
     if isinstance(answer, Words) or isinstance(label, Words):
@@ -58,6 +64,16 @@ def _same(answer: Value, label: Value) -> bool:
     if isinstance(answer, Group) and isinstance(label, Group):
         return _same_group(answer, label)
     return _same_single(answer, label)
+
+
+def _same_choice(answer: Value, label: Value) -> bool:
+    if isinstance(answer, Choice) and isinstance(label, Choice):
+        return answer.letter == label.letter and _same(answer.content, label.content)
+    choice, other = (answer, label) if isinstance(answer, Choice) else (label, answer)
+    assert isinstance(choice, Choice)
+    if plain_words(other.text) == choice.letter:
+        return True
+    return _same(choice.content, other) if choice is answer else _same(other, choice.content)
 
 
 def _same_single(answer: Value, label: Value) -> bool:
@@ -172,6 +188,8 @@ def _same_with_relations(answer: Value, label: Value) -> bool:
         return all(_same(*pair) for pair in pairs)
     if signs == {"\\in"} and len(chain.sides) == 2 and is_name(chain.sides[0].text):
         inner = chain.sides[1]
+        if isinstance(inner, Quantity):  # no set
+            return False
         return _same(inner, other) if chain is answer else _same(other, inner)
     return _same_sets(answer, label)
 

@@ -36,7 +36,7 @@ _FUNCTIONS = {
 _LOGARITHMS = {"log": 10, "lg": 10, "lb": 2}
 _BINARY = {"gcd": sympy.gcd, "lcm": sympy.lcm, "max": sympy.Max, "min": sympy.Min}
 _CONSTANTS = {"pi": sympy.pi, "infty": sympy.oo, "infinity": sympy.oo, "oo": sympy.oo, "inf": sympy.oo}
-_GREEK = frozenset((
+GREEK_LETTERS = frozenset((
     "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
     "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
     "Delta", "Theta", "Lambda", "Xi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell",
@@ -163,7 +163,7 @@ class _Reader:
             or token[1:] in _LOGARITHMS
             or token[1:] in _BINARY
             or token[1:] in _CONSTANTS
-            or token[1:] in _GREEK
+            or token[1:] in GREEK_LETTERS
             or token in ("\\frac", "\\sqrt", "\\binom", "\\{", "\\lfloor", "\\lceil", "\\overline", "\\bar", "\\vec")
         )
 
@@ -276,7 +276,7 @@ class _Reader:
         if name in _CONSTANTS:
             self.take(token)
             return _CONSTANTS[name]
-        if name in _GREEK:
+        if name in GREEK_LETTERS:
             self.take(token)
             return self._subscripted(name)
         raise CannotRead(f"{self.text[:100]!r}: unknown command {token}")

@@ -80,15 +80,22 @@ _FULL_STOP = re.compile(r"(?:(?<![.\\])\.|(?<!\\)[,;:\s])+$")
 _TEXT_END = re.compile(r"\s*[.,;:]+\s*\}$")
 _LEAD = re.compile(r"^(?:(?:=|\\approx|\\therefore|\\text\{[^{}]*(?::|approximately|about)\s*\})\s*)+(?=\S)")
 """Introduction of an answer inside a box."""
+_FORMULA_IN_TEXT = re.compile(r"\\(?:text|mbox|textbf)\{\s*\$([^${}]*)\$\s*\}")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose\b([^{}]*)\}")
+_SYSTEM = re.compile(r"\\begin\{(?:cases|aligned|gathered)\}([^&]*)\\end\{(?:cases|aligned|gathered)\}")
+"""Equations among each other; with ``&`` it is a function by cases."""
 _BETWEEN_SIGNS = re.compile(r"(?<![0-9.])\s+|\s+(?![0-9.])")
 
 
 def normalize_answer(text: str) -> str:
     """Return the normal form of an answer or a label; an empty string if nothing is left."""
-    text = _from_unicode(text.strip().strip(_MARKUP))[:_MAX_LENGTH]
+    text = _from_unicode(re.sub(r"(?<!\\)\\$", "", text.strip().strip(_MARKUP)))[:_MAX_LENGTH]
+    text = _FORMULA_IN_TEXT.sub(r"\1", text)
     text = _without_delimiters(text)
     text = _DIGITS_APART.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
     text = _plain_commands(text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _SYSTEM.sub(lambda match: match[1].replace(r"\\", ", "), text)
     text = text.replace("{,}", ",").replace("{:}", ":").replace("^{\\circ}", "^\\circ").replace("{}^\\circ", "^\\circ")
     text = re.sub(r"\^\s*\\circ", r"^\\circ", text)
     text = re.sub(r"\^\s*(?:\{\s*('+)\s*\}|('+))", r"\1\2", text)
@@ -165,6 +172,8 @@ def _text(content: str) -> str:
     inner = _plain_commands(content).strip()
     if re.fullmatch(r"[-+]?[\d.,\s/]+|[-+]?\d+\s*%", inner):
         return inner
+    if inner.casefold() == "infinity":
+        return r"\infty "
     if match := re.fullmatch(r"([-+]?[\d.,/]*\d)\s*([^\d:]*[A-Za-z][^\d:]*)", inner):
         return f"{match[1]} \\text{{{match[2].strip()}}}"
     return f"\\text{{{inner}}}" if inner else " "

@@ -60,7 +60,7 @@ def _same_number(answer: Quantity, label: Quantity) -> bool:
 
 
 def _rounds_to(number: Quantity, decimal: Quantity) -> bool:
-    """Return True if a number, rounded to the digits of a long decimal, is that decimal."""
+    """Return True if a number, rounded to the digits of a long decimal or cut off there, is that decimal."""
     digits = decimal.digits
     if digits is None or digits < _ROUNDED_DIGITS or (number.digits is not None and number.digits <= digits):
         return False
@@ -71,7 +71,9 @@ def _rounds_to(number: Quantity, decimal: Quantity) -> bool:
     places = digits - 1 - _exponent(written)
     approximate = value.evalf(digits + 15)
     exact = Fraction(int(Rational(approximate).p), int(Rational(approximate).q))
-    return abs(exact - written) <= Fraction(1, 2) / Fraction(10) ** places
+    unit = 1 / Fraction(10) ** places
+    is_truncated = number.digits is None and 0 <= abs(exact) - abs(written) < unit and exact * written > 0
+    return abs(exact - written) <= unit / 2 or is_truncated
 
 
 def _exponent(value: Fraction) -> int:
@@ -139,7 +141,7 @@ def _points(symbols: Sequence[Symbol]) -> list[dict[Symbol, Expr]]:
 def evaluate(expression: Expr, point: dict[Symbol, Expr], digits: int = _DIGITS) -> Expr | None:
     """Return the finite value at a point, or None."""
     value = expression.evalf(digits, subs=point) if point else expression.evalf(digits)
-    is_finite = value.is_number and not value.has(sympy.oo, sympy.zoo, sympy.nan) and not value.free_symbols
+    is_finite = value.is_number and not value.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan) and not value.free_symbols
     return value if is_finite else None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sympy import Expr
 
 from megatron_dppo.rewards.answers.arithmetic import CannotRead
-from megatron_dppo.rewards.answers.expressions import read_expression
+from megatron_dppo.rewards.answers.expressions import GREEK_LETTERS, read_expression
 from megatron_dppo.rewards.answers.units import Unit, is_known_unit, read_unit
 
 _MAX_LENGTH = 2000
@@ -47,6 +47,14 @@ class Numeral(Value):
 @dataclass(frozen=True)
 class Words(Value):
     """Text that is no formula."""
+
+
+@dataclass(frozen=True)
+class Choice(Value):
+    """The letter of a choice with its content, such as ``(B) 12``."""
+
+    letter: str
+    content: Value
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,8 @@ _TIME_OF_DAY = re.compile(r"\d{1,2}(?::\d\d)?\s*(?:\\text\{)?\s*[ap]\.?\s?m\.?\s
 _IN_BASE = re.compile(r"([0-9A-F]+)\s*\\?(?:text\{)?\s*\(?\s*(?:in )?base[\s-]*(\d{1,2})\s*\)?\s*\}?")
 _TRIGONOMETRY = re.compile(r"(?<![a-z])(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _DECIMAL = re.compile(r"[-+]?(?:\\\$\s*)?(\d*\.\d+|\d[\d,]*\.\d+)\s*%?")
-_CHOICE = re.compile(r"(?:\\text\{\s*)?\(([A-Z])\)[.:]?\s*\}?\s*(\S.*)", re.DOTALL)
+_CHOICE = re.compile(r"(?:\\text\{\s*)?(?:\(([A-Z])\)[.:]?|([A-Z])[.):])\s*\}?\s*(\S.*)", re.DOTALL)
+_TEXT_LIST = re.compile(r"\\text\{([^{}\\]*[^\s{}\\]\s*(?:,|\band\b)\s*[^\s{}\\][^{}\\]*)\}")
 _NAMED_SETS = {
     "\\emptyset": "empty", "\\{\\}": "empty", "no solution": "empty", "no solutions": "empty",
     "no real solutions": "empty",
@@ -128,7 +137,8 @@ _NAMED_SETS = {
 }  # fmt: skip
 
 
-_LETTER = r"(?:[A-Za-z]|\\(?!pi\b|infty\b|text\b|frac\b|sqrt\b)[a-z]+)(?:_(?:\w|\{[^{}]*\}))?'*"
+_GREEK = "|".join(sorted(GREEK_LETTERS))
+_LETTER = rf"(?:[A-Za-z]|\\(?:{_GREEK})(?![A-Za-z]))(?:_(?:\w|\{{[^{{}}]*\}}))?'*"
 _LETTERS = rf"{_LETTER}(?:\s*,\s*{_LETTER})*"
 _NAME = re.compile(
     rf"(?:{_LETTER}|\({_LETTERS}\)|{_LETTER}(?:\^\{{-1\}})?\s*\({_LETTERS}\)|[A-Z]{{2,4}}|\[[A-Z]{{3,6}}\]"
@@ -151,7 +161,8 @@ def read_values(text: str) -> list[Value]:
     if _THOUSANDS.fullmatch(text):
         readings += _attempt(_read_single, text)
     if match := _CHOICE.fullmatch(text):
-        readings += [Words(match[1]), *_attempt(_read, match[2])]
+        letter = match[1] or match[2]
+        readings += [Choice(text, letter, content) for content in _attempt(_read, match[3])]
     return readings + _attempt(_read, text)
 
 
@@ -214,6 +225,9 @@ def _read(text: str) -> Value:
     text = text.strip()
     if name := _NAMED_SETS.get(plain_words(text)) or _NAMED_SETS.get(text.replace(" ", "")):
         return NamedSet(text, name)
+    if match := _TEXT_LIST.fullmatch(text):
+        names = [name.strip() for name in re.split(r",|\band\b", match[1]) if name.strip()]
+        return Group(text, tuple(Words(name) for name in names))
     pieces = []
     for piece in _split_connectives(text):
         pieces += split_top(piece, frozenset((",", ";")))[0]
@@ -346,6 +360,8 @@ def _read_quantity(text: str) -> Value:
     if tail:
         if not head:
             return Words(text)
+        if re.search(r"\d", re.sub(r"\^\s*\{?-?\d\}?", "", tail)):
+            raise CannotRead(f"{text[:100]!r}: a unit with a number")
         return Quantity(text, read_expression(head), read_unit(tail), _digits(head))
     # Letters alone are a word, or a product of at most three symbols.
     if re.fullmatch(r"[A-Za-z]{4,}(?:[\s-][A-Za-z]+)*|[A-Za-z]{2,}(?:[\s-][A-Za-z]+)+", text) and text not in (

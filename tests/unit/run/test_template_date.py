@@ -17,10 +17,11 @@ from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import DataError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RunInfo
 from megatron_dppo.rewards.functions import load
-from megatron_dppo.run import run_folder
+from megatron_dppo.run import marker as marker_module
 from megatron_dppo.run.inputs import PromptReader
+from megatron_dppo.run.marker import MARKER, Marker, first_start, new_marker, read_marker, write_marker
 from megatron_dppo.run.offline import single_prompt_template
-from megatron_dppo.run.run_folder import Marker, first_start, new_marker, read_marker, write_marker
+from megatron_dppo.run.run_folder import template_time
 from tests.unit.configs import config
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
@@ -85,18 +86,24 @@ def test_a_template_that_draws_at_random_is_refused(tokenizer: Any, draw: str) -
 
 
 def test_the_first_start_is_recorded_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "_process_time", lambda pid: NOON)
+    monkeypatch.setattr(marker_module, "_process_time", lambda pid: NOON)
     assert first_start(tmp_path) == NOON
     write_marker(tmp_path, new_marker())
     tomorrow = datetime(2026, 3, 6, 1, 0, 0)
-    monkeypatch.setattr(run_folder, "_process_time", lambda pid: tomorrow)
+    monkeypatch.setattr(marker_module, "_process_time", lambda pid: tomorrow)
     assert first_start(tmp_path) == NOON
-    assert first_start(tmp_path, overwrite=True) == tomorrow, "that run will be moved aside"
+    assert template_time(config(run={"output_dir": str(tmp_path)})) == NOON
+    moved = config(run={"output_dir": str(tmp_path), "overwrite": True})
+    assert template_time(moved) == tomorrow, "that run will be moved aside"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    write_marker(tmp_path, Marker("id", "SLURM_JOB_ID=7", NOON.strftime("%Y-%m-%d %H:%M:%S")))
+    assert template_time(moved) == NOON, "a requeued job resumes its run"
     marker = read_marker(tmp_path)
     assert marker is not None
     write_marker(tmp_path, Marker(marker.run_id, marker.submission, marker.created, moving_to="old"))
     assert first_start(tmp_path) == tomorrow
-    (tmp_path / run_folder.MARKER).write_text("{damaged")
+    (tmp_path / MARKER).write_text("{damaged")
     assert first_start(tmp_path) == tomorrow
 
 
@@ -108,7 +115,7 @@ def test_prompts_of_a_run_are_those_of_its_first_start(
     data.write_text(json.dumps({"prompt": CHAT, "label": "2"}) + "\n")
     settings = config(run={"output_dir": str(tmp_path / "run")}, data={"train": str(data), "eval": None})
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(run_folder, "_process_time", lambda pid: NOON)
+    monkeypatch.setattr(marker_module, "_process_time", lambda pid: NOON)
 
     def prompts(**settings_of_reader: Any) -> Any:
         return PromptReader(settings, tokenizer, 256, **settings_of_reader).read(str(data), "train", "train")
@@ -116,7 +123,7 @@ def test_prompts_of_a_run_are_those_of_its_first_start(
     first = prompts()
     assert first[0].text == "05+12+09+1+1="
     write_marker(tmp_path / "run", new_marker())
-    monkeypatch.setattr(run_folder, "_process_time", lambda pid: datetime(2027, 1, 1))
+    monkeypatch.setattr(marker_module, "_process_time", lambda pid: datetime(2027, 1, 1))
     again = prompts()
     assert (again[0].text, again.fingerprint()) == (first[0].text, first.fingerprint())
     assert prompts(now=datetime(2027, 1, 1))[0].text == "01+00+00+1+1="
