@@ -25,7 +25,6 @@ from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
 from megatron_dppo.parallel.objects import broadcast_object
-from megatron_dppo.run.run_folder import template_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +256,7 @@ class PromptReader:
         self._config = config
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._now = now or template_time(config)
+        self._now = now or _template_time(config)
         self.summary: list[str] = []
 
     def read(
@@ -314,6 +313,13 @@ class PromptReader:
         if self._tokenizer is not None and self._context_length is not None:
             data.check_lengths(self._context_length)
         return data
+
+
+def _template_time(config: Config) -> datetime:
+    # Imported here: the module reads checkpoints, and so loads Megatron.
+    from megatron_dppo.run.run_folder import template_time
+
+    return template_time(config)
 
 
 def _check_reference(path: str, expected: ModelShape) -> None:
