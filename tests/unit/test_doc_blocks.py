@@ -17,12 +17,16 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_dppo.commands.experiments.grid import merged
-from megatron_dppo.commands.main import _COMMANDS
+from megatron_dppo.commands.main import _COMMANDS, main
 from megatron_dppo.config.describe import keys, sections
 from megatron_dppo.config.schema import Config
+from tests.unit.recorded_run import write_run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+RUN = "<!-- run -->"
+"""Stands above a block of commands that the test runs. Each line of a ``text`` block below it is in the output; ``...``
+stands for any text."""
 NOT_RUN = "<!-- not run:"
 """Stands, with the reason, above a block of Python that needs what a test has not."""
 
@@ -193,6 +197,64 @@ FOREIGN = {"cd", "export", "git", "hf", "python3", "source", ".", "vllm", "/shar
 @pytest.mark.parametrize("words", commands())
 def test_commands_are_there_with_their_flags(words: list[str]) -> None:
     CHECKS[words[0]](words)
+
+
+def runnable() -> list[Any]:
+    """The blocks that are run: page, commands, expected lines."""
+    pattern = rf"{re.escape(RUN)}\n```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```)?"
+    return [
+        pytest.param(commands, expected, id=f"{page.stem}-{n}")
+        for page in PAGES
+        for n, (commands, expected) in enumerate(re.findall(pattern, page.read_text("utf-8"), re.S | re.M))
+    ]
+
+
+@pytest.mark.parametrize(("commands", "expected"), runnable())
+def test_marked_commands_run_and_print_what_the_page_shows(
+    commands: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    write_run(tmp_path / "runs/mine", 12, every=4)
+    monkeypatch.chdir(tmp_path)
+    for line in commands.replace("\\\n", " ").splitlines():
+        program, *words = shlex.split(line, comments=True)
+        assert program == "megatron-dppo" and main(words) == 0, line
+    printed = capsys.readouterr().out
+    missing = []
+    for line in expected.splitlines():
+        parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
+        if not re.search(".*".join(parts), "\n".join(" ".join(each.split()) for each in printed.splitlines())):
+            missing.append(line)
+    assert not missing, printed
+
+
+def test_most_pages_have_an_example_that_is_checked() -> None:
+    """A page of prose, tables or recorded numbers has none to run."""
+    checked = {page for language in ("python", "toml") for page, _, _ in blocks(language)}
+    checked |= {page for page in PAGES if RUN in page.read_text("utf-8")}
+    checked |= {page for page, text, _ in [*blocks("sh"), *blocks("")] if any(name in text for name in CHECKS)}
+    without = {page.relative_to(ROOT).as_posix() for page in set(PAGES) - checked}
+    assert without <= WITHOUT_EXAMPLE, without - WITHOUT_EXAMPLE
+
+
+WITHOUT_EXAMPLE = frozenset(
+    [
+        *("docs/configuration.md", "docs/losses/README.md", "docs/windtunnel/table.md"),  # written by tools
+        *("docs/metric_pictures.md", "docs/parity.md", "docs/did_not_work.md", "docs/status.md"),  # recorded results
+        *(
+            "docs/features.md",
+            "docs/releases.md",
+            "docs/faq.md",
+            "docs/troubleshooting.md",
+            "docs/why_not_verl.md",
+        ),  # tables
+        *("docs/architecture.md", "docs/extending.md", "examples/data/README.md"),  # where files are
+    ]
+)
 
 
 def known_names() -> set[str]:
