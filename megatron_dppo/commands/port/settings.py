@@ -163,7 +163,7 @@ def _parse_overrides(source: SourceFile, words: Sequence[Word]) -> None:
         if word.source:
             source.settings[word.source] = Setting("", word.blank)
             continue
-        texts = word.alternatives if word.unknown and word.alternatives else (word.text,)
+        texts = [choice.text for choice in word.alternatives or (word,)]
         for text in texts:
             key, _, value = text.partition("=")
             if _KEY.match(text) and not text.startswith("-"):
@@ -190,7 +190,7 @@ def _parse_flags(source: SourceFile, words: Sequence[Word]) -> None:
         if word.source:
             source.settings[word.source] = Setting("", word.blank)
             continue
-        texts = word.alternatives if word.unknown and word.alternatives else (word.text,)
+        texts = [choice.text for choice in word.alternatives or (word,)]
         for text in texts:
             name, equals, value = text[2:].partition("=")
             if text.startswith("--") and name:

@@ -73,8 +73,8 @@ def find_launch(file: Path, script: Script, starts: Callable[[Sequence[str]], in
         stops = [text for position, text in script.stops if position <= i]
         if first is None and launches and _STRAY.match(command.words[0].text):
             strays.append(
-                f"line {command.line}: {command.words[0].text[:60]} is not part of the training command; a comment or "
-                "a space after the backslash ends it"
+                f"line {command.line}: {command.words[0].text[:60]} is not part of the training command; a missing "
+                "backslash, a space after it, or a comment ends the command"
             )
         if first is None or (launches and len(stops) > len(launches[0].problems)):
             # Behind the launch and an exit, nothing runs.

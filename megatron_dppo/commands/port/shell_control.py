@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tree_sitter import Node
 
 from megatron_dppo.commands.port.shell_conditions import both, evaluate_test, negate
 from megatron_dppo.commands.port.shell_expansion import Expander
+from megatron_dppo.commands.port.shell_nodes import assigned_names, is_left_early, patterns, split_clause
 from megatron_dppo.commands.port.shell_values import (
     State,
     UnknownValueError,
@@ -166,7 +167,7 @@ class ControlFlow:
         if not clauses:
             return
         clause, later = clauses[0], clauses[1:]
-        condition, body = _split_clause(clause)
+        condition, body = split_clause(clause)
         status = self.walk_each(condition) if clause.type != "else_clause" else True
         text = " ".join(" ".join(node_text(part) for part in condition).split())[:60]
         if status is True:
@@ -219,18 +220,17 @@ class ControlFlow:
         word = self.expander.join(value) if value is not None else Word("")
         items = [child for child in node.named_children if child.type == "case_item"]
         bodies = [
-            [child for child in item.children if child.is_named and child not in _patterns(item)] for item in items
+            [child for child in item.children if child.is_named and child not in patterns(item)] for item in items
         ]
         condition = f"case {node_text(value)}"
         if word.unknown:
             choices: list[Callable[[], object]] = [lambda body=body: self.walk_each(body) for body in bodies]  # type: ignore[misc]
-            if not any(node_text(pattern) == "*" for item in items for pattern in _patterns(item)):
+            if not any(node_text(pattern) == "*" for item in items for pattern in patterns(item)):
                 choices.append(lambda: None)
             self._either(line(node), condition, choices)
             return None
         for item, body in zip(items, bodies, strict=True):
-            patterns = [self._pattern(pattern) for pattern in _patterns(item)]
-            if any(fnmatch.fnmatchcase(word.text, pattern) for pattern in patterns):
+            if any(fnmatch.fnmatchcase(word.text, self._pattern(pattern)) for pattern in patterns(item)):
                 self._guarded(f"line {line(item)}: {condition}", lambda body=body: self.walk_each(body))  # type: ignore[misc]
                 break
         return None
@@ -268,7 +268,7 @@ class ControlFlow:
         try:
             return self.expander.integer(node) != 0
         except UnknownValueError as reason:
-            for name in _assigned_names(node):
+            for name in assigned_names(node):
                 self._state.set(name, Word("", str(reason)))
             return None
 
@@ -300,7 +300,7 @@ class ControlFlow:
         words = [word for value in values for word in self.expander.words(value)]
         if body is None:
             return None
-        if any(word.unknown for word in words) or len(words) > _MAX_ITERATIONS or _is_left_early(body):
+        if any(word.unknown for word in words) or len(words) > _MAX_ITERATIONS or is_left_early(body):
             self._unknown_loop(node, body, [name] if words else [])
             return None
         for word in words:
@@ -312,7 +312,7 @@ class ControlFlow:
         """Read ``for ((i = 0; i < n; i++))``."""
         body = node.child_by_field_name("body")
         parts = [node.child_by_field_name(part) for part in ("initializer", "condition", "update")]
-        if body is None or any(part is None for part in parts) or _is_left_early(body):
+        if body is None or any(part is None for part in parts) or is_left_early(body):
             self._unknown_loop(node, node, [])
             return None
         start, condition, update = (part for part in parts if part is not None)
@@ -338,7 +338,7 @@ class ControlFlow:
         return None
 
     def _unknown_loop(self, node: Node, body: Node, names: Sequence[str]) -> None:
-        changed = [*names, *_assigned_names(body)]
+        changed = [*names, *assigned_names(body)]
         for name in changed:
             self._state.set(name, Word(f"${name}", f"${name} is set in a loop (line {line(node)})"))
         self._either(line(node), "a loop", [lambda: self.walk_all(body), lambda: None])
@@ -364,49 +364,3 @@ _RULES: dict[str, Callable[[ControlFlow, Node], bool | None]] = {
     "c_style_for_statement": ControlFlow.counted_loop,
     "while_statement": ControlFlow.repeat,
 }
-
-
-def _split_clause(node: Node) -> tuple[list[Node], list[Node]]:
-    """Return the condition and the body of ``if`` or ``elif``, or the body of ``else``."""
-    condition: list[Node] = []
-    body: list[Node] = []
-    is_body = node.type == "else_clause"
-    for child in node.children:
-        if child.type == "then":
-            is_body = True
-        elif child.is_named and child.type not in ("elif_clause", "else_clause"):
-            (body if is_body else condition).append(child)
-    return condition, body
-
-
-def _patterns(item: Node) -> list[Node]:
-    return [child for child in item.children_by_field_name("value") if child.is_named]
-
-
-def _descendants(node: Node) -> Iterator[Node]:
-    yield node
-    for child in node.named_children:
-        yield from _descendants(child)
-
-
-def _assigned_names(node: Node) -> list[str]:
-    """Return the variables that a part of the script may set."""
-    names: list[str] = []
-    for part in _descendants(node):
-        name = part.child_by_field_name("name")
-        if part.type == "variable_assignment":
-            names.append(node_text(name).partition("[")[0])
-        elif part.type in ("binary_expression", "postfix_expression", "unary_expression"):
-            operand = part.named_children[0] if part.named_children else None
-            is_set = any(child.type in ("=", "+=", "-=", "*=", "++", "--") for child in part.children)
-            if is_set and operand is not None and node_text(operand).isidentifier():
-                names.append(node_text(operand))
-        elif part.type == "for_statement":
-            names.append(node_text(part.child_by_field_name("variable")))
-        elif part.type == "command" and node_text(name) in ("read", "mapfile", "readarray"):
-            names += [node_text(child) for child in part.named_children[1:] if node_text(child).isidentifier()]
-    return list(dict.fromkeys(names))
-
-
-def _is_left_early(body: Node) -> bool:
-    return any(node_text(part) in ("break", "continue") for part in _descendants(body) if part.type == "command_name")

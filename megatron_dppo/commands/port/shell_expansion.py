@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import posixpath
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from dataclasses import replace
 from tree_sitter import Node
 
 from megatron_dppo.commands.port.shell_arithmetic import Arithmetic
+from megatron_dppo.commands.port.shell_output import command_output, resolve_path, substituted_commands
 from megatron_dppo.commands.port.shell_values import (
     State,
     UnknownValueError,
@@ -23,8 +23,6 @@ from megatron_dppo.commands.port.shell_values import (
     parse,
 )
 
-_MAX_SEQUENCE = 10_000
-"""Longest output of ``seq`` that is expanded."""
 _SKIPPED = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect", "variable_assignment")
 _SCRIPT_NAMES = ("BASH_SOURCE", "0")
 
@@ -80,7 +78,8 @@ class Expander:
         try:
             return self._value(node)
         except UnknownValueError as reason:
-            return Word(node_text(node), str(reason))
+            # Without white space, so that the known words around it can be told apart.
+            return Word("".join(node_text(node).split()), str(reason))
 
     def _all_elements(self, node: Node) -> list[Word] | None:
         """Return the elements of ``${X[@]}`` or ``$@``. None for other nodes."""
@@ -240,7 +239,7 @@ class Expander:
         is_set = value is not None and not (sign.startswith(":") and value.text == "" and not value.unknown)
         if value is None and self.state.changed_by:
             raise UnknownValueError(f"${name} {self.state.changed_by}")
-        if value is not None and value.unknown and sign.startswith(":") and "" in (value.alternatives or ("",)):
+        if value is not None and value.unknown and sign.startswith(":") and _may_be_empty(value):
             raise UnknownValueError(value.unknown)
         text = join_words([self.join(child) for child in arguments if child.is_named])
         if sign in (":+", "+"):
@@ -301,18 +300,22 @@ class Expander:
                 return Word(str(self.integer(inner)))
         unknown = UnknownValueError(f"known only by running {text[:40]}")
         folder, output = self.state.folder, None
-        for command in _commands(node):
+        for command in substituted_commands(node):
             if command is None or output is not None:
                 raise unknown
             words = [word for part in command.named_children for word in self.words(part)]
             name, arguments = words[0].text, [self._known(word) for word in words[1:] if word.text != "--"]
             if name == "cd" and len(arguments) == 1:
-                folder = _resolve(folder, arguments[0])
+                folder = resolve_path(folder, arguments[0])
             else:
-                output = _output(name, arguments, folder)
+                output = command_output(name, arguments, folder)
         if output is None:
             raise unknown
         return Word(output)
+
+
+def _may_be_empty(word: Word) -> bool:
+    return not word.alternatives or not all(choice.text for choice in word.alternatives)
 
 
 def _is_expansion(node: Node) -> bool:
@@ -353,52 +356,3 @@ def _braces(text: str) -> list[str]:
     if match is None or "=" in match.group(1):
         return [text]
     return [match.group(1) + part + match.group(3) for part in match.group(2).split(",")]
-
-
-def _commands(node: Node) -> list[Node | None]:
-    """Return the commands of a substitution in order. None stands for a part that is more than plain commands."""
-    if node.type == "command":
-        return [node]
-    if node.type == "redirected_statement":
-        return _commands(node.named_children[0])
-    if node.type == "command_substitution" or (
-        node.type == "list" and all(c.is_named or c.type == "&&" for c in node.children)
-    ):
-        return [command for child in node.named_children for command in _commands(child)]
-    return [None]
-
-
-def _resolve(folder: str | None, path: str) -> str:
-    if not path.startswith("/") and folder is None:
-        raise UnknownValueError(f"the folder of {path!r} is known only by running the script")
-    return posixpath.normpath(posixpath.join(folder or "/", path))
-
-
-def _output(name: str, arguments: Sequence[str], folder: str | None) -> str | None:
-    """Return the output of a command on names and numbers. None for other commands."""
-    if name == "pwd" and folder is not None:
-        return folder
-    if name == "echo" and not any(word.startswith("-") for word in arguments):
-        return " ".join(arguments)
-    if name == "dirname" and len(arguments) == 1:
-        return posixpath.dirname(arguments[0].rstrip("/")) or "."
-    if name == "basename" and len(arguments) in (1, 2):
-        base = posixpath.basename(arguments[0].rstrip("/"))
-        suffix = arguments[1] if len(arguments) == 2 else ""
-        return base.removesuffix(suffix) if base != suffix else base
-    if name in ("realpath", "readlink"):
-        paths = [word for word in arguments if word not in ("-f", "-e", "-m")]
-        return _resolve(folder, paths[0]) if len(paths) == 1 and not paths[0].startswith("-") else None
-    if name == "seq" and all(re.fullmatch(r"-?\d+", word) for word in arguments):
-        return _sequence([int(word) for word in arguments])
-    return None
-
-
-def _sequence(numbers: Sequence[int]) -> str | None:
-    if not 1 <= len(numbers) <= 3:
-        return None
-    first = numbers[0] if len(numbers) > 1 else 1
-    step = numbers[1] if len(numbers) == 3 else 1
-    if step == 0 or abs((numbers[-1] - first) // step) > _MAX_SEQUENCE:
-        return None
-    return "\n".join(map(str, range(first, numbers[-1] + (1 if step > 0 else -1), step)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +11,11 @@ from difflib import SequenceMatcher
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
+
+_MAX_ALTERNATIVES = 16
+"""Most values of a word that are told apart."""
+_SEVERAL = "(several_values)"
+"""Text of an unknown part with more values."""
 
 
 class UnknownValueError(Exception):
@@ -44,10 +51,12 @@ class Word:
     """Text. Unknown parts stand as in the script."""
     unknown: str | None = None
     """Reason why a part of the text is unknown. None if all of it is known."""
-    alternatives: tuple[str, ...] = ()
-    """Possible texts of an unknown word, if all of them are known."""
+    alternatives: tuple[Word, ...] = ()
+    """Words that the branches of unknown conditions give. Empty if there is only one, or too many."""
     blank: str | None = None
     """Reason why a part of the text is empty although the script expects a value. None if no part is."""
+    parts: tuple[Word, ...] = ()
+    """Parts of an unknown word that are known or unknown by themselves. Empty if there is one part."""
     source: str = ""
     """Expansion in the script that gives no words, for the report. Empty for other words."""
 
@@ -59,12 +68,28 @@ class Word:
         if not self.unknown:
             return [replace(self, text=part) for part in self.text.split()]
         if not self.alternatives:
-            return [self]
-        texts = [text.split() for text in self.alternatives]
-        merged = [Word(part) for part in texts[0]]
-        for other in texts[1:]:
-            merged = merge_words(merged, [Word(part) for part in other], self.unknown)
+            return self._split_parts() if self.parts else [self]
+        merged = self.alternatives[0].splits
+        for word in self.alternatives[1:]:
+            merged = merge_words(merged, word.splits, self.unknown)
         return merged
+
+    def _split_parts(self) -> list[Word]:
+        """Return the words of a text with unknown parts. Those that no unknown part touches are known."""
+        pieces: list[Word] = []
+        is_new = True
+        for part in self.parts:
+            for text in [part.text] if part.unknown else re.split(r"(\s+)", part.text):
+                if not text or text.isspace():
+                    is_new = is_new or bool(text)
+                    continue
+                piece = Word(text, part.unknown)
+                if is_new:
+                    pieces.append(piece)
+                else:
+                    pieces[-1] = Word(pieces[-1].text + text, pieces[-1].unknown or part.unknown)
+                is_new = False
+        return pieces
 
 
 Variable = dict[str, Word]
@@ -75,14 +100,15 @@ def join_words(words: Sequence[Word]) -> Word:
     """Return the concatenation of words."""
     unknown = next((word.unknown for word in words if word.unknown), None)
     blank = next((word.blank for word in words if word.blank), None)
-    open_words = [i for i, word in enumerate(words) if word.unknown]
-    alternatives: tuple[str, ...] = ()
-    if len(open_words) == 1:
-        i = open_words[0]
-        before = "".join(word.text for word in words[:i])
-        after = "".join(word.text for word in words[i + 1 :])
-        alternatives = tuple(before + text + after for text in words[i].alternatives)
-    return Word("".join(word.text for word in words), unknown, alternatives, blank)
+    choices = [word.alternatives or (word,) for word in words]
+    alternatives: tuple[Word, ...] = ()
+    num_alternatives = math.prod(map(len, choices))
+    if num_alternatives > _MAX_ALTERNATIVES:
+        words = [Word(_SEVERAL, word.unknown) if word.alternatives else word for word in words]
+    elif num_alternatives > 1:
+        alternatives = tuple(join_words(combination) for combination in itertools.product(*choices))
+    parts = tuple(part for word in words for part in (word.parts or (word,))) if unknown and not alternatives else ()
+    return Word("".join(word.text for word in words), unknown, alternatives, blank, parts)
 
 
 def merge_words(first: Sequence[Word], second: Sequence[Word], reason: str) -> list[Word]:
@@ -165,9 +191,7 @@ def _merge_scalars(first: Variable | None, second: Variable | None, reason: str)
     words = [value["0"] if value else Word("") for value in (first, second)]
     if words[0] == words[1] and first and second:
         return words[0]
-    texts: list[str] = []
-    for word in words:
-        if word.unknown and not word.alternatives:
-            return Word(word.text, reason)
-        texts += word.alternatives or (word.text,)
-    return Word(words[0].text, reason, tuple(dict.fromkeys(texts)))
+    alternatives = tuple(dict.fromkeys(choice for word in words for choice in (word.alternatives or (word,))))
+    if len(alternatives) > _MAX_ALTERNATIVES:
+        return Word(_SEVERAL, reason)
+    return Word(words[0].text, reason, alternatives)

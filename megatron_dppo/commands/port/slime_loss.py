@@ -32,7 +32,8 @@ def _loss(draft: Draft) -> None:
     if estimator == "cispo":
         draft.put("loss.name", "cispo", "advantage-estimator", note=_ANCHOR)
         with draft.target("loss.ratio_floor"):
-            draft.put("loss.ratio_floor", 1 - draft.read("eps-clip", number), "eps-clip")
+            floor = 1 - draft.read("eps-clip", number)
+            draft.put("loss.ratio_floor", floor if floor > 0 else None, "eps-clip")
         with draft.target("loss.ratio_cap"):
             draft.put("loss.ratio_cap", 1 + _upper(draft), *_upper_key(draft))
         return

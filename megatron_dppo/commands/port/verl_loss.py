@@ -66,9 +66,10 @@ def _loss(draft: Draft) -> None:
         draft.put("loss.name", "verl/gspo", _MODE)
         _put_limits(draft, "loss.clip_ratio_low", "loss.clip_ratio_high")
     elif mode == "cispo":
-        draft.put("loss.name", "verl/cispo", _MODE)
+        draft.put("loss.name", "cispo", _MODE)
         with draft.target("loss.ratio_floor"):
-            draft.put("loss.ratio_floor", 1 - _limit(draft, _LOW), _LOW)
+            floor = 1 - _limit(draft, _LOW)
+            draft.put("loss.ratio_floor", floor if floor > 0 else None, _LOW)
         with draft.target("loss.ratio_cap"):
             draft.put("loss.ratio_cap", 1 + _limit(draft, _HIGH), _HIGH)
     elif mode == "sapo":

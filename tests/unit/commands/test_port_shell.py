@@ -185,6 +185,28 @@ def test_array_words_of_an_unknown_branch_keep_their_text() -> None:
     assert {word.text: word.unknown is None for word in words} == {"a=1": True, "b=2": False, "c=3": False}
 
 
+def test_branches_keep_what_they_share_beside_an_unknown_part() -> None:
+    script = 'A="a=$R/m b=2"\nif $Q; then A="$A c=3"; else A="$A c=4"; fi\nB="$A d=5"\nrun $B'
+    known = {word.text: word.unknown is None for word in words_of_run(script)}
+    assert known == {"a=$R/m": False, "b=2": True, "c=3": False, "c=4": False, "d=5": True}
+
+
+def test_a_word_with_too_many_values_has_no_key() -> None:
+    branches = "".join(f"if $Q{i}; then A=k{i}=1; fi\n" for i in range(20))
+    words = words_of_run(f"A=a=1\n{branches}run $A")
+    assert all(word.unknown for word in words) and "(several_values)" in [word.text for word in words]
+
+
+def test_the_known_words_of_a_text_with_an_unknown_part_stay_known() -> None:
+    words = words_of_run('A="a=1 b=$Q/x c=$(date +%s)z d=2"\nrun $A')
+    assert [(word.text, word.unknown is None) for word in words] == [
+        ("a=1", True),
+        ("b=$Q/x", False),
+        ("c=$(date+%s)z", False),
+        ("d=2", True),
+    ]
+
+
 def test_sourced_files_are_read_inside_the_root_alone(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub").mkdir(parents=True)
     (tmp_path / "in" / "sub" / "values.sh").write_text("source $(dirname ${BASH_SOURCE[0]})/more.sh\nE=1\n")
