@@ -11,12 +11,13 @@
 #   --nproc-per-node N    trainer ranks (default 1)
 #   PYTHON                the interpreter to use (default python3)
 #
-# SIGTERM: the trainer finishes its step, saves and ends with 0; the same command resumes from there. A kill -9 of this
-# script does the same, by launch/guard.sh.
+# SIGTERM, SIGHUP or Ctrl-C: the trainer finishes its step, saves and ends with 0; the same command resumes from there. A kill -9
+# of this script does the same, by launch/guard.sh. A second Ctrl-C does not wait for the step.
 set -euo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
-say() { echo "launch: $*" >&2; }
+# The terminal may be gone.
+say() { echo "launch: $*" >&2 || true; }
 
 nproc=1
 arguments=()
@@ -56,7 +57,7 @@ tell_guard() { (printf '%s\n' "$@" >&9) 2>/dev/null || true; }
 # shellcheck disable=SC2329  # called by the traps
 finish() {
     local code=$?
-    trap '' TERM INT
+    trap '' TERM INT HUP
     if [ -n "$trainer" ]; then kill -TERM "$trainer" 2>/dev/null && wait "$trainer" || true; fi
     if [ -n "$server" ]; then
         kill -TERM "$server" 2>/dev/null || true
@@ -68,23 +69,25 @@ finish() {
 }
 # The ranks themselves: torchrun would give them 30 seconds, and a step and its checkpoint may need more.
 # shellcheck disable=SC2329
-forward() {
+forward() { # NAME CODE: the signal, and the exit code if nothing trains yet
     stopping=1
     local ranks=()
-    if [ -z "$trainer" ]; then exit 143; fi
-    say "SIGTERM: the trainer finishes its step and saves"
+    if [ -z "$trainer" ]; then exit "$2"; fi
+    say "$1: the trainer finishes its step and saves"
     read -ra ranks <"/proc/$trainer/task/$trainer/children" || true
     kill -TERM "${ranks[@]:-$trainer}" 2>/dev/null || true
 }
 trap finish EXIT
-trap forward TERM
-trap 'exit 130' INT
+trap 'forward SIGTERM 143' TERM
+trap 'forward SIGHUP 129' HUP
+trap 'if [ -n "$stopping" ]; then exit 130; fi; forward Ctrl-C 130' INT
 
 mode=$("$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --print-mode 9>&-)
 case $mode in
 attach) "$python" -m megatron_dppo.commands.main serve "${arguments[@]}" 9>&- ;;
 start | colocated)
-    "$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" 9>&- &
+    # A terminal sends Ctrl-C to all of its processes. What is started here gets signals from this script alone.
+    setsid "$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --skip-gpus "$nproc" --urls-file "$work/urls" 9>&- &
     server=$!
     tell_guard "server $server"
     until [ -e "$work/urls" ]; do
@@ -98,7 +101,7 @@ esac
 # Megatron overlaps the collectives of tensor and sequence parallelism with GEMMs by the order in one queue, on GPUs before
 # Blackwell.
 CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} \
-    "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" 9>&- &
+    setsid "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" 9>&- &
 trainer=$!
 tell_guard "trainer $trainer"
 # A signal interrupts wait; then it is asked again.

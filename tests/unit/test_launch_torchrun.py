@@ -40,7 +40,8 @@ while not (folder / "asked").exists() or (folder / "step").exists():
 open(os.path.join(folder, "connections"), "w").write(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
 open(os.path.join(folder, "trainer.json"), "w").write(__import__("json").dumps(sys.argv[1:]))
 child = subprocess.Popen([sys.executable, "-c", rank, folder])
-signal.signal(signal.SIGTERM, lambda *_: (child.kill(), open(os.path.join(folder, "killed"), "w"), os._exit(9)))
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: (child.kill(), open(os.path.join(folder, "killed"), "w"), os._exit(9)))
 sys.exit(child.wait())
 """
 
@@ -67,6 +68,9 @@ class Launch:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=folder,
+            # As from a shell in a terminal: a process group of its own, which does not ignore Ctrl-C.
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def until(self, name: str) -> None:
@@ -106,14 +110,35 @@ def test_training_starts_with_healthy_servers_and_its_exit_code_is_the_scripts(f
     assert server["env"].get("CUDA_DEVICE_MAX_CONNECTIONS") == os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
-def test_sigterm_reaches_the_ranks_while_the_servers_stay_until_they_have_saved(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_ranks_while_the_servers_stay_until_they_have_saved(folder: Path, number: int) -> None:
     launch = Launch(folder, "serve", "sglang.toml")
     launch.until("training")
-    launch.process.send_signal(signal.SIGTERM)
+    os.killpg(launch.process.pid, number)
     code, output = launch.end()
     assert code == 0 and "the trainer finishes its step and saves" in output
     assert output.index("saves") < output.index("stopping the servers")
     assert (folder / "saved").exists() and not (folder / "killed").exists()
+    assert not any(map(is_running, launch.server_pids()))
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_lets_the_ranks_save_and_a_second_one_does_not_wait(folder: Path, presses: int) -> None:
+    launch = Launch(folder, "serve", "sglang.toml")
+    launch.until("training")
+    (folder / "step").touch()
+    os.killpg(launch.process.pid, signal.SIGINT)
+    launch.until("asked")
+    assert launch.process.poll() is None and all(map(is_running, launch.server_pids()))
+    if presses == 2:
+        os.killpg(launch.process.pid, signal.SIGINT)
+    else:
+        (folder / "step").unlink()
+    code, output = launch.end()
+    assert "Ctrl-C: the trainer finishes its step and saves" in output
+    assert (code, (folder / "saved").exists(), (folder / "killed").exists()) == (
+        (0, True, False) if presses == 1 else (130, False, True)
+    )
     assert not any(map(is_running, launch.server_pids()))
 
 
