@@ -26,9 +26,12 @@ from megatron_dppo.mcore.compat.grouped_gemm import grouped_linear
 
 
 def weight_device(config: TransformerConfig) -> torch.device:
-    """Return the device on which layers create their weights."""
+    """Return the device on which layers create their weights.
+
+    Without CUDA it is torch's default device: the CPU, or ``meta`` for a model without memory.
+    """
     if config.use_cpu_initialization:
-        return torch.device("cpu")
+        return torch.get_default_device()
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +120,55 @@ def test_a_model_that_megatron_refuses_to_build_is_refused(dry: Any) -> None:
     # Pipeline stages, tensor and expert parallelism are built for their own ranks.
     large = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--world-size", "8"]
     assert dry(*large)[0] == 0
+
+
+def write_sparse_model(folder: Path) -> None:
+    """Qwen3-30B-A3B as published in names and shapes; its 61 GB of weights are holes in 16 files."""
+    from megatron_dppo.commands.plan.models import load_model_config
+    from megatron_dppo.hf.folder import weight_shapes
+
+    hf_config = load_model_config("Qwen3-30B-A3B")[0]  # before a folder of that name exists
+    shutil.copytree(EXAMPLES / "chain_sum/model", folder)
+    (folder / "generation_config.json").unlink()
+    ids = {"eos_token_id": 3, "bos_token_id": 3, "pad_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(hf_config.to_dict() | ids))
+    names = list(weight_shapes(hf_config).items())
+    weight_map = {}
+    for number in range(16):
+        file = f"model-{number + 1:05d}-of-00016.safetensors"
+        header, end = {}, 0
+        for name, shape in names[number::16]:
+            begin, end = end, end + 2 * math.prod(shape)
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+            weight_map[name] = file
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as target:
+            target.write(struct.pack("<Q", len(text)) + text)
+            target.truncate(8 + len(text) + end)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_the_first_check_of_the_30b_readme_passes_without_servers_and_without_a_gpu(
+    dry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WORLD_SIZE=32, on a disk that is too small for 430 GB a checkpoint: that is a warning on this machine."""
+    write_sparse_model(tmp_path / "Qwen3-30B-A3B")
+    train = rows(tmp_path / "train.jsonl", [f"{i}+{j}=" for i in range(8) for j in range(8)])
+    held_out = [rows(tmp_path / f"{name}.jsonl", [f"{i}-9="]) for i, name in enumerate(("a", "b"))]
+    data = ["--data.train", train, "--data.eval.aime24", held_out[0], "--data.eval.aime25", held_out[1]]
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, used=0, free=10**11))
+    code, out, error = dry(*data, config=EXAMPLES / "qwen3_30b_a3b/dppo.toml")
+    assert (code, error) == (0, ""), error
+    assert len(out.splitlines()) <= 30 and out.rstrip().splitlines()[-1].startswith("All checks passed.")
+    assert "layout   32 processes = tp2 pp1 cp1 dp16 ep8 etp1" in out
+    assert "256 prompts x 16 samples = 4096 samples a step, 256 on each of 16" in out
+    assert "model    30,532,122,624 parameters (qwen3_moe, bf16)" in out
+    assert "servers  4 of 4 not running yet" in out
+    # bf16 weights, the fp32 copy and two moments: 14 bytes a parameter.
+    assert "disk     427.4 GB a checkpoint, at most 3 at a time = 1.3 TB" in out
+    assert "warning  the run needs about 1.3 TB" in out and "100.0 GB free" in out
 
 
 LOSSES = """
