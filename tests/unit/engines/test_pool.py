@@ -197,6 +197,20 @@ def test_without_a_usable_server_the_error_lists_each_server_and_its_problem() -
     asyncio.run(run())
 
 
+def test_a_request_that_finds_no_usable_server_waits_as_long_as_one_that_failed() -> None:
+    """The first request finds out that the servers are gone; the second never reaches one."""
+    servers = fakes(2)
+
+    async def run() -> None:
+        pool = pool_of(servers, patience=0.1)
+        servers[0].dead = servers[1].dead = True
+        for name in ("first", "second"):
+            with pytest.raises(NoUsableServer, match="none of 2 can be used"):
+                await pool.generate(request(name), "p")
+
+    asyncio.run(run())
+
+
 def test_a_short_failure_of_the_only_server_is_survived() -> None:
     servers = fakes(1)
 

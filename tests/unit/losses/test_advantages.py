@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_dppo.losses import group_relative_advantages
+from megatron_dppo.losses.parts.returns import Moments
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, -1.0, 2.0]]
 
@@ -70,3 +71,15 @@ def test_leave_one_out_is_the_reward_minus_the_mean_of_the_other_valid_samples()
     actual = group_relative_advantages(rewards, "leave_one_out", valid)
     expected = torch.tensor([[1 - (0 + 0.5) / 2, 0 - (1 + 0.5) / 2, 0.5 - (1 + 0) / 2, 0.0]], dtype=torch.float64)
     assert torch.allclose(actual, expected, atol=1e-15)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e6 + 0.1, 12345678.9, -3e8])
+def test_whitening_of_equal_values_is_zero_also_where_rounding_makes_the_variance_negative(value: float) -> None:
+    for count in (2, 3, 7, 10, 49):
+        values = torch.full((count,), value, dtype=torch.float64)
+        assert Moments.of(values).whiten(values).abs().max() < 1e-2
+    spread = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    expected = [(x - 7 / 3) / statistics.stdev(spread.tolist()) for x in spread.tolist()]
+    parts = Moments.of(spread[:1]) + Moments.of(spread[1:])
+    assert parts.whiten(spread).tolist() == pytest.approx(expected, abs=1e-7)
+    assert Moments.of(spread[:1]).whiten(spread[:1]).tolist() == [0.0]

@@ -8,8 +8,10 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,14 @@ from megatron_dppo.config.loss_registry import loss_classes, loss_names
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.losses.dppo import dppo_reference
+from megatron_dppo.losses.parts.user_check import made_up_inputs
 from megatron_dppo.types import LossInputs
 from tests.unit.loss_inputs import loss_config, make_inputs
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(path.stem for path in (ROOT / "megatron_dppo/losses").glob("*.py") if path.stem != "__init__")
 INF = math.inf
+TOPK = 3
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -164,3 +168,66 @@ def test_the_reference_is_the_loss_on_random_tokens(threshold: float, ratio_cap:
     advantages[::5] = 0
     mask = torch.rand(500, generator=generator) < 0.8
     compare(logprobs, mu, advantages, mask, threshold=threshold, ratio_cap=ratio_cap)
+
+
+LIMITS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
+    "ratio_cap": ("dppo_binary_tv", (0.5, 1e-3), (0, -0.5)),
+    "divergence_threshold_low": ("dppo_binary_tv", (1e-3, 1.0), (0, -0.1, 1.1)),
+    "divergence_threshold_high": ("dppo_binary_kl", (1e-3, 2.0), (0, -0.1)),
+    "dual_clip": ("ppo_clip", (1.01, 3.0), (1.0, 0.5)),
+    "clip_ratio_low": ("grpo", (1e-3, 0.999), (0, 1.0, -0.1)),
+    "clip_ratio_high": ("gspo", (1e-3, 1.5), (0, -0.1)),
+    "ratio_floor": ("cispo", (1e-3, 0.9), (0, -0.1)),
+    "position_floor": ("cppo", (1e-3, 1.0), (0, 1.01)),
+    "prefix_budget": ("cppo", (1e-3, 2.0), (0, -1)),
+    "sequence_max": ("trm", (1e-3, 2.0), (0, -0.5)),
+    "sequence_mean": ("trm", (1e-3, 2.0), (0, -0.5)),
+    "gate_temperature_low": ("sapo", (0.5, 9.0), (0, -0.5)),
+    "gate_temperature_high": ("sapo", (0.5, 9.0), (0, -0.5)),
+    "kl_coef": ("grpo", (0, 0.5), (-1e-3,)),
+    "entropy_coef": ("grpo", (0, 0.5), (-1e-3,)),
+    "topk": ("dppo_topk_tv", (1, 64), (0, -1)),
+}
+"""Key: a loss with it, values that are allowed, values that are not."""
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_limits_of_a_key(key: str) -> None:
+    name, allowed, refused = LIMITS[key]
+    for value in allowed:
+        extra = {"kl_target": "rollout"} if key == "kl_coef" and value else {}
+        assert getattr(LossConfig(**{"name": name, key: value, **extra}), key) == value
+    for value in refused:
+        with pytest.raises(ValueError, match=rf"{key}(.|\n)*(greater|less|at most)"):
+            LossConfig(**{"name": name, key: value})
+
+
+@pytest.mark.parametrize("name", loss_names())
+def test_a_loss_depends_on_other_tokens_exactly_if_it_says_so(name: str) -> None:
+    """Heads call a loss on chunks of tokens if ``needs`` allows it: tokens one by one must give the same gradient."""
+    config = LossConfig(name=name, **({"topk": TOPK} if LossConfig(name=name).is_topk else {}))
+    is_same = []
+    inputs = made_up_inputs(TOPK)
+    mu = inputs.rollout_logprobs
+    assert mu is not None
+    # From close to the sampling policy to far from it; the last one moves all tokens as far as the update wants.
+    policies = [mu + moved * (inputs.logprobs - mu) for moved in (0.02, 0.1, 0.3, 1.0)]
+    policies.append((0.4 + 0.13 * inputs.advantages.sign()).log())
+    for log_pi in policies:
+        log_mu = torch.full_like(mu, 0.4).log() if log_pi is policies[-1] else mu
+        inputs = replace(inputs, logprobs=log_pi, rollout_logprobs=log_mu)
+        columns = {key: value for key, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+        parts = []
+        for row in range(len(mu)):
+            alone = replace(inputs, **{key: value[row : row + 1] for key, value in columns.items()})
+            parts.append(gradient(replace(alone, sequence_ids=torch.zeros(1, dtype=torch.int64)), config))
+        is_same.append(torch.allclose(torch.cat(parts), gradient(inputs, config), rtol=1e-5, atol=1e-7))
+    assert all(is_same) == (not config.needs.sequences)
+
+
+def gradient(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
+    assert inputs.topk_logprobs is not None
+    leaf = inputs.logprobs.clone().requires_grad_()
+    inputs = replace(inputs, logprobs=leaf, topk_logprobs=inputs.topk_logprobs.clone().requires_grad_())
+    (found,) = torch.autograd.grad(policy_loss(inputs, config).loss_sum, leaf)
+    return found
