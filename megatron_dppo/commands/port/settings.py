@@ -36,7 +36,10 @@ _NOT_PROGRAMS = (
     "tail",
 )
 _PROGRAMS = ("train.py", "train_async.py", "main_ppo.py", "main_dapo.py", "fully_async_main.py")
-_MODULES = re.compile(r"(^|\.)(main_(ppo|dapo)\w*|fully_async_main|train|train_async|main_\w+)$")
+_MODULES = re.compile(r"(^|\.)(\w*main_\w+|fully_async_main|train|train_async)$")
+_OTHER_PROGRAMS = re.compile(r"sft|generation|eval|convert")
+_VERL_PROGRAMS = re.compile(r"^verl\.|(^|\.)main_dapo$|main_(ppo|dapo)\.py$|fully_async_main\.py$")
+"""Programs whose loss is the one that verl's settings name."""
 _SHIPPED_CONFIGS = (
     "ppo_trainer",
     "ppo_megatron_trainer",
@@ -98,8 +101,8 @@ def first_argument(words: Sequence[str]) -> int | None:
     if words and words[0].rpartition("/")[2] in _NOT_PROGRAMS:
         return None
     for i, word in enumerate(words):
-        if word == "-m" and i + 1 < len(words) and _MODULES.search(words[i + 1]) and "sft" not in words[i + 1]:
-            return None if "generation" in words[i + 1] or "eval" in words[i + 1] else i + 2
+        if word == "-m" and i + 1 < len(words) and _MODULES.search(words[i + 1]):
+            return None if _OTHER_PROGRAMS.search(words[i + 1]) else i + 2
         if word.rpartition("/")[2] in _PROGRAMS and i > 0:
             return i + 1
     return None
@@ -111,6 +114,8 @@ def _read_verl_launch(source: SourceFile, launch: Launch, path: Path, root: Path
         source.defaults = dict(FULLY_ASYNC)
     elif "one_step_off" in program:
         source.defaults = dict(ONE_STEP_ASYNC)
+    if not _VERL_PROGRAMS.search(program):
+        source.problems.append(f"{program} is not verl's own program and may have another loss. Fix: check [loss]")
     name = _option(launch.arguments, ("--config-name", "-cn"))
     folder = _option(launch.arguments, ("--config-path", "-cp"))
     if name is not None and name.text.removesuffix(".yaml") not in _SHIPPED_CONFIGS:

@@ -68,6 +68,7 @@ def find_launch(file: Path, script: Script, starts: Callable[[Sequence[str]], in
     """
     launches: list[Launch] = []
     strays: list[str] = []
+    conditions: list[str | None] = []
     for i, command in enumerate(script.commands):
         first = starts([word.text for word in command.words])
         stops = [text for position, text in script.stops if position <= i]
@@ -79,11 +80,14 @@ def find_launch(file: Path, script: Script, starts: Callable[[Sequence[str]], in
         if first is None or (launches and len(stops) > len(launches[0].problems)):
             # Behind the launch and an exit, nothing runs.
             continue
+        conditions.append(command.condition)
         launches.append(Launch(command.words[:first], command.words[first:], stops))
     if len(launches) != 1:
+        branches = "".join(f"; under {condition!r}" for condition in conditions if len(launches) > 1 and condition)
         raise ConfigError(
             f"{file}: expected one command that starts verl (python -m verl.trainer.main_ppo) or slime (python "
-            f"train.py), got {len(launches)}. Fix: put one command with its variables into a separate file"
+            f"train.py), got {len(launches)}{branches}. Fix: choose a branch with --variable NAME=VALUE, or put one "
+            "command with its variables into a separate file"
         )
     launch = launches[0]
     return replace(launch, problems=[*launch.problems, *script.unread, *strays])

@@ -225,3 +225,77 @@ def test_the_output_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureF
     assert "unsupported (" in table and "ported (" in table and "--dry-run --world-size 16" in table
     assert load_config(out).run.output_dir == "/ckpt/run"
     assert main(["port", str(tmp_path / "run.sh"), "--output", str(out)]) == 2
+
+
+BALANCE = {"moe_router_load_balancing_type": "aux_loss"}
+LAUNCH = "python3 -m verl.trainer.main_ppo data.train_files=/d.parquet data.max_response_length=8 "
+LAUNCH += "algorithm.adv_estimator=grpo "
+LAUNCH += "actor_rollout_ref.model.path=/m actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.name=vllm "
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (LAUNCH + "$EXTRA\n", "the words $EXTRA are unknown ($EXTRA is not set in the file); they may set any key"),
+        (LAUNCH + "--config-name=mine\n", "--config-name mine: its file was not read; it may set any key"),
+        (
+            LAUNCH + "\\\n\n  actor_rollout_ref.actor.optim.lr=1\n",
+            "line 3: actor_rollout_ref.actor.optim.lr=1 is not part",
+        ),
+        (
+            LAUNCH.replace("verl.trainer.main_ppo", "recipe.x.main_x") + "\n",
+            "recipe.x.main_x is not verl's own program",
+        ),
+        ("source other.env\n" + LAUNCH + "\n", "line 1: source other.env was not read"),
+        ("X=${X:-}\n[ -z $X ] && exit 1\n" + LAUNCH + "\n", "line 2: the script ends before the training"),
+        (LAUNCH + "actor_rollout_ref.actor.policy_loss.loss_mode=gpg\n", "loss.name: to fill in (actor_rollout_ref"),
+        (LAUNCH + "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1\n", "optimizer.lr_warmup_steps: to fill in"),
+        (LAUNCH + "algorithm.gamma=0.9\n", "train.advantage: to fill in (algorithm.gamma: 0.9"),
+        (
+            LAUNCH + "actor_rollout_ref.actor.optim.lr=''\n",
+            "optimizer.lr: to fill in (actor_rollout_ref.actor.optim.lr: ",
+        ),
+    ],
+)
+def test_what_may_change_the_training_is_a_problem(tmp_path: Path, script: str, problem: str) -> None:
+    (tmp_path / "run.sh").write_text(script)
+    problems = port(tmp_path / "run.sh").problems
+    assert any(text.startswith(problem) for text in problems), problems
+
+
+def test_the_launch_of_these_tests_has_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(LAUNCH)
+    assert port(tmp_path / "run.sh").problems == []
+
+
+def test_hydra_s_own_configuration_is_read_inside_the_root(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    text = "defaults: [ppo_trainer, _self_]\n"
+    text += "actor_rollout_ref: {actor: {policy_loss: {loss_mode: dppo_kl}, ppo_epochs: 3}}\n"
+    (tmp_path / "config" / "mine.yaml").write_text(text)
+    (tmp_path / "run.sh").write_text(
+        LAUNCH + "--config-path=config --config-name=mine actor_rollout_ref.actor.ppo_epochs=2\n"
+    )
+    result = port(tmp_path / "run.sh")
+    values = tomllib.loads(result.toml)
+    assert result.problems == [] and values["loss"]["name"] == "verl/dppo_kl" and values["train"]["epochs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "table", "expected"),
+    [
+        ("--calculate-per-token-loss", "loss", {"aggregation": "token_mean"}),
+        ("", "loss", {"aggregation": "seq_mean_token_mean"}),
+        ("--use-kl-loss --kl-loss-coef 0.1", "loss", {"kl_coef": 0.1, "kl_estimator": "k1"}),  # slime's default
+        ("--disable-grpo-std-normalization", "train", {"advantage": "mean"}),
+        ("--disable-rewards-normalization", "train", {"advantage": "none"}),
+        ("--num-rollout 300 --lr-warmup-fraction 0.1", "optimizer", {"lr_warmup_steps": 30}),
+        ("--lr-decay-style cosine --min-lr 1e-7", "optimizer", {"lr_decay_style": "cosine", "min_lr": 1e-7}),
+        ("--moe-aux-loss-coeff 1e-3", "model", {"transformer": {"moe_aux_loss_coeff": 0.001, **BALANCE}}),
+        ("--moe-aux-loss-coeff 0", "model", {"transformer": None}),
+        ("--advantage-estimator cispo --eps-clip 10 --eps-clip-high 4", "loss", {"name": "cispo", "ratio_cap": 5.0}),
+    ],
+)
+def test_slime_s_arguments_of_the_loss(tmp_path: Path, flags: str, table: str, expected: dict[str, Any]) -> None:
+    _, values, _ = ported(tmp_path, "run.sh", f"python3 train.py --hf-checkpoint /m {flags}\n")
+    assert {key: values[table].get(key) for key in expected} == expected
