@@ -15,11 +15,12 @@ class OptimizerConfig(Section):
     lr: float = Field(ge=0)
     """Peak learning rate. 0 runs everything but changes no weight."""
     min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the decay."""
+    """Learning rate of the last step, with a decay. 0 leaves the last step without effect, and the run warns of it."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps of linear increase. The first step already has a rate above 0."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay, from the end of the warm-up to the last step."""
+    """Shape of the decay, from the end of the warm-up to the last step. Step n of N (from 1) has the rate at n / N of
+    the schedule. Megatron counts its iterations from 0, and so never uses the final rate."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment."""
     adam_beta2: float = Field(0.99, ge=0, lt=1)

@@ -182,6 +182,18 @@ def _adam(start: Start) -> Iterable[UserError]:
     return ()
 
 
+def _schedule(start: Start) -> Iterable[UserError]:
+    """Note a learning rate that ends at 0: the last step samples and scores rollouts that change no weight."""
+    optimizer, num_steps = start.config.optimizer, start.config.run.num_steps
+    is_decaying = optimizer.lr_decay_style != "constant" and num_steps > optimizer.lr_warmup_steps
+    if is_decaying and optimizer.min_lr == 0 and optimizer.lr > 0:
+        start.notes.append(
+            f"warning  the learning rate is 0 in the last of {num_steps} steps, whose rollouts change no weight: "
+            f"optimizer.min_lr = 0 with lr_decay_style = {optimizer.lr_decay_style!r}. Set optimizer.min_lr above 0"
+        )
+    return ()
+
+
 def _output(start: Start) -> Iterable[UserError]:
     problems = list(output_problems(start.config))
     if problems:
@@ -249,6 +261,7 @@ CHECKS: Sequence[PreflightCheck] = (
     # After the check that imports Megatron with its shims: modelopt imports Megatron if it is installed.
     PreflightCheck("perturbation", frozenset({"rollout"}), _perturbation),
     PreflightCheck("Adam", frozenset({"optimizer", "warmup"}), _adam),
+    PreflightCheck("learning rate", frozenset({"optimizer", "run", "data", "rollout"}), _schedule, on_rank_0=True),
     PreflightCheck("log", frozenset({"log"}), _sinks, on_rank_0=True),
     PreflightCheck("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
     PreflightCheck("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),

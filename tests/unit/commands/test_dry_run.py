@@ -83,6 +83,39 @@ def test_a_reward_that_fails_on_the_made_up_answer_is_a_warning_and_one_that_ask
     assert "reward   not tried: reward_model sends requests to a server" in out
 
 
+def test_a_last_step_at_learning_rate_zero_is_a_warning(dry: Any) -> None:
+    """The schedule ends at the last step, so its rate is min_lr; the rate that the note speaks of is Megatron's own."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    for style, min_lr, warmup, warns in (
+        ("linear", 0.0, 0, True),
+        ("cosine", 0.0, 5, True),
+        ("linear", 1e-5, 0, False),
+        ("constant", 0.0, 0, False),
+        ("linear", 0.0, 12, False),  # the warm-up is longer than the run
+    ):
+        keys = {"lr_decay_style": style, "min_lr": min_lr, "lr_warmup_steps": warmup}
+        settings = [part for name, value in keys.items() for part in (f"--optimizer.{name}", str(value))]
+        out = dry(*SINGLE, "--run.num_steps", "10", *settings)[1]
+        assert ("warning  the learning rate is 0 in the last of 10 steps" in out) == warns, keys
+        group = {"lr": 0.0, "wd_mult": 1.0, "lr_mult": 1.0}
+        scheduler = OptimizerParamScheduler(
+            SimpleNamespace(param_groups=[group]),
+            init_lr=0.0,
+            max_lr=3e-4,
+            min_lr=min_lr,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(10, warmup + 1),
+            lr_decay_style=style,
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        scheduler.step(increment=10)
+        assert (group["lr"] == 0) == warns
+
+
 def test_problems_come_after_layout_and_arithmetic(dry: Any, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "chain_sum/model", tmp_path / "m")
     (tmp_path / "m/tokenizer.json").unlink()
