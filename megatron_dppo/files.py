@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_dppo.errors import ConfigError, DiskError, UserError
+from megatron_dppo.errors import CheckpointError, ConfigError, DiskError, UserError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -58,6 +58,17 @@ def existing_parent(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def require_regular_files(folder: Path) -> None:
+    """Check that the files of a model's folder can be opened: a named pipe would wait for a writer forever.
+
+    Raises:
+        CheckpointError: A name of a JSON, text or template file is a folder, a pipe, a device or a broken link.
+    """
+    for path in sorted(folder.glob("*")):
+        if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.is_file():
+            raise CheckpointError(f"{path} is not a file; copy the folder again")
 
 
 def is_lfs_pointer(file: Path) -> bool:

@@ -24,6 +24,7 @@ from megatron_dppo.commands.experiments.command import add_experiment_arguments,
 from megatron_dppo.commands.experiments.demo_command import add_demo_arguments, run_demo
 from megatron_dppo.commands.help import add_help_arguments, run_help
 from megatron_dppo.commands.inference import add_eval_arguments, add_generate_arguments, run_eval, run_generate
+from megatron_dppo.commands.launcher_variables import check_launcher_variables
 from megatron_dppo.commands.plan.command import add_plan_arguments, run_plan
 from megatron_dppo.commands.port.command import add_port_arguments, run_port
 from megatron_dppo.commands.replay.command import add_replay_arguments, run_replay
@@ -85,6 +86,7 @@ _Run = Callable[[argparse.Namespace, Sequence[str]], int]
 def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run a command; report a UserError, or a package that is not installed, by its message and exit code."""
     try:
+        check_launcher_variables()
         return command(options, overrides)
     except UserError as error:
         return report_error(error)
@@ -137,6 +139,7 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.config.io import invalid_config, read_config
 
     try:
+        check_launcher_variables()
         if options.world_size is not None and not options.dry_run:
             raise ConfigError(
                 f"--world-size {options.world_size} needs --dry-run. Fix: remove it; torchrun or srun sets the number "

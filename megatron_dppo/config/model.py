@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from megatron_dppo.config.plausible import check_plausible
 from megatron_dppo.config.section import DType, Section
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -69,6 +70,19 @@ class ModelConfig(Section):
     as autograd does; the product then takes about half the time."""
     transformer: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's names."""
+
+    @field_validator("transformer")
+    @classmethod
+    def _numbers_are_plausible(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        for name, values in fields.items():
+            for value in values if isinstance(values, list) else [values]:
+                try:
+                    check_plausible(name, value)
+                except ValueError as error:
+                    raise ValueError(f"{name} = {value!r}: {error}") from error
+                if isinstance(value, (int, float)) and value < 0:
+                    raise ValueError(f"{name} = {value!r}; expected no negative number")
+        return fields
 
 
 class ParallelConfig(Section):

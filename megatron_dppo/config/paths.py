@@ -80,7 +80,7 @@ def _resolve_rewards(reward: object, folder: Path) -> None:
             table["function"] = _resolve(table["function"], folder)
     for table in [reward, *several] if isinstance(reward, dict) else []:
         options = table.get("options")
-        if table.get("function") in BUILT_IN_REWARDS and isinstance(options, dict):
+        if str(table.get("function")) in BUILT_IN_REWARDS and isinstance(options, dict):
             options |= {key: _resolve(options[key], folder) for key in FILE_OPTIONS if key in options}
 
 

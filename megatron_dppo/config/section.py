@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+from megatron_dppo.config.plausible import check_plausible
 
 DType = Literal["fp32", "bf16", "fp16"]
 TomlTable = dict[str, Any]
@@ -20,6 +22,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _is_plausible(cls, value: Any, info: ValidationInfo) -> Any:
+        check_plausible(info.field_name or "", value)
+        return value
 
     def changed_keys(self) -> list[str]:
         """Return the keys whose values differ from their defaults, in the order of the section."""

@@ -13,6 +13,7 @@ from megatron_dppo.data.chat_template import apply_chat_template
 from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.messages import Messages
 from megatron_dppo.errors import CheckpointError, DataError
+from megatron_dppo.files import require_regular_files
 
 _OURS = (
     "messages",
@@ -151,12 +152,14 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(path)
+    require_regular_files(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(f"model.path = {str(path)!r} has no tokenizer; expected tokenizer.json in the folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    # transformers, tokenizers and huggingface_hub raise many kinds of errors.
+    except Exception as error:
+        raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise CheckpointError(f"the tokenizer in {folder} has no eos_token; rollouts would never end")
     if tokenizer.pad_token_id is None:

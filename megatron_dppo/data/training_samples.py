@@ -165,6 +165,9 @@ def pack(
     lengths += [row_padding] if row_padding else []
     size, ends = sum(lengths), torch.tensor([0, *accumulate(lengths)])
     sample_ends = [start + sample.num_tokens for sample, start in zip(samples, starts, strict=True)]
+    is_padding = torch.ones(size, dtype=torch.bool)
+    for start, end in zip(starts, sample_ends, strict=True):
+        is_padding[start:end] = False
     columns: dict[str, Any] = {}
     for column in TOKEN_COLUMNS:
         if column.name is None or not column.is_packed:
@@ -179,7 +182,8 @@ def pack(
         sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         cu_seqlens=ends.to(torch.int32),
         max_seqlen=max(lengths),
-        num_padding=size - sum(sample.num_tokens for sample in samples),
+        num_padding=int(is_padding.sum()),
+        is_padding=is_padding,
         **columns,
     )
 

@@ -20,7 +20,9 @@ from torch import Tensor
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.files import require_regular_files
 from megatron_dppo.hf.families import get_family
+from megatron_dppo.hf.families.family import check_sizes
 from megatron_dppo.hf.families.rules import OUTPUT
 from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
 from megatron_dppo.types import RoutingShape
@@ -59,6 +61,7 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
         raise CheckpointError(
             f"{key} = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing"
         )
+    require_regular_files(folder)
     try:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # transformers and huggingface_hub raise many kinds of errors.
@@ -99,7 +102,15 @@ def model_shape(hf_config: Any) -> ModelShape:
     Raises:
         CheckpointError: The architecture, or a feature of it, has no mapping to Megatron.
     """
-    return get_family(hf_config).shape(hf_config)
+    family = get_family(hf_config)
+    check_sizes(hf_config)
+    try:
+        return family.shape(hf_config)
+    # A key that is missing, or of a type that no model has.
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"config.json of model_type {family.model_type!r} cannot be used: {type(error).__name__}: {error}"
+        ) from error
 
 
 def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | None:
@@ -177,9 +188,19 @@ def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
-    """Every weight of a model of this configuration, by its name on disk; nothing is allocated."""
-    with torch.device("meta"):
-        model = build_hf_model(hf_config, torch.float32)
+    """Return the shape of every weight of a model, by its name on disk; nothing is allocated.
+
+    Raises:
+        CheckpointError: The sizes in the configuration do not fit together.
+    """
+    try:
+        with torch.device("meta"):
+            model = build_hf_model(hf_config, torch.float32)
+    # transformers raises what its layers raise for sizes that do not fit together.
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot build the model of config.json: {type(error).__name__}: {error}"
+        ) from error
     return {name: tuple(tensor.shape) for name, tensor in stream_model(model)}
 
 

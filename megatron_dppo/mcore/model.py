@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
@@ -21,24 +24,7 @@ from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.parallel.platform import DTYPES, Platform
-
-
-def layout_invariant_aux_loss(overrides: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return ``moe_aux_loss_coeff`` scaled so that its gradient is the same for every layout.
-
-    Reason: with ``calculate_per_token_loss`` Megatron scales a rank's part of the load-balancing loss by the tokens of
-    that rank, and sums the parts. If sequence or context parallelism splits a row over n ranks, the sum is 1/n of the
-    value on one rank (``TopKRouter.attach_and_log_load_balancing_loss``).
-    Affected: Megatron Core 0.16.1 to 0.19.2.
-    Delete when: Megatron scales by the tokens of the row.
-    """
-    coefficient = overrides.get("moe_aux_loss_coeff")
-    if not coefficient:
-        return {}
-    parts = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-    if isinstance(coefficient, list):
-        return {"moe_aux_loss_coeff": [value * parts for value in coefficient]}
-    return {"moe_aux_loss_coeff": coefficient * parts}
+from megatron_dppo.types import MicroBatch
 
 
 class LoadBalancingLosses:
@@ -46,9 +32,11 @@ class LoadBalancingLosses:
 
     Args:
         config: TransformerConfig of the model. Without a load-balancing loss ``collect`` returns nothing.
+        dp_group: Data-parallel ranks.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, dp_group: ProcessGroup | None) -> None:
+        self._dp_group = dp_group
         kinds = config.moe_router_load_balancing_type
         is_used = config.num_moe_experts is not None and bool(config.moe_aux_loss_coeff)
         self._names = _tracker_names(kinds) if is_used else []
@@ -56,20 +44,25 @@ class LoadBalancingLosses:
         frequency = config.moe_layer_freq
         self._num_routers = sum(frequency) if isinstance(frequency, list) else config.num_layers
 
-    def collect(self, num_micro_batches: int) -> dict[str, float]:
+    def collect(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return each loss by name and clear the log; a collective.
 
-        A loss is the mean over layers, micro-batches and ranks, without its coefficient. 1 is perfect balance.
+        A loss is the mean over layers, micro-batches with tokens and ranks, without its coefficient. 1 is perfect
+        balance.
         """
         if not self._names:
             return {}
+        # A rank with fewer micro-batches than others runs empty ones, whose loss is logged as 0.
+        num_rows = torch.tensor(sum(batch.num_padding < len(batch.tokens) for batch in batches))
+        dist.all_reduce(num_rows, group=self._dp_group)
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         # A pipeline stage without routers has logged nothing, and still takes part in the reduction.
         for name in self._names:
             tracker.setdefault(name, {"values": torch.zeros(self._num_layers, device=device)})
         moe_utils.reduce_aux_losses_tracker_across_ranks(self._names)
-        count = self._num_routers * num_micro_batches
+        # Megatron's values are means over the data-parallel ranks.
+        count = self._num_routers * int(num_rows) / dist.get_world_size(self._dp_group)
         values = {name: float(tracker[name]["values"].sum()) / count for name in self._names}
         moe_utils.clear_aux_losses_tracker()
         return values
@@ -100,6 +93,9 @@ def transformer_config(
     """Return Megatron's TransformerConfig of a model.
 
     Defaults, fused kernels, the family's fields and ``model.transformer`` follow each other; later ones win.
+
+    Raises:
+        ConfigError: Megatron rejects the combination.
     """
     has_te = platform.is_cuda and has_transformer_engine()
     check_attention_support(model.dtype, layout.cp, transformer_engine=has_te)
@@ -153,7 +149,14 @@ def transformer_config(
     experts = "num_moe_experts" in family_fields
     fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts)
     kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig
-    return kind(**(values | fused | family_fields | overrides | layout_invariant_aux_loss(overrides, layout)))
+    try:
+        return kind(**(values | fused | family_fields | overrides))
+    # Megatron raises ValueError, AssertionError, ImportError, AttributeError, ...
+    except Exception as error:
+        raise ConfigError(
+            f"Megatron's TransformerConfig rejects this model, layout and model.transformer = {model.transformer}: "
+            f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
+        ) from error
 
 
 def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
@@ -161,25 +164,23 @@ def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
     return summarize_kernels(config, model.transformer, engine=has_transformer_engine())
 
 
-def checked_config(
-    hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool
-) -> TransformerConfig:
-    """Return ``transformer_config``, with Megatron's errors as a ConfigError.
+def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
+    """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet.
 
     Raises:
-        ConfigError: Megatron rejects the combination.
+        ConfigError: Megatron has no such model.
     """
     try:
-        return transformer_config(hf_config, model, layout, platform, router_replay=router_replay)
-    except (ValueError, AssertionError, TypeError, NotImplementedError, RuntimeError) as error:
+        return _build_chunks(config, hf_config, pp_rank, device)
+    # No RuntimeError: the memory of a GPU may be too small.
+    except (AssertionError, ValueError, TypeError, NotImplementedError, ImportError, AttributeError) as error:
         raise ConfigError(
-            f"Megatron's TransformerConfig rejects this model, layout and model.transformer = {model.transformer}: "
+            "Megatron cannot build the model with this layout and model.transformer: "
             f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
         ) from error
 
 
-def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
-    """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet."""
+def _build_chunks(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
     vpp_size = config.virtual_pipeline_model_parallel_size
     last_stage = config.pipeline_model_parallel_size - 1
     with output_layer_without_fusion() as chunks:

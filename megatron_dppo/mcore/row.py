@@ -67,6 +67,8 @@ class MicroBatchRow:
         device_batch = batch.to(device)
         shard = None if host_shard is None else host_shard.to(device)
         packing = PackedRow.from_batch(device_batch, starts, shard)
+        is_padding = device_batch.is_padding
+        packing.is_padding = is_padding if shard is None or is_padding is None else shard.split(is_padding)
         packing.noise = None if noise is None else noise(batch, shard)
         if host_shard is None or shard is None:
             return cls(device_batch, device_batch, plan, packing, None)

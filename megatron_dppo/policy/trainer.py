@@ -41,6 +41,7 @@ from megatron_dppo.mcore.model import LoadBalancingLosses, build_model, transfor
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes
 from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
+from megatron_dppo.mcore.row_padding import exclude_padding
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.packed import PackedBatch, Packer, attention_length
@@ -113,6 +114,7 @@ class PolicyTrainer:
         megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
         prepare_extensions(megatron_config)
         self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
+        exclude_padding(self.models, megatron_config, groups)
         shape = model_shape(hf_config)
         tied = bool(hf_config.tie_word_embeddings)
         self.bridge = Bridge(self.models, shape, tied=tied, groups=groups)
@@ -152,7 +154,7 @@ class PolicyTrainer:
         # Megatron's allgather dispatcher gathers the rows of all expert-parallel ranks and requires equal lengths.
         equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._packer = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows)
-        self._balance_losses = LoadBalancingLosses(megatron_config)
+        self._balance_losses = LoadBalancingLosses(megatron_config, groups.dp)
 
         # Router replay.
         self.routing_shape = routing_shape(hf_config, weights=train.router_replay_weights)
@@ -195,7 +197,7 @@ class PolicyTrainer:
         is_first_tp = dist.get_rank(self.groups.tp) == 0
         metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=is_first_tp))
         is_first = is_first_tp and dist.get_rank(self.groups.cp) == 0
-        return metrics | self._balance_losses.collect(len(batches)) | self._routing_metrics(batches, is_first=is_first)
+        return metrics | self._balance_losses.collect(batches) | self._routing_metrics(batches, is_first=is_first)
 
     def _routing(
         self, batches: Sequence[MicroBatch], mode: ReplayMode | None

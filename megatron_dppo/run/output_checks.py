@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_dppo.config.schema import Config
@@ -15,7 +17,7 @@ from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.report.steps.files import estimate_step_bytes
 from megatron_dppo.run.inputs import ModelInputs
-from megatron_dppo.run.run_folder import OLD
+from megatron_dppo.run.run_folder import RUN_FILES
 
 _OPTIMIZER_BYTES = 12
 """Bytes of a parameter's fp32 copy and Adam's two moments in a checkpoint."""
@@ -74,7 +76,14 @@ def estimate_save_bytes(config: Config, inputs: ModelInputs) -> int:
 
 def folder_bytes(folder: Path) -> int:
     """Return the bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            # A file may vanish, and other programs' files may be unreadable.
+            with suppress(OSError):
+                status = os.lstat(os.path.join(root, name))
+                total += status.st_size * stat.S_ISREG(status.st_mode)
+    return total
 
 
 def max_checkpoints(config: Config) -> int:
@@ -129,7 +138,7 @@ def space_problems(config: Config, inputs: ModelInputs) -> Iterator[UserError]:
     folder = Path(config.run.output_dir)
     written = 0
     if folder.is_dir() and not config.run.overwrite:
-        written = folder_bytes(folder) - folder_bytes(folder / OLD)
+        written = sum(folder_bytes(folder / name) for name in RUN_FILES)
     try:
         require_space(folder, run_bytes(config, inputs) - written, "the run")
     except UserError as error:

@@ -145,7 +145,7 @@ def _megatron(start: Start) -> Iterable[UserError]:
     check_flags(config)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
-        megatron_config = model.checked_config(hf_config, config.model, layout, platform, router_replay=replay)
+        megatron_config = model.transformer_config(hf_config, config.model, layout, platform, router_replay=replay)
         if not start.dry_run:
             check_build_tools(megatron_config)
         elif not platform.is_cuda:

@@ -116,6 +116,8 @@ class MicroBatch(TokenTargets):
     """Experts that are replayed, as in the samples; missing on padding. Uint8 or int16, shape [T, L, k]."""
     num_padding: int = 0
     """Number of padding positions."""
+    is_padding: Tensor | None = None
+    """Mask of padding positions. Bool, shape [T]. None means no padding."""
     # Layout of the row: Megatron's packed-sequence parameters are made from the fields below.
     position_ids: Tensor
     """Position in the sequence, from 0. Int64, shape [T]."""

@@ -32,7 +32,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "types"},
+        {"errors", "files", "types"},
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym"},
     ),
     "report": (

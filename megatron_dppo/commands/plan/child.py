@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -86,6 +87,10 @@ def _rehearse_and_exit(request: RehearsalRequest, response: IO[bytes]) -> None:
             )
         except UserError as error:
             result = str(error)
+        # Megatron and torch raise errors of many kinds for what fake tensors cannot compute.
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            result = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         response.write(pickle.dumps(result))
         response.flush()
         code = 0

@@ -90,6 +90,37 @@ def check_common_keys(hf_config: Any) -> None:
         raise_unsupported(hf_config, "layer_types", sorted(kinds), "'full_attention' in every layer")
 
 
+_SIZES = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
+    *("vocab_size", "head_dim", "max_position_embeddings", "num_experts", "n_routed_experts", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
+)
+_LARGEST_SIZE = 2**31 - 1
+
+
+def check_sizes(hf_config: Any) -> None:
+    """Check that the sizes in config.json are positive numbers, and fit together where Megatron does not check it.
+
+    Raises:
+        CheckpointError: One is not.
+    """
+    for key in _SIZES:
+        value = getattr(hf_config, key, None)
+        if value is not None and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
+            raise_unsupported(hf_config, key, value, f"a whole number from 1 to {_LARGEST_SIZE}")
+    eps = getattr(hf_config, "rms_norm_eps", 1e-6)
+    if not isinstance(eps, float) or not 1e-12 <= eps <= 0.1:
+        raise_unsupported(hf_config, "rms_norm_eps", eps, "a number from 1e-12 to 0.1")
+    experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "n_routed_experts", None)
+    chosen = getattr(hf_config, "num_experts_per_tok", None)
+    if experts and chosen and chosen > experts:
+        raise_unsupported(hf_config, "num_experts_per_tok", chosen, f"at most the {experts} experts")
+    heads, groups = hf_config.num_attention_heads, getattr(hf_config, "num_key_value_heads", None)
+    if groups and heads % groups:
+        raise_unsupported(hf_config, "num_key_value_heads", groups, f"a divisor of the {heads} attention heads")
+
+
 def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
     """Return the parameters of the rotary embedding, ``rope_theta`` included.
 

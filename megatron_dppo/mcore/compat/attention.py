@@ -143,6 +143,8 @@ class PackedRow(PackedSeqParams):
     """Tokens of this context-parallel rank. None means all."""
     noise: RowNoise | None = None
     """Noise of the layers' inputs. It is passed here because a recomputed layer gets the same object again."""
+    is_padding: Tensor | None = None
+    """Padding among the tokens of this context-parallel rank. None means no padding."""
 
     @classmethod
     def from_batch(cls, batch: MicroBatch, starts: Sequence[int], shard: ContextShard | None = None) -> PackedRow:
