@@ -89,8 +89,8 @@ def _rehearse_and_exit(request: RehearsalRequest, response: IO[bytes]) -> None:
             result = str(error)
         # Megatron and torch raise errors of many kinds for what fake tensors cannot compute.
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            result = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            result = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         response.write(pickle.dumps(result))
         response.flush()
         code = 0

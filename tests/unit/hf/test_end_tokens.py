@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,16 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import build_hf_model, end_tokens, read_hf_config, stream_model
 from megatron_dppo.types import Prompt, SamplingParams
 
-TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, skip_special_tokens: "")
+
+class Tokenizer:
+    eos_token_id = 1
+    pad_token_id = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return ""
+
+
+TOKENIZER = Tokenizer()
 VOCABULARY = 30
 
 

@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +47,16 @@ from tests.distributed.families import OWN, family_config, in_float64
 from tests.distributed.parity import hf_reference, samples
 from tests.unit.configs import config as run_config
 
-TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, skip_special_tokens: "")
+
+class Tokenizer:
+    eos_token_id = 1
+    pad_token_id = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return ""
+
+
+TOKENIZER = Tokenizer()
 # What the models' cards say, in billions of weights; of the configurations on Hugging Face.
 REAL: dict[str, tuple[str, dict[str, Any], float]] = {
     "Llama-3.1-8B": (
