@@ -245,7 +245,7 @@ def score_twice(
     from megatron_dppo.data.routing import count_differences
     from megatron_dppo.parallel.objects import all_gather_objects
     from megatron_dppo.report.metrics import reduce_metrics
-    from megatron_dppo.types import Metric, experts_of
+    from megatron_dppo.types import Metric, select_experts
 
     packed = trainer.pack(samples, budget)
     metrics: list[dict[str, Metric]] = []
@@ -260,8 +260,8 @@ def score_twice(
             if routes and sample.routed_experts is not None:
                 shape = trainer.routing_shape
                 assert shape is not None
-                given = experts_of(sample.routed_experts, shape)
-                live = experts_of(routes[number][where], shape)
+                given = select_experts(sample.routed_experts, shape)
+                live = select_experts(routes[number][where], shape)
                 rows, differ = count_differences(given, live)[0].tolist()
                 metrics.append({"routes": Metric(differ, rows)})
     tokens = sum(all_gather_objects(sum(int(sample.loss_mask.sum()) for sample in samples), trainer.groups.world))

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.rollout.shared_memory import SharedBucket
-from megatron_dppo.weights import handles
+from megatron_dppo.weights import ipc
 from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.ipc import MemorySharing
 from tests.distributed.spawn import run_distributed
@@ -105,7 +105,7 @@ def servers_that_fail(attempts: Attempts) -> None:
 def a_rank_that_cannot_share(attempts: Attempts) -> None:
     """As on a GPU whose driver refuses."""
     error = RuntimeError("CUDA error: invalid device context")
-    broken = mock.patch.object(handles, "SharedBucket", side_effect=error)
+    broken = mock.patch.object(ipc, "SharedBucket", side_effect=error)
     with broken if attempts.rank == 2 else nullcontext():
         result, _ = attempts.send()
     if result is not None:
@@ -134,7 +134,7 @@ def an_error_of_another_kind(attempts: Attempts) -> None:
         if pulled == 2:
             raise ConfigError("stop")
 
-    with mock.patch.object(handles.asyncio, "sleep", stopped):
+    with mock.patch.object(ipc.asyncio, "sleep", stopped):
         if attempts.rank:
             attempts.send()
         else:

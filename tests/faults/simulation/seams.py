@@ -29,7 +29,7 @@ from megatron_dppo.rollout import pending, scheduler
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.shared_memory import HostHandle
 from megatron_dppo.run import engines, gpus
-from megatron_dppo.weights import handles, transfer
+from megatron_dppo.weights import ipc, transfer
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights.probe_requests import RouteCounts, TrainerReading
@@ -238,7 +238,7 @@ def installed() -> Iterator[None]:
         mock.patch.object(weight_sync.asyncio, "Runner", _Runner),
         mock.patch.object(weight_sync, "save_hf_folder", _save_folder),
         mock.patch.object(transfer, "Buckets", partial(_one_tensor_each, transfer.Buckets)),
-        mock.patch.object(handles, "SharedBucket", _Bucket),
+        mock.patch.object(ipc, "SharedBucket", _Bucket),
         mock.patch.object(sglang_weights, "as_flattened_bucket", _flattened_bucket),
         mock.patch.object(Path, "mkdir", lambda *_, **__: None),
         mock.patch.object(pending, "ThreadPoolExecutor", _Executor),

@@ -223,6 +223,8 @@ def test_a_loss_depends_on_other_tokens_exactly_if_it_says_so(name: str) -> None
             parts.append(gradient(replace(alone, sequence_ids=torch.zeros(1, dtype=torch.int64)), config))
         is_same.append(torch.allclose(torch.cat(parts), gradient(inputs, config), rtol=1e-5, atol=1e-7))
     assert all(is_same) == (not config.needs.sequences)
+    idle = gradient(inputs, config)[inputs.advantages == 0]
+    assert not idle.any() and not config.needs.zero_advantage, "heads may skip rows whose gradient is 0"
 
 
 def gradient(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
