@@ -165,6 +165,10 @@ class Draft:
         """Set a key of this package and record the settings that it comes from. None sets nothing."""
         if value is None:
             return
+        if path in self.to_fill_in:
+            for name in source_keys:
+                self.record(name, "unread", f"{path} also depends on {self.to_fill_in[path]}")
+            return
         is_default = not any(name in self.source for name in source_keys) and not note and not path.startswith("loss.")
         if not is_default or value != _package_default(path):
             self._insert(path, value)

@@ -91,7 +91,7 @@ def read_text(path: Path) -> str:
         ConfigError: It cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
 

@@ -169,7 +169,7 @@ class ScriptReader(ControlFlow):
         is_known = len(paths) == 1 and not paths[0].unknown
         folder = self._state.folder or ("/" if is_known and paths[0].text.startswith("/") else None)
         self._state.folder = str(Path(folder, paths[0].text)) if is_known and folder else None
-        return None
+        return True
 
     def shift(self, node: Node, arguments: Sequence[Word]) -> bool | None:
         """Read ``shift``."""
@@ -191,6 +191,10 @@ class ScriptReader(ControlFlow):
             self.walk_all(tree)
         return None
 
+    def get_option(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+        """Read ``getopts``, which fails if there are no arguments."""
+        return None if self.expander.arguments else False
+
     def test_words(self, node: Node, arguments: Sequence[Word]) -> bool | None:
         """Read ``test ...``."""
         return evaluate_words(arguments)
@@ -211,6 +215,7 @@ _BUILTINS: dict[str, Callable[[ScriptReader, Node, Sequence[Word]], bool | None]
     "set": ScriptReader.set_arguments,
     "let": ScriptReader.let,
     "test": ScriptReader.test_words,
+    "getopts": ScriptReader.get_option,
     "true": lambda reader, node, words: True,
     ":": lambda reader, node, words: True,
     "echo": lambda reader, node, words: True,

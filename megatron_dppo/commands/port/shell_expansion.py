@@ -60,6 +60,8 @@ class Expander:
         if node.type == "ERROR":
             text = node_text(node)
             return [Word(text, f"line {line(node)} cannot be parsed")] if text.strip("\\ \n") else []
+        if node.type == "command_name" and len(node.named_children) == 1:
+            return self.words(node.named_children[0])
         if (elements := self._all_elements(node)) is not None:
             return elements if node.type == "string" else [part for word in elements for part in word.splits]
         word = self.join(node)

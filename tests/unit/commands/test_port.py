@@ -250,6 +250,10 @@ LAUNCH += "actor_rollout_ref.model.path=/m actor_rollout_ref.rollout.n=4 actor_r
         ("X=${X:-}\n[ -z $X ] && exit 1\n" + LAUNCH + "\n", "line 2: the script ends before the training"),
         (LAUNCH + "actor_rollout_ref.actor.policy_loss.loss_mode=gpg\n", "loss.name: to fill in (actor_rollout_ref"),
         (LAUNCH + "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1\n", "optimizer.lr_warmup_steps: to fill in"),
+        (
+            LAUNCH + "actor_rollout_ref.actor.optim.lr=1e-5 actor_rollout_ref.actor.optim.optimizer=muon\n",
+            "optimizer.lr: to fill in (actor_rollout_ref.actor.optim.optimizer: muon: Adam is the only",
+        ),
         (LAUNCH + "algorithm.gamma=0.9\n", "train.advantage: to fill in (algorithm.gamma: 0.9"),
         (
             LAUNCH + "actor_rollout_ref.actor.optim.lr=''\n",
@@ -259,8 +263,13 @@ LAUNCH += "actor_rollout_ref.model.path=/m actor_rollout_ref.rollout.n=4 actor_r
 )
 def test_what_may_change_the_training_is_a_problem(tmp_path: Path, script: str, problem: str) -> None:
     (tmp_path / "run.sh").write_text(script)
-    problems = port(tmp_path / "run.sh").problems
-    assert any(text.startswith(problem) for text in problems), problems
+    result = port(tmp_path / "run.sh")
+    assert any(text.startswith(problem) for text in result.problems), result.problems
+    for text in result.problems:
+        path, is_key, _ = text.partition(": to fill in")
+        if is_key:
+            section, _, key = path.rpartition(".")
+            assert tomllib.loads(result.toml)[section][key].startswith("TO FILL IN: "), path
 
 
 def test_the_launch_of_these_tests_has_no_problem(tmp_path: Path) -> None:
