@@ -171,11 +171,13 @@ class _AttachGradient(torch.autograd.Function):
         if ctx.added_to is not None:
             _check_one(upstream)
         # They leave the context here, so that a second backward pass raises instead of using scaled values.
-        (of_hidden, of_weight, of_bias), ctx.gradients = ctx.gradients, None
-        of_hidden, of_weight, of_bias = (_scaled(x, upstream) for x in (of_hidden, of_weight, of_bias))
+        gradients, ctx.gradients = ctx.gradients, None
+        grad_hidden, grad_weight, grad_bias = (_scaled(gradient, upstream) for gradient in gradients)
         if ctx.added_to is not None:
-            of_weight = mark_added(ctx.added_to)
-        return None if of_hidden is None else ctx.rows.spread(of_hidden), of_weight, of_bias, None, None
+            grad_weight = mark_added(ctx.added_to)
+        if grad_hidden is not None:
+            grad_hidden = ctx.rows.spread(grad_hidden)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def check_rest(stop: int, *gradients: Tensor | None) -> None:

@@ -95,11 +95,12 @@ def dppo_head_loss(
     _check_needs(needs)
     head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
-    columns, rows = RowColumns.of(head, targets, plan, vocab_size), Rows.of(hidden, plan)
+    columns = RowColumns.of(head, targets, plan, vocab_size)
+    rows = Rows.of(hidden, plan)
     distillation = None if teacher is None else Distillation(teacher, head, rows, vocab_size, targets)
-    main_grad, models = checked_main_grad(weight, accumulate_main_grad), 1 if distillation is None else 2
+    main_grad = checked_main_grad(weight, accumulate_main_grad)
     needed = _needed(hidden), _needed(weight), _needed(bias)
-    size, in_flight = _chunks(head, rows, chunk_tokens, models)
+    size, in_flight = _chunks(head, rows, chunk_tokens, models=1 if distillation is None else 2)
     gradient = HeadGradient(
         head, rows, hidden, needed, size, main_grad, grad_scale, round_weight_gradient=round_weight_gradient
     )
@@ -176,8 +177,8 @@ class _Pending:
     """Row statistics of this shard. Exponentials may have replaced the logits."""
     parts: Tensor
     work: dist.Work | None
-    of_teacher: Tensor | None
-    """[n, W] its logits"""
+    teacher_logits: Tensor | None
+    """Logits of the teacher's shard. Shape [n, W]. None without distillation."""
 
 
 @torch.no_grad()
@@ -218,11 +219,11 @@ def _start(run: _HeadCall, chunk: RowChunk, buffer: Tensor, teacher_buffer: Tens
         # Four numbers a row instead of 4 + K. ``_totals`` exchanges the sums over the slots later.
         sent = narrow(shard_statistics, columns.targets.labels, columns.ids, columns.valid)
     # The teacher's two numbers a row travel in the same gather.
-    of_teacher = None
+    teacher_logits = None
     if run.distillation is not None and teacher_buffer is not None:
-        of_teacher, totals = run.distillation.start(chunk, teacher_buffer)
+        teacher_logits, totals = run.distillation.start(chunk, teacher_buffer)
         sent = torch.cat([sent, totals], 1)
-    return _Pending(chunk, columns, logits, shard_statistics, *gather_shards(sent, head.group), of_teacher)
+    return _Pending(chunk, columns, logits, shard_statistics, *gather_shards(sent, head.group), teacher_logits)
 
 
 @torch.no_grad()
@@ -231,17 +232,18 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
     if pending.work is not None:
         # On CUDA the GEMM of the next chunk is queued by now and hides this collective.
         pending.work.wait()
-    head, columns = run.head, pending.columns
+    head = run.head
+    columns = pending.columns
     totals, sums = _totals(run, pending)
-    output, of_logprobs, of_entropy, of_ids = _differentiate(run, columns.targets, totals, sums)
+    output, grad_logprobs, grad_entropy, grad_ids = _differentiate(run, columns.targets, totals, sums)
     # Rows with a gradient come first in the plan, so they are the first rows of a chunk.
     stop = pending.chunk.num_gradient if run.differentiates else 0
     term = None
-    if run.distillation is not None and pending.of_teacher is not None:
+    if run.distillation is not None and pending.teacher_logits is not None:
         term = run.distillation.finish(
             pending.logits,
             totals,
-            pending.of_teacher,
+            pending.teacher_logits,
             pending.parts[..., -COLUMNS:],
             columns.targets,
             scale=run.gradient.scale,
@@ -249,7 +251,7 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
         )
         output = add_distillation(output, term.loss_sum, term.metrics)
     if run.differentiates:
-        check_rest(stop, of_logprobs, of_entropy, of_ids)
+        check_rest(stop, grad_logprobs, grad_entropy, grad_ids)
     if stop:
         part = slice(0, stop)
         # Written over the logits. From it follow the gradients of hidden states and weight, and then it is dropped.
@@ -257,12 +259,12 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
             pending.logits[part],
             columns.labels[part],
             totals.select(part),
-            of_logprobs[part],
-            None if of_entropy is None else of_entropy[part],
+            grad_logprobs[part],
+            None if grad_entropy is None else grad_entropy[part],
             run.gradient.next_output(pending.logits[part]),
             # The shard's maximum, to which the exponentials in place of the logits are relative.
             pending.shard_statistics[part, 0] if run.overwrites else None,
-            _slots(columns, of_ids, part),
+            _slots(columns, grad_ids, part),
         )
         if term is not None and term.gradient is not None:
             dlogits = add_(dlogits, term.gradient)
@@ -270,28 +272,36 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
     return output
 
 
-def _slots(columns: RowColumns, of_ids: Tensor | None, part: slice) -> SlotGradient | None:
-    if of_ids is None or columns.local_ids is None:
+def _slots(columns: RowColumns, grad_ids: Tensor | None, part: slice) -> SlotGradient | None:
+    if grad_ids is None or columns.local_ids is None:
         return None
-    return SlotGradient(columns.local_ids[part], of_ids[part])
+    return SlotGradient(columns.local_ids[part], grad_ids[part])
 
 
 def _totals(run: _HeadCall, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
     """Return the totals of the rows, and ``losses.topk_sums`` of all slots if sums are exchanged instead of slots."""
-    (targets, _, ids, valid, local_ids), head = pending.columns, run.head
+    targets, _, ids, valid, local_ids = pending.columns
+    head = run.head
     parts = pending.parts if run.distillation is None else pending.parts[..., :-COLUMNS]
     if not run.exchanges_sums:
         return merge(parts, targets.labels, ids, valid, head.temperature), None
-    slots, of_rollout = targets.rollout_topk_ids, targets.rollout_topk_logprobs
-    assert local_ids is not None and slots is not None and of_rollout is not None
+    topk_ids = targets.rollout_topk_ids
+    rollout_logprobs = targets.rollout_topk_logprobs
+    assert local_ids is not None and topk_ids is not None and rollout_logprobs is not None
     slot_sums = run.needs.topk_sums
     assert head.group is not None and slot_sums is not None
     totals = merge_narrow(parts, head.temperature)
     sums, other, square = reduce_slots(
-        pending.shard_statistics, local_ids >= 0, of_rollout[:, :-1], totals, head.temperature, head.group, slot_sums
+        pending.shard_statistics,
+        local_ids >= 0,
+        rollout_logprobs[:, :-1],
+        totals,
+        head.temperature,
+        head.group,
+        slot_sums,
     )
     # The label's own slot. Its log-probability is known everywhere after the gather, so no shard has to own it.
-    last = slot_sums(totals.logprobs[:, None], of_rollout[:, -1:], slots[:, -1:] >= 0)
+    last = slot_sums(totals.logprobs[:, None], rollout_logprobs[:, -1:], topk_ids[:, -1:] >= 0)
     return totals._replace(other_logprob=other, other_square=square), sums + last.to(sums.dtype)
 
 
@@ -314,6 +324,7 @@ def _differentiate(
     statistics = HeadStatistics(logprobs, entropy, ids, totals.other_logprob, totals.other_square, None, None)
     with torch.set_grad_enabled(run.differentiates):
         output = run.loss(replace(loss_inputs(targets, statistics, run.vocab_size), topk_sums=sums))
+    # A loss may ignore a column, or return a constant (a batch without advantages): both have gradient 0.
     leaves = (logprobs, entropy, ids)
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     zeros = torch.zeros_like(totals.logprobs)

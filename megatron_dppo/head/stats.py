@@ -133,6 +133,7 @@ def vocab_parallel_head_stats(
     main_grad = checked_main_grad(weight, accumulate_main_grad)
     size = chunk_size(chunk_tokens, rows, weight)
     call = _Call(head, rows, weight, main_grad, sampling_mask, topk, needs, size, round_weight_gradient)
+    # Tensors with a gradient are arguments of their own: autograd does not look into ``call``.
     apply: Callable[..., tuple[Any, ...]] = _HeadStatistics.apply
     return HeadStatistics(*apply(hidden, weight, bias, labels, ids, ids_valid, call))
 
@@ -247,9 +248,9 @@ class _HeadStatistics(torch.autograd.Function):
         rows = call.rows
         head = call.head
         stop = rows.num_gradient
-        of_logprobs, of_entropy, of_ids = (None if x is None else rows.take(x, 0, stop) for x in given)
-        if of_logprobs is None:
-            of_logprobs = torch.zeros_like(total[:stop])
+        grad_logprobs, grad_entropy, grad_ids = (None if x is None else rows.take(x, 0, stop) for x in given)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(total[:stop])
         needed = ctx.needs_input_grad[:3]
         gradient = HeadGradient(
             head,
@@ -263,33 +264,40 @@ class _HeadStatistics(torch.autograd.Function):
         buffer = head.new_logits(min(call.chunk, stop))
         # log p(label), the third field, is not read by the gradient; any [n] tensor will do.
         totals = RowTotals(maximum, total, total, entropy, None, None)
-        local, local_ids = head.local(labels), None if of_ids is None else head.local(ids, ids_valid)
+        local_labels = head.local(labels)
+        local_ids = None if grad_ids is None else head.local(ids, ids_valid)
         # The logits of a chunk are computed again, and their gradient is written over them.
         for chunk in rows.chunks(call.chunk, stop):
             part = slice(chunk.start, chunk.stop)
             logits = call.logits(hidden, chunk, buffer)
             dlogits = head.gradient(
                 logits,
-                local[part],
+                local_labels[part],
                 totals.select(part),
-                of_logprobs[part],
-                None if of_entropy is None else of_entropy[part],
+                grad_logprobs[part],
+                None if grad_entropy is None else grad_entropy[part],
                 gradient.next_output(logits),
-                slots=None if of_ids is None or local_ids is None else SlotGradient(local_ids[part], of_ids[part]),
+                slots=None if grad_ids is None or local_ids is None else SlotGradient(local_ids[part], grad_ids[part]),
             )
             gradient.add(dlogits)
-        of_hidden, of_weight, of_bias = gradient.result()
+        grad_hidden, grad_weight, grad_bias = gradient.result()
         if gradient.in_main_grad:
-            of_weight = mark_added(call.weight)
-        return None if of_hidden is None else rows.spread(of_hidden), of_weight, of_bias, *(None,) * 4
+            grad_weight = mark_added(call.weight)
+        if grad_hidden is not None:
+            grad_hidden = rows.spread(grad_hidden)
+        # No gradient for labels, ids, ids_valid and call.
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _shard_rows(hidden: Tensor, labels: Tensor, ids: Tensor | None, valid: Tensor | None, call: _Call) -> Tensor:
     """Return the columns that this shard sends for each row, ``[R, 4 + K + 2 k]``."""
-    head, width = call.head, min(call.topk, len(call.head.weight))
+    head = call.head
+    # Shards are padded to equal size, so every rank sends as many candidates.
+    width = min(call.topk, len(head.weight))
     columns = call.statistics_columns(ids)
     shard_rows = torch.empty(call.rows.count, columns + 2 * width, dtype=head.dtype, device=hidden.device)
-    local_labels, local_ids = head.local(labels), None if ids is None else head.local(ids, valid)
+    local_labels = head.local(labels)
+    local_ids = None if ids is None else head.local(ids, valid)
     buffer = head.new_logits(min(call.chunk, call.rows.count))
     for chunk in call.rows.chunks(call.chunk):
         part = slice(chunk.start, chunk.stop)

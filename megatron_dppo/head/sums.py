@@ -29,6 +29,8 @@ def narrow(shard_statistics: Tensor, labels: Tensor, ids: Tensor, valid: Tensor)
     ``labels`` and ``ids`` are global.
     """
     once = ~((ids == labels[:, None]) & valid).any(1, keepdim=True)  # a label that is an id too counts once
+    # Column o leaves out the label and the ids; their exponentials are added to it. An entry of another shard is -inf
+    # here, and adds 0.
     counted = torch.cat([once, valid], 1)
     total = shard_statistics[:, 2] + torch.where(counted, shard_statistics[:, 3 : 4 + ids.shape[1]].exp(), 0.0).sum(1)
     return torch.stack([shard_statistics[:, 0], shard_statistics[:, 1], total, shard_statistics[:, 3]], 1)
@@ -41,10 +43,13 @@ def merge_narrow(parts: Tensor, temperature: float) -> RowTotals:
     shift = (maxima - maximum) / temperature
     scale = shift.exp()
     # A shard of -inf only: its shift is -inf, and 0 times it must be 0.
+    # t sums z exp(z) with z relative to the shard's maximum. Relative to the row's maximum, z becomes z + shift.
     moment = torch.where(scale == 0, 0.0, scale * (weighted + shift * sums)).sum(0)
     total = (scale * sums).sum(0)
     log_total = total.log()
+    # One shard owns the label; the others have -inf.
     logprobs = (at_label + shift).amax(0) - log_total
+    # Entropy: -E[log p] = log Z - E[z].
     return RowTotals(maximum, total, logprobs, log_total - moment / total, None, None)
 
 

@@ -125,6 +125,7 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[MicroBatchRo
         # Float16Module would convert its output to fp32: the head reads bf16 hidden states and accumulates in fp32.
         extra["fp32_output"] = False
     output = model(
+        # One packed row is a batch of one; ``cu_seqlens`` in the packing parameters replaces the attention mask.
         input_ids=row.split(row.batch.tokens)[None],
         position_ids=row.split(row.batch.position_ids)[None],
         attention_mask=None,

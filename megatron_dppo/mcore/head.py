@@ -59,6 +59,7 @@ def hand_out_hidden_states(model: GPTModel) -> None:
 
 
 def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    # Output and bias, the pair that Megatron's linear layers return.
     return hidden, None
 
 
@@ -156,6 +157,8 @@ class OutputHead:
         return dppo_head_loss(
             self._gather_hidden(hidden),
             self.weight(),
+            # ``dppo_head_loss`` refuses sequence ids, because it shows a loss some rows at a time. This loss does not
+            # read them.
             replace(row.targets, sequence_ids=None),
             loss,
             needs=needs,
@@ -171,6 +174,7 @@ class OutputHead:
         """Return the targets with the hidden states of all of this context-parallel rank's tokens, on the device."""
         hidden = teacher.hidden.to(self.weight().device, non_blocking=True)
         if self._model.config.sequence_parallel and self._group is not None:
+            # Each rank holds its part of the row's tokens, as sequence parallelism splits the student's.
             parts = hidden.new_empty(self._group.size() * len(hidden), hidden.shape[1])
             torch.distributed.all_gather_into_tensor(parts, hidden, group=self._group)
             hidden = parts
@@ -218,6 +222,7 @@ class OutputHead:
         if self._group is not None:
             shards = [torch.empty_like(local_logits) for _ in range(self._group.size())]
             torch.distributed.all_gather(shards, local_logits, group=self._group)
+        # Megatron pads the vocabulary at its end, so the padding is cut off after the shards are joined.
         return rows, torch.cat(shards, 1)[:, : self._common["vocab_size"]]
 
     def row_statistics(
@@ -292,6 +297,8 @@ class OutputHead:
         entropy = statistics.entropy
         if statistics.id_logprobs is None:
             return HeadStatistics(logprobs, entropy, None, None, None, None, None)
+        # The slots here include the label's, so that the mass outside excludes it. The fused head adds the label
+        # itself.
         id_logprobs = statistics.id_logprobs[:, :-1]
         return HeadStatistics(
             logprobs, entropy, id_logprobs, statistics.other_logprob, statistics.other_square, None, None

@@ -88,6 +88,7 @@ class ReplayDriver:
             router = getattr(layer.mlp, "router", None)
             if router is None:
                 continue
+            # Megatron counts layers from 1, over all pipeline stages.
             number = layer.layer_number - 1
             if number in self._shape.dense_layers:
                 raise ValueError(f"Expected a dense layer {number}, as in the routes, got one with a router.")
@@ -263,6 +264,8 @@ def check_router_replay_support(overrides: Mapping[str, Any]) -> None:
     """
     for name, (values, reason) in _INCOMPATIBLE_FIELDS.items():
         value = overrides.get(name)
+        # A list names auxiliary losses. Megatron balances by the choice of experts only if the value itself is that
+        # name.
         if value is None or isinstance(value, list):
             continue
         if values is None or value in (values if isinstance(values, set) else {values}):

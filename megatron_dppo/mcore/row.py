@@ -69,6 +69,7 @@ class MicroBatchRow:
         packing = PackedRow.from_batch(device_batch, starts, shard)
         is_padding = device_batch.is_padding
         packing.is_padding = is_padding if shard is None or is_padding is None else shard.split(is_padding)
+        # Megatron hands this object on to every layer; the noise's hook on a layer finds it there.
         packing.noise = None if noise is None else noise(batch, shard)
         if host_shard is None or shard is None:
             return cls(device_batch, device_batch, plan, packing, None)
@@ -98,6 +99,7 @@ def record_row(output: LossOutput, row: MicroBatchRow) -> RowRecord:
     """
     if output.logprobs is None:
         raise ValueError("The tokens of this loss cannot be recorded: it returns no LossOutput.logprobs.")
+    # As floats in one tensor, so that one gather and one copy to the host carry both.
     columns = torch.stack([output.logprobs.float(), output.keep_mask.float()], 1)
     # A loss of whole sequences covers the whole row on every rank already.
     if row.shard is not None and len(columns) < row.batch.tokens.numel():

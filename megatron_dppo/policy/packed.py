@@ -83,6 +83,7 @@ class Packer:
         if self._equal_rows:
             longest = max(sum(shape.padded(samples[i].num_tokens) for i in indices) for indices in bins)
             longest = int(all_gather_integers([longest], self._dp_group).max())
+            # A row is padded up to a multiple. With the longest length as the multiple, all rows get this length.
             shape = replace(shape, row_multiple=-(-longest // shape.row_multiple) * shape.row_multiple)
 
         num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
@@ -133,6 +134,7 @@ def _grouped_attention_cost(fields: Mapping[str, Any], shape: ModelShape) -> tup
     """Return the weights of one attention layer, and its multiplications for a pair of positions."""
     heads = shape.num_attention_heads
     head_dim = fields["kv_channels"]
+    # Query and output projections have ``heads`` heads, key and value projections have one for each group.
     weights = 2 * shape.hidden_size * head_dim * (heads + shape.num_query_groups)
     return weights, 2 * heads * head_dim
 
@@ -146,8 +148,11 @@ def _mla_cost(fields: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
     v_dim = fields["v_head_dim"]
     rope_dim = fields["qk_pos_emb_head_dim"]
     nope_dim = fields["qk_head_dim"]
+    # Scores use the part with and the part without rotary embedding; values have a size of their own.
     query_size = heads * (nope_dim + rope_dim)
+    # The query: one projection, or one down to the rank and one up.
     weights = hidden * query_size if q_rank is None else q_rank * (hidden + query_size)
+    # Down to the latent and the rotary key that all heads share, up to keys and values, and the output projection.
     weights += hidden * (kv_rank + rope_dim) + kv_rank * heads * (nope_dim + v_dim) + heads * v_dim * hidden
     return weights, query_size + heads * v_dim
 
@@ -186,6 +191,7 @@ class TokenRecorder:
             shape: Multiples that rows and sequences were padded to.
         """
         for indices, row in zip(packed.bins, rows, strict=False):
+            # Computed again, because reading ``cu_seqlens`` would pack the micro-batch once more.
             starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in indices)])
             for i, start in zip(indices, starts, strict=False):
                 span = slice(start, start + samples[i].num_tokens)

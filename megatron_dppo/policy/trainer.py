@@ -215,6 +215,7 @@ class PolicyTrainer:
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
         """Step the optimizer with the accumulated gradients; skipped when the gradient norm is not finite."""
+        # With bf16 and fp32 there is no loss scale.
         scale = self.optimizer.loss_scale
         # Read before the step, which may change it: the noise's gradient was multiplied by this value.
         loss_scale = 1.0 if scale is None else scale.value

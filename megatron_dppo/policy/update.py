@@ -238,6 +238,7 @@ def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> li
     """
     order = list(range(count))
     random.Random(f"{seed}/{epoch}").shuffle(order)
+    # ``config.layout`` refuses a number of parts that does not divide the samples of a rank.
     size = count // parts
     return [order[start : start + size] for start in range(0, count, size)]
 

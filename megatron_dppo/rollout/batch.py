@@ -92,6 +92,7 @@ class CollectedRollouts:
             ),
             "policy_age_max": Metric(max(self.ages, default=0), kind="max"),
             "stale_fraction": Metric(sum(age > 0 for age in self.ages), len(self.ages)),
+            # With 1/dp from each of the dp ranks the denominators add up to 1, so these are sums and no means.
             **{f"dropped_groups/{reason}": Metric(self.dropped_groups.get(reason, 0), 1 / dp) for reason in DropReason},
             "carried_groups": Metric(self.num_carried, 1 / dp),
         }

@@ -46,7 +46,8 @@ class Submission:
     slots: Sequence[PromptSlot]
     """Prompts of this data-parallel rank."""
     sampled: Sequence[SampledFuture] = ()
-    """SampledFuture groups, in the order of ``slots``; empty on ranks that receive their rollouts from another rank."""
+    """Futures of the sampled groups, in the order of ``slots``. Empty on ranks that receive their rollouts from another
+    rank."""
     scored: ScoredFuture | None = None
     """Scored groups. None on ranks that receive their rollouts from another rank."""
 

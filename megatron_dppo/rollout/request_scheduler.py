@@ -110,6 +110,7 @@ class RequestScheduler:
         """
         if not self._one_by_one:
             return [self._submit(step, sampled_at, slots, enough, f"rollout {attempt}")]
+        # The position in the purpose gives each group a seed of its own, whatever it is submitted with.
         return [self._submit(step, sampled_at, [slot], 1, f"rollout {attempt} {slot.position}") for slot in slots]
 
     def submit_prompts(self, prompts: Sequence[Prompt], siblings: int, params: SamplingParams, step: int) -> Submission:

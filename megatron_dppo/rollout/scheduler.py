@@ -105,6 +105,7 @@ class RolloutScheduler:
         rollout = self._rollout
         self._num_canceled = 0
         self._ages.begin_step(step, policy_version)
+        # Only after a resume is there something to submit again: what the checkpoint found in flight.
         self._submissions = [self._requests.resubmit(each, self._share) for each in self._submissions]
 
         # Submit this step, unless it was submitted ahead.
@@ -268,6 +269,7 @@ class RolloutScheduler:
         expected = oversampled(self._share, self._rollout.oversample)
         with clock.part("waiting"):
             extra = all_gather_objects(max(0, len(taken) - expected), self._groups.dp)
+        # Later groups move one place forward, so it is the last submitted step that now lacks some.
         if self._next_step > step + 1:
             last_step = self._next_step - 1
             slots = self._take_slots(last_step, extra)
@@ -295,6 +297,7 @@ class RolloutScheduler:
                 pending = [each.scored for each in later if each.scored is not None and each not in ready]
                 if usable >= self._share or not pending:
                     return [each.slots[0].position for each in taken]
+                # In the order of the stream, only the first pending group can make more of them ready.
                 wait(pending if self._by_completion else pending[:1], return_when=FIRST_COMPLETED)
 
     def _require_rewards(self, groups: Sequence[RolloutGroup]) -> None:

@@ -251,6 +251,7 @@ def compute_kl_metrics(
     """Return ``kl_in_reward``, the mean KL estimate of all ranks' tokens without ``kl_coef``; a collective."""
     is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
     with_reference = [sample for sample in samples if sample.reference_logprobs is not None]
+    # The penalty contains the coefficient, the metric does not.
     total = sum(float(compute_kl_penalty(sample, reward).sum()) for sample in with_reference) / reward.kl_coef
     mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in with_reference))
     return reduce_metrics([{"kl_in_reward": mean}], groups.world, contributes=is_first)
@@ -260,6 +261,7 @@ def _whiten(
     samples: Sequence[TrainingSample], is_scored: Sequence[bool], group: ProcessGroup | None
 ) -> list[TrainingSample]:
     """Normalize advantages by the mean and deviation of all ranks' tokens; failed rewards stay at 0 and are ignored."""
+    # A failed reward has advantage 0, which would pull the mean and the deviation.
     local = [s.advantages[s.loss_mask] for s, scored in zip(samples, is_scored, strict=True) if scored]
     # The empty tensor lets a rank without scored samples take part in the collective.
     moments = reduce(add, all_gather_objects(Moments.of(torch.cat([torch.empty(0), *local])), group))

@@ -229,6 +229,7 @@ class SamplingMaskColumn(TokenColumn):
     def pack(self, parts: Sequence[TokenRows], ends: Sequence[int], size: int, like: TokenRows) -> TokenRows:
         """Pack the masks of all parts into ``size`` tokens; tokens between the parts have none."""
         packed = SamplingMask.none(size)
+        # Ids have no gaps: a token between the parts is a count of 0. The empty tensor is for a row without samples.
         ids = [packed.ids]
         for part, end in zip(parts, ends, strict=True):
             assert isinstance(part, SamplingMask)
@@ -320,6 +321,7 @@ SAMPLED = TokenColumn(
 
 
 def _slots(params: SamplingParams) -> tuple[int, ...] | None:
+    # The last slot is for a sampled token outside the Top-K.
     return (params.topk_logprobs + 1,) if params.topk_logprobs else None
 
 

@@ -176,6 +176,7 @@ class BroadcastTransfer:
         A server that does not report the version that its URL got last is a new process, which is not in the group.
         """
         is_unchanged = all(attempt.infos[s.url].policy_version == last_versions.get(s.url) for s in servers)
+        # In order too, since the place of a server decides the ranks of its processes in the group.
         has_same_members = self.members == tuple(server.url for server in servers)
         if self._group is not None and has_same_members and is_unchanged:
             return
@@ -187,9 +188,8 @@ class BroadcastTransfer:
             listener, port = self._transport.listen(host)
         except OSError as error:
             raise ConfigError(
-                f"rollout.weight_sync.host = {host!r} is not an address of this machine, where rank 0 runs "
-                f"({error}); set "
-                "it to the one that the servers reach"
+                f"rollout.weight_sync.host = {host!r} is not an address of this machine, where rank 0 runs ({error}); "
+                "set it to the address that the servers reach"
             ) from error
         sizes = [attempt.infos[server.url].world_size for server in servers]
         # Rank 0 is the trainer; the ranks of the servers follow, server by server.

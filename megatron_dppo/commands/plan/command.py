@@ -32,8 +32,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="KIND",
         help="ranks to rehearse: all, or first middle last (pipeline stages), and hot (busy experts); default: all "
-        "kinds "
-        "of the layout",
+        "kinds of the layout",
     )
     parser.add_argument(
         "--search",

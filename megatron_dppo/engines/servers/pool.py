@@ -305,6 +305,7 @@ class ServerPool:
 
     def _deadline(self, first_failure: float) -> float:
         """Return the time at which a request that has failed since ``first_failure`` is given up."""
+        # A success on any server shows that waiting helps, so the time begins anew.
         return max(first_failure, self._last_success) + self._patience
 
     def _now(self) -> float:

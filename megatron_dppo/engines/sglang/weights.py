@@ -237,8 +237,7 @@ class SGLangWeightUpdates(ServerClient):
             if info.get(key, 1) > 1:
                 raise ConfigError(
                     f"{self.url} runs with {flag} {info[key]}: SGLang then accepts new weights from disk only. Start "
-                    "one "
-                    f"server per replica, or set rollout.weight_sync.method = 'disk'"
+                    "one server per replica, or set rollout.weight_sync.method = 'disk'"
                 )
         return int(info.get("tp_size", 1))
 

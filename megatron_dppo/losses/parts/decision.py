@@ -79,10 +79,12 @@ def clipped_surrogate(
     # -A r is the larger of the two unless r has left [1 - low, 1 + high] in the direction of the advantage. There the
     # value is the constant -A clip(r), so the gradient is that of -A r on the kept tokens and 0 elsewhere.
     low, high = clip_ratios
-    ratio, advantages = log_ratio.exp(), tokens.advantages
-    keep, clipped = ratio_keep_mask(log_ratio, advantages, low, high), ratio.clamp(1 - low, 1 + high)
+    ratio = log_ratio.exp()
+    keep = ratio_keep_mask(log_ratio, tokens.advantages, low, high)
+    clipped = ratio.clamp(1 - low, 1 + high)
     if dual_clip is not None:
         # For A < 0 the value -A r grows with r without limit. Dual clip replaces it by the constant -A c.
-        beyond = (advantages < 0) & (ratio > dual_clip)
-        keep, clipped = keep & ~beyond, torch.where(beyond, dual_clip, clipped)
+        beyond = (tokens.advantages < 0) & (ratio > dual_clip)
+        keep = keep & ~beyond
+        clipped = torch.where(beyond, dual_clip, clipped)
     return Decision(keep, ratio, clipped, divergence)

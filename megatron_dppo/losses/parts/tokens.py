@@ -79,6 +79,7 @@ class TopK:
             sums = predictive_sums(self.logprobs, self.rollout_logprobs, self.valid)
         assert sums is not None
         other = self.masses()
+        # Ids outside the set, over which a uniform tail spreads pi's remaining mass.
         num_other = None if self.support is None else self.support - self.valid.sum(-1)
         square = tail_square(tail, other[0], self.other_square, num_other)
         sampled = (logprobs.detach().double().exp(), rollout_logprobs.double().exp())
@@ -153,6 +154,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     dtype = statistics_dtype(inputs.logprobs, inputs.rollout_logprobs)
 
     def constant(values: Tensor) -> Tensor:
+        # Not a product with the mask: an infinity outside of it times 0 is NaN.
         return torch.where(mask, values.detach().to(dtype), 0.0)
 
     # The only column that keeps its gradient.
@@ -183,7 +185,8 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     valid = inputs.topk_valid & mask[:, None]
     other = inputs.topk_other_logprob
     rollout_logprobs = inputs.rollout_topk_logprobs.detach()
-    square, support = inputs.topk_other_square, _support(inputs) if "vocab_size" in config.required_inputs else None
+    square = inputs.topk_other_square
+    support = _support(inputs) if "vocab_size" in config.required_inputs else None
     if inputs.topk_logprobs is None:
         if config.reads_topk_slots or other is None:
             raise ValueError(

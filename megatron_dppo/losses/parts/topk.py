@@ -32,7 +32,8 @@ def topk_tv(
         ``[T]``, float32, or float64 if an input is; carries no gradient.
     """
     log_p, log_m = valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
-    slots, (p_other, m_other) = _absolute_differences(log_p, log_m), other_masses(log_p, log_m, other_logprob)
+    slots = _absolute_differences(log_p, log_m)
+    p_other, m_other = other_masses(log_p, log_m, other_logprob)
     return _tv(slots, p_other, m_other).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
 
 
@@ -45,7 +46,8 @@ def topk_kl(
     pi = 0 < mu. Arguments and result are those of ``topk_tv``, the result in nats and at least 0.
     """
     log_p, log_m = valid_slots(topk_logprobs, rollout_topk_logprobs, valid)
-    slots, (p_other, m_other) = _relative_entropies(log_p, log_m), other_masses(log_p, log_m, other_logprob)
+    slots = _relative_entropies(log_p, log_m)
+    p_other, m_other = other_masses(log_p, log_m, other_logprob)
     return _kl(slots, p_other, m_other).to(statistics_dtype(topk_logprobs, rollout_topk_logprobs))
 
 
@@ -94,6 +96,7 @@ def _tv(slots: Tensor, p_other: Tensor, m_other: Tensor) -> Tensor:
 
 def _kl(slots: Tensor, p_other: Tensor, m_other: Tensor) -> Tensor:
     p_other, m_other = p_other.clamp(min=_OTHER_FLOOR), m_other.clamp(min=_OTHER_FLOOR)
+    # With the floor the masses no longer add up to 1, and the sum can fall below 0.
     return (slots + m_other * (m_other.log() - p_other.log())).clamp(min=0)
 
 
@@ -133,6 +136,7 @@ def evict(
     return (
         remaining,
         None if other_logprob is None else torch.logaddexp(other_logprob.detach(), returned),
+        # exp(2 log pi) = pi^2.
         None if other_square is None else other_square.detach() + (2 * returned).exp(),
     )
 
