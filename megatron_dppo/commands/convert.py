@@ -70,6 +70,7 @@ def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"unexpected argument {overrides[0]!r}; see megatron-dppo convert {options.conversion} --help"
         )
     is_rank_0 = os.environ.get("RANK", "0") == "0"
+    # The other ranks run the same code, collectives included, and print to nowhere.
     with contextlib.nullcontext() if is_rank_0 else contextlib.redirect_stdout(io.StringIO()):
         return CONVERSIONS[options.conversion].run(options)
 

@@ -129,6 +129,7 @@ class RolloutScheduler:
         # Refill: replace groups without signal by new prompts.
         for attempt in range(1, rollout.max_refills + 1 if rollout.dynamic_sampling else 1):
             with clock.part("waiting"):  # for the rollouts of the slowest rank
+                # All ranks need all counts, because the cursor moves by the prompts of every rank.
                 missing = all_gather_objects(max(0, self._share - sum(map(has_signal, sampled))), self._groups.dp)
             if not any(missing):
                 break

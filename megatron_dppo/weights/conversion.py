@@ -55,6 +55,7 @@ class Converter:
 
         if target.exists():
             raise CheckpointError(f"{target} already exists; choose another folder or delete it")
+        # No rank may create the folder before every rank has looked for it.
         dist.barrier()
         text = json.dumps({"hf_folder": str(self.hf_folder), "layout": str(self.layout)}, indent=2)
         save_model(target, self.models, {_LAYOUT_FILE: text + "\n"})
@@ -103,6 +104,7 @@ class Converter:
             elif not torch.equal(original, tensor.cpu()):
                 largest = float((original.double() - tensor.cpu().double()).abs().max())
                 differences.append(f"{name} differs by up to {largest:.1e}")
+        # A tied folder may hold the output layer as well; the export has it as the embedding only.
         tied = {"lm_head.weight"} if self.hf_config.tie_word_embeddings else set()
         return differences + [f"{name} was never exported" for name in sorted(expected - exported - tied)]
 

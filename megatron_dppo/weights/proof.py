@@ -131,6 +131,7 @@ def _compare_servers(digests: dict[str, tuple[RankDigests, ...]], attempt: Attem
     """
     for kind in {_kind(attempt.infos[url]) for url in digests}:
         same_kind = {url: ranks for url, ranks in digests.items() if _kind(attempt.infos[url]) == kind}
+        # With three or more servers, the most common bytes count as right.
         (common, _), *different = Counter(map(_fingerprint, same_kind.values())).most_common()
         for url, ranks in same_kind.items():
             if different and url not in exact and (_fingerprint(ranks) != common or len(same_kind) == 2):

@@ -117,8 +117,8 @@ def find_owners(
         if first + size > len(ranks):
             raise ConfigError(
                 f"rollout.weight_sync.method = 'ipc': the servers on {hosts[0]}, up to {url}, use {first + size} GPUs, "
-                f"but the trainer has {len(ranks)} ranks there. Each GPU of a server needs a rank of the trainer on it. "
-                "Lower rollout.servers.count or the servers' tensor-parallel size, or start more ranks"
+                f"but the trainer has {len(ranks)} ranks there. Each GPU of a server needs a rank of the trainer on "
+                "it. Lower rollout.servers.count or the servers' tensor-parallel size, or start more ranks"
             )
         owners[url] = ranks[first : first + size]
     return owners

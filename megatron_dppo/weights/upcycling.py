@@ -160,4 +160,5 @@ def _dtype_beside(name: str, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
 def _generator(seed: int, name: str) -> torch.Generator:
     """Return the random numbers of one tensor, which depend on nothing but the seed and the name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    # Shifted to 63 bits, so that it is a positive int64.
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

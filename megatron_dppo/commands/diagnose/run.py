@@ -74,6 +74,7 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: Missing or unusable.
     """
+    # Last, so that they win: the diagnosis must not overwrite the run or begin it anew.
     safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
     config = load_run_config(folder, [*overrides, *safe])
     here = int(os.environ.get("WORLD_SIZE", "1"))
@@ -144,6 +145,7 @@ def _restore(session: Session) -> None:
 def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:
     """Sample the next batch with the current weights."""
     notes = session.gpus.for_sampling()
+    # Before sampling: these are the weights that sample the batch, to score it with later.
     snapshots.take()
     collected = session.stream.collect(session.state.step, session.trainer.policy_version, Clock())
     session.records.show_servers([*notes, *session.gpus.for_training()])

@@ -61,8 +61,8 @@ def _batch_line(plan: Plan) -> str:
     batch = plan.batch
     return (
         f"batch    {batch.samples_per_update} samples per update on each data-parallel rank, {batch.mean_tokens} "
-        f"tokens each (assuming responses of {MEAN_LENGTH_RATIO:g} x max_new_tokens) = {batch.micro_batches} micro-batches of "
-        f"{plan.config.train.micro_batch_tokens} tokens"
+        f"tokens each (assuming responses of {MEAN_LENGTH_RATIO:g} x max_new_tokens) = {batch.micro_batches} "
+        f"micro-batches of {plan.config.train.micro_batch_tokens} tokens"
     )
 
 

@@ -240,6 +240,7 @@ def _select_rows(
     def mini_batches(epoch: int) -> list[list[int]]:
         merged: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
         for rank, start in starts.items():
+            # The seed that ``update_policy`` gave that rank in the run.
             seed = sampling_seed(run.config.run.seed, "order", run.step, rank)
             rank_batches = split_into_mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
             for index, part in enumerate(rank_batches):

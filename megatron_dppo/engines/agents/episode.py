@@ -107,6 +107,7 @@ class Episode:
         """
         task = asyncio.current_task()
         assert task is not None
+        # Concurrent calls are one wait, from the first call to the last response.
         self._wait_start = self._wait_start if self._tasks else time.monotonic()
         self._tasks.add(task)
         try:
@@ -141,6 +142,7 @@ class Episode:
             too_long = ": its messages have more tokens than rollout.max_new_tokens" if self.is_cut_off else ""
             failure = failure or f"the agent ended without a response of the policy{too_long}"
             await self._sample_one_token()
+        # Reversed, so that of equally long sequences the newest is trained on.
         best = max(reversed(self._conversations), key=lambda conversation: conversation.num_sampled)
         branch = turns.switch_branch(best.branch)
         if self.is_cut_off:
@@ -198,6 +200,7 @@ class Episode:
             tokens = self._template.encode(call.text, add_special_tokens=True)
         if len(tokens) >= self._turns.params.max_new_tokens or not tokens:
             raise self._too_long(len(tokens))
+        # A response has one branch from the start; only further sequences need a new one.
         branch = self._turns.start_branch() if self._conversations else self._turns.branch
         self._turns.append(tokens)
         conversation = _Conversation(branch, len(tokens), tools=_tools_key(call), is_chat=call.is_chat)
@@ -245,6 +248,7 @@ class Episode:
         """
         branch = self._turns.switch_branch(conversation.branch)
         last = branch.response.tokens[branch.position - 1]
+        # A response that was cut off has no end token, and the template's must be added.
         if closes and branch.finish_reason == FinishReason.STOP and tokens[:1] == [last]:
             tokens = tokens[1:]
         if len(tokens) >= self._turns.tokens_left:

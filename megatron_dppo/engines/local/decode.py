@@ -231,7 +231,9 @@ def decode(
     # Prefill
     logits, cache, mask, routes = _prefill(model, prompts, pad_token, device, recorder)
     positions = mask.sum(1)
+    # Without padding the model gets no mask and may use its faster causal kernel.
     is_padded = not bool(mask.all())
+    # Rows of the batch that are still decoded: compaction removes rows, and results are stored by these numbers.
     rows = torch.arange(len(prompts), device=device)
     is_active = rows >= 0
     record = DecodeRecord(len(prompts), criteria.longest, topk, device, routes, return_sampling_mask)
@@ -275,6 +277,7 @@ def _prefill(
     """
     distinct = {tuple(p): i for i, p in enumerate(dict.fromkeys(tuple(p) for p in prompts))}
     width = max(len(p) for p in distinct)
+    # Padding on the left, so that the last column holds the last token of every prompt.
     ids = torch.tensor([[pad_token] * (width - len(p)) + list(p) for p in distinct], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
     output = model(
@@ -284,6 +287,7 @@ def _prefill(
         use_cache=True,
         logits_to_keep=1,
     )
+    # Copies the cache of a prompt to each of its responses.
     index = torch.tensor([distinct[tuple(p)] for p in prompts], device=device)
     output.past_key_values.batch_select_indices(index)
     routes = None

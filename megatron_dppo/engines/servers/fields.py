@@ -86,6 +86,7 @@ class ResponseFields:
     def read_integers(self, value: object, field: str) -> list[int]:
         """Read an array of counts or ids from 0 to 2^31 - 1; true, false and 1.0 are rejected."""
         values = self.read_array(value, field)
+        # By the exact type, because a bool is an instance of int too.
         if not set(map(type, values)) <= {int} or (values and not 0 <= min(values) <= max(values) <= _MAX_INT):
             index = next(i for i, v in enumerate(values) if type(v) is not int or not 0 <= v <= _MAX_INT)
             self.reject(f"{field}[{index}]", f"is {shorten(values[index])}, expected an integer of 0 to {_MAX_INT}")
@@ -95,6 +96,7 @@ class ResponseFields:
         """Read an array of numbers of any size, including NaN and infinities."""
         values = self.read_array(value, field)
         types = set(map(type, values))
+        # The usual case of thousands of numbers: no copy.
         if types == {float}:
             return values
         if not types <= {int, float}:

@@ -156,6 +156,7 @@ def apply_sampling_mask(sampling_mask: SamplingMask, candidates: Candidates) -> 
     is_allowed = np.zeros(ids.shape, dtype=np.bool_)
     for row, allowed in enumerate(np.split(sampling_mask.ids.numpy(), sampling_mask.counts.numpy().cumsum()[:-1])):
         is_allowed[row] = np.isin(ids[row], allowed)
+    # Stable, so the allowed candidates keep their order by probability.
     order = np.argsort(~is_allowed, axis=1, kind="stable")
     ids = np.where(is_allowed, ids, np.int32(-1))
     values = np.where(is_allowed, values, np.float32(0))

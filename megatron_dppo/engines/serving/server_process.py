@@ -56,6 +56,7 @@ class ServerProcess:
         argv = list(self.plan.argv)
         if self.plan.config_file:
             lines = (f"{name}: {json.dumps(value)}\n" for name, value in self.plan.config_file.items())
+            # Every user of the machine can read a command line, so keys go to a file.
             self._secrets_file.write_text("".join(lines))
             argv += ["--config", str(self._secrets_file)]
         with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
@@ -66,6 +67,8 @@ class ServerProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=os.environ | self.plan.env,
+                    # A session of its own: Ctrl-C in the terminal reaches this program only, and ``kill`` reaches all
+                    # children.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -149,5 +152,6 @@ def _bind(url: str) -> None:
     port = urlsplit(url).port
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
+        # Connections of the server before, in TIME_WAIT, do not keep its successor from the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
