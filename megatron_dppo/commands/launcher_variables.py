@@ -11,7 +11,7 @@ _SMALLEST = {
     "LOCAL_WORLD_SIZE": 1,
     "RANK": 0,
     "LOCAL_RANK": 0,
-    "MASTER_PORT": 1,
+    "MASTER_PORT": 0,  # 0: a process that runs alone has chosen a free port
     "SLURM_RESTART_COUNT": 0,
 }
 _LARGEST = 10_000_000

@@ -41,11 +41,15 @@ def read_marker(folder: Path) -> Marker | None:
         ConfigError: The marker is damaged.
     """
     file = folder / MARKER
+    if not os.path.lexists(file):
+        return None
     try:
+        if not file.is_file():  # a named pipe would wait for a writer
+            raise TypeError("it is not a file")
         return Marker(**json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(
             f"{file} is damaged ({error}). If {folder} is the folder of a run, delete this file and set "
             "checkpoint.accept_unverified = true once"

@@ -88,7 +88,10 @@ def load_run_config(folder: Path, overrides: Sequence[str]) -> Config:
     """
     if not (folder / CONFIG).is_file() or not (folder / MARKER).is_file():
         raise ConfigError(f"{str(folder)!r} is not the folder of a run: {CONFIG} or {MARKER} is missing")
-    cwd = Path(read_starts(folder)[-1].get("cwd", "."))
+    starts = read_starts(folder)
+    if not starts:
+        raise ConfigError(f"{folder / STARTS} has no record of a start; {str(folder)!r} holds a part of a run only")
+    cwd = Path(str(starts[-1].get("cwd", ".")))
     return load_config(folder / CONFIG, [*overrides, "--run.output_dir", str(folder)], relative_to=cwd)
 
 
@@ -115,15 +118,14 @@ def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Co
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Return the records of all starts of a run, without damaged lines."""
-    try:
-        lines = (folder / STARTS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    if not (folder / STARTS).is_file():
         return []
+    lines = (folder / STARTS).read_text(encoding="utf-8", errors="replace").splitlines()
     records = []
     for line in lines:
         try:
             records.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return [record for record in records if isinstance(record, dict)]
 

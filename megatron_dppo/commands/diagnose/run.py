@@ -78,7 +78,7 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str]) -> Config:
     safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
     config = load_run_config(folder, [*overrides, *safe])
     here = int(os.environ.get("WORLD_SIZE", "1"))
-    there = read_starts(folder)[-1]["world_size"]
+    there = read_starts(folder)[-1].get("world_size", here)
     if here != there and not overrides:
         raise ConfigError(
             f"the run in {str(folder)!r} was trained by {there} processes, and this command runs with {here}. Fix: "

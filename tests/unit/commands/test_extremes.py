@@ -71,9 +71,10 @@ def remove_key(key: str) -> Callable[[Path], None]:
 
 
 def replace_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    def damage(model: Path) -> None:
-        (model / name).unlink(missing_ok=True)
-        make(model / name)
+    def damage(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
 
     return damage
 
@@ -96,8 +97,31 @@ def damages() -> Iterator[tuple[str, Callable[[Path], None], list[str]]]:
                 yield f"{name}: {kind}", replace_file(name, make), command
 
 
+RUN_FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "starts.jsonl", ".megatron_dppo_run.json", "summary.json")
+RUN_FILES += ("checkpoints/best.json", "checkpoints/step_000001/state.json", "checkpoints/step_000001/manifest.json")
+RUN_COMMANDS = (
+    ["report", "run"],
+    ["diagnose", "run"],
+    ["replay", "run", "--step", "1"],
+    ["train", "copy.toml", "--dry-run"],
+)
+
+
+def run_cases() -> Iterator[tuple[str, Callable[[Path], None], list[str]]]:
+    """Yield a name, a damage to a run's folder, and a command that reads it."""
+    for name in RUN_FILES:
+        makers: dict[str, Callable[[Path], object]] = {
+            kind: (lambda file, text=text: file.write_bytes(text)) for kind, text in CONTENTS.items()
+        }
+        makers |= {"folder": Path.mkdir, "pipe": os.mkfifo, "loop": lambda file: file.symlink_to(file.name)}
+        for kind, make in makers.items():
+            for command in RUN_COMMANDS:
+                yield f"{name}: {kind}", replace_file(name, make), command
+
+
 INPUTS = [(key, value) for key in keys(Config) for value in VALUES]
 DAMAGES = list(damages())
+RUN_DAMAGES = list(run_cases())
 SAMPLE = random.Random(0)
 
 
@@ -127,17 +151,42 @@ def run_damages(cases: list[tuple[str, Callable[[Path], None], list[str]]]) -> N
         check(command, f"{label} ({command[0]})")
 
 
+def run_run_damages(cases: list[tuple[str, Callable[[Path], None], list[str]]]) -> None:
+    text = (EXAMPLE / "dppo.toml").read_text().replace('"model"', f'"{EXAMPLE}/model"')
+    text = text.replace('"runs/chain_sum"', '"run"').replace("model_parallel_size = 2", "model_parallel_size = 1")
+    Path("copy.toml").write_text(text)
+    for label, damage, command in cases:
+        shutil.rmtree("run", ignore_errors=True)
+        Path("run").mkdir()
+        Path("run/config.toml").write_text(text)
+        marker = {"run_id": "a", "submission": "", "created": "2026-01-01T00:00:00"}
+        Path("run/.megatron_dppo_run.json").write_text(json.dumps(marker))
+        Path("run/starts.jsonl").write_text(json.dumps({"cwd": ".", "world_size": 1}) + "\n")
+        damage(Path("run"))
+        check(command, f"{label} ({command[0]})")
+
+
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 def test_a_sample_of_keys_at_their_extremes() -> None:
-    run_inputs(SAMPLE.sample(INPUTS, 50))
+    run_inputs(SAMPLE.sample(INPUTS, 30))
 
 
 def test_a_sample_of_hostile_model_folders() -> None:
-    run_damages(SAMPLE.sample(DAMAGES, 40))
+    run_damages(SAMPLE.sample(DAMAGES, 30))
+
+
+def test_a_sample_of_hostile_run_folders() -> None:
+    run_run_damages(SAMPLE.sample(RUN_DAMAGES, 60))
+
+
+@pytest.mark.long
+def test_all_hostile_run_folders() -> None:
+    assert len(RUN_DAMAGES) > 400
+    run_run_damages(RUN_DAMAGES)
 
 
 @pytest.mark.long
