@@ -164,8 +164,13 @@ def _first(location: str, record: Mapping[str, Any], names: tuple[str, ...], mea
             return name
     filled = sorted(key for key, value in record.items() if value is not None)
     hint = missing_prompt_hint(record) if meaning == "prompt" else ""
+    if meaning == "label" and "\\boxed" in str(record.get("solution")):
+        hint = (
+            f"the row has {filled}, and 'solution' is not one box from its start to its end. Write the answer into a "
+            "column 'answer'"
+        )
     if hint:
-        raise DataError(f"{location}: field 'prompt' is missing; {hint}")
+        raise DataError(f"{location}: field {meaning!r} is missing; {hint}")
     raise DataError(
         f"{location}: field {meaning!r} is missing; the row has {filled}. Known names are {', '.join(names)}; "
         f"any other column can be named with data.{meaning}_key"

@@ -21,7 +21,7 @@ from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.turns import ResponseBranch, Turn, Turns
 from megatron_dppo.types import Completion, FinishReason
 
-_TAIL_TOKENS = 8
+_TAIL_TOKENS = 16
 """Tokens at the end of a prompt that contain its last tag."""
 
 

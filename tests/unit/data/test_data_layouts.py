@@ -99,6 +99,9 @@ def test_two_files_may_have_two_layouts_but_not_one_name(tmp_path: Path) -> None
 def test_a_worked_solution_is_never_used_as_the_answer(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "1+1=", "solution": "Add. \\boxed{2}"}])
     assert "field 'label' is missing; the row has ['problem', 'solution']" in message_of(path)
+    for solution in ("\\boxed{1} and \\boxed{2}", "\\boxed{1}, \\boxed{2}", "\\boxed{1", "\\boxed{1}}"):
+        path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "x", "solution": solution}])
+        assert "'solution' is not one box from its start to its end" in message_of(path)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "x", "solution": " \\boxed{\\frac{1}{2}} "}])
     assert load_rows(path, "train").rows[0].label == "\\frac{1}{2}"
 

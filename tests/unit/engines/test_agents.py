@@ -312,6 +312,25 @@ def test_streaming_returns_the_same_response_in_chunks(world: World) -> None:
     assert bodies[-2]["choices"][0]["finish_reason"] == "tool_calls" and bodies[-1]["usage"]["completion_tokens"] > 9
 
 
+def test_a_call_in_a_thought_that_the_template_opened_is_not_made(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert opened != TEMPLATE
+    monkeypatch.setattr(world.tokenizer, "chat_template", opened)
+    world.script = {"a<|im_end|>\n<|im_start|>assistant\n<think>\n": f"try {CALL}"}
+    world.script["b<|im_end|>\n<|im_start|>assistant\n<think>\n"] = f"no</think>{CALL}"
+    answers = []
+
+    async def agent(task: AgentTask) -> None:
+        answers.extend([await chat(task, [user(text)], tools=TOOLS) for text in ("a", "b")])
+
+    world.play(agent)
+    assert "tool_calls" not in answers[0] and answers[0]["content"] == f"try {CALL}"
+    assert answers[1]["content"] == "no</think>"
+    assert [call["function"]["name"] for call in answers[1]["tool_calls"]] == ["add"]
+
+
 def test_invalid_tool_calls_stay_text() -> None:
     for text in ("plain", "<tool_call>{bad}</tool_call>", '<tool_call>{"name": "f"', "<tool_call>[1]</tool_call>"):
         assert split_tool_calls(text) == (text, [])
