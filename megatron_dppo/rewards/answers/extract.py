@@ -9,14 +9,12 @@ from megatron_dppo.rewards.answers.thinking import after_thinking, unify_thinkin
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _BARE_ARGUMENT = re.compile(r"(?:\\[()\[\]]|[^$\s\\]|\\[A-Za-z{}%,!$]+(?:\{[^{}]*\})*)+")
-_ANSWER_LINE = re.compile(
-    r"^[\s*_#>\-]*(?:the\s+)?(?:final\s+)?answer[*_\s]*(?:is\s*)?[*_\s]*[:\uff1a][*_]*\s*(.+?)\s*$",
-    re.IGNORECASE | re.MULTILINE,
-)
+_ANSWER_WORDS = re.compile(r"(?:the[ \t]{1,9})?(?:final[ \t]{1,9})?answer", re.IGNORECASE)
+_MARKUP = " \t*_"
 _SEPARATORS = re.compile(
     r"(?:[\s,;$&]|\\[()\[\],;! ]|\\(?:quad|qquad)|\\text\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)*"
 )
-_WRAPPED_STOP = re.compile(r"(\$|\*+|\\\))\.$")
+_WRAPPED_STOP = re.compile(r"(\$|\*|\\\))\.$")
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ def extract_answer(text: str) -> str | None:
     boxes = [box for box in find_boxes(text) if box.content != ""]
     if boxes:
         return _join_last(text, boxes)
-    lines = _ANSWER_LINE.findall(text)
+    lines = _answer_lines(text)
     if not lines:
         return None
     line = _WRAPPED_STOP.sub(r"\1", lines[-1]).strip("$* ")
@@ -60,9 +58,31 @@ def is_well_formed(text: str) -> bool:
     if closed and "<think>" in thought and not thought.lstrip().startswith("<think>"):
         return False
     boxes = find_boxes(response)
-    if len(boxes) > 1 or (not boxes and len(_ANSWER_LINE.findall(response)) != 1):
+    if len(boxes) > 1 or (not boxes and len(_answer_lines(response)) != 1):
         return False
     return bool(extract_answer(response)) and (not boxes or bool(boxes[0].content))
+
+
+def _answer_lines(text: str) -> list[str]:
+    """Return what follows ``Answer:`` at the start of a line, with or without Markdown, or stands on the next line."""
+    lines = text.splitlines()
+    answers = []
+    for index, line in enumerate(lines):
+        start = line.lstrip(f"{_MARKUP}#>-")
+        words = _ANSWER_WORDS.match(start)
+        if words is None:
+            continue
+        rest = start[words.end() :].lstrip(_MARKUP)
+        if rest[:2].lower() == "is":
+            rest = rest[2:].lstrip(_MARKUP)
+        if not rest.startswith((":", "\uff1a")):
+            continue
+        value = rest[1:].lstrip("*").strip()
+        if not value.strip("*"):
+            value = next((each.strip() for each in lines[index + 1 : index + 4] if each.strip()), "")
+        if value:
+            answers.append(value)
+    return answers
 
 
 def find_boxes(text: str) -> list[AnswerBox]:

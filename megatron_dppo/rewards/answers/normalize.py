@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 
-_MAX_LENGTH = 20_000
-"""Longest answer in characters that is compared by value."""
+_MAX_LENGTH = 4000
+"""Longest text in characters whose commands are read. In a longer one only delimiters and a full stop go away."""
+_MAX_DEPTH = 40
+"""Levels of nested commands that are read; responses are untrusted, and reading recurses."""
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -75,9 +77,6 @@ _DIGITS_APART = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,?\\!,?|\\[,; ]|~| 
 """A number with signs between its thousands that are no plain comma."""
 _MARKUP = " \t\r\n*_`#"
 """Spaces and Markdown around an answer."""
-_FULL_STOP = re.compile(r"(?:(?<![.\\])\.|(?<!\\)[,;:\s])+$")
-"""Punctuation at the end, but no ellipsis, which says that a decimal goes on."""
-_TEXT_END = re.compile(r"\s*[.,;:]+\s*\}$")
 _LEAD = re.compile(r"^(?:(?:=|\\approx|\\therefore|\\text\{[^{}]*(?::|approximately|about)\s*\})\s*)+(?=\S)")
 """Introduction of an answer inside a box."""
 _FORMULA_IN_TEXT = re.compile(r"\\(?:text|mbox|textbf)\{\s*\$([^${}]*)\$\s*\}")
@@ -89,11 +88,13 @@ _BETWEEN_SIGNS = re.compile(r"(?<![0-9.])\s+|\s+(?![0-9.])")
 
 def normalize_answer(text: str) -> str:
     """Return the normal form of an answer or a label; an empty string if nothing is left."""
-    text = _from_unicode(re.sub(r"(?<!\\)\\$", "", text.strip().strip(_MARKUP)))[:_MAX_LENGTH]
+    text = _from_unicode(re.sub(r"(?<!\\)\\$", "", text.strip().strip(_MARKUP)))
+    if len(text) > _MAX_LENGTH:
+        return _without_full_stop(text.replace("$", ""))
     text = _FORMULA_IN_TEXT.sub(r"\1", text)
     text = _without_delimiters(text)
     text = _DIGITS_APART.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
-    text = _plain_commands(text)
+    text = _plain_commands(text, 0)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _SYSTEM.sub(lambda match: match[1].replace(r"\\", ", "), text)
     text = text.replace("{,}", ",").replace("{:}", ":").replace("^{\\circ}", "^\\circ").replace("{}^\\circ", "^\\circ")
@@ -130,8 +131,10 @@ def _is_delimiter(match: re.Match[str]) -> bool:
     return not match.string[: match.start()].endswith("\\")
 
 
-def _plain_commands(text: str) -> str:
+def _plain_commands(text: str, depth: int) -> str:
     """Return the text with commands of one meaning written in one way."""
+    if depth > _MAX_DEPTH:
+        return text
     parts: list[str] = []
     position = 0
     while match := _COMMAND.search(text, position):
@@ -156,9 +159,9 @@ def _plain_commands(text: str) -> str:
                 is_symbol = (
                     name == "mathrm" and re.fullmatch(r"\s*[A-Za-z]\s*", content) and content.strip() not in "mgshL"
                 )
-                parts.append(content.strip() if is_symbol else _text(content))
+                parts.append(content.strip() if is_symbol else _text(content, depth))
             elif name not in _DROPPED:
-                inner = _plain_commands(content)
+                inner = _plain_commands(content, depth + 1)
                 parts.append(f"\\{inner}" if name.startswith("operatorname") else f" {inner} ")
         else:
             renamed = _RENAMED.get(name)
@@ -167,9 +170,9 @@ def _plain_commands(text: str) -> str:
     return "".join(parts).replace("~", " ")
 
 
-def _text(content: str) -> str:
+def _text(content: str, depth: int) -> str:
     r"""Return words as ``\text{...}``, but formulas that were only set upright as themselves."""
-    inner = _plain_commands(content).strip()
+    inner = _plain_commands(content, depth + 1).strip()
     if re.fullmatch(r"[-+]?[\d.,\s/]+|[-+]?\d+\s*%", inner):
         return inner
     if inner.casefold() == "infinity":
@@ -199,9 +202,22 @@ def _argument(text: str, position: int) -> tuple[str, int]:
 def _without_full_stop(text: str) -> str:
     text = text.strip(_MARKUP)
     while True:
-        shorter = _TEXT_END.sub("}", _FULL_STOP.sub("", text)).strip(_MARKUP)
-        if shorter.startswith("{") and _argument(shorter, 0)[1] == len(shorter):
+        shorter = _strip_punctuation(text).strip(_MARKUP)
+        if shorter.endswith("}") and not shorter.endswith("\\}"):  # "\text{Evelyn.}"
+            shorter = shorter[:-1].rstrip(" .,;:") + "}"
+        is_group = len(shorter) <= _MAX_LENGTH and shorter.startswith("{") and shorter.endswith("}")
+        if is_group and _argument(shorter, 0)[1] == len(shorter):
             shorter = shorter[1:-1].strip()
         if shorter == text:
             return text
         text = shorter
+
+
+def _strip_punctuation(text: str) -> str:
+    """Return the text without punctuation at its end, but with an ellipsis, which says that a decimal goes on."""
+    shorter = text.rstrip(",;: \t\n")
+    if shorter.endswith("\\"):  # what follows a backslash belongs to a command
+        return text
+    if shorter.endswith(".") and not shorter.endswith(("..", "\\.")):
+        shorter = shorter[:-1]
+    return shorter

@@ -101,7 +101,38 @@ def test_hostile_answers_end_soon_and_score_nothing() -> None:
     assert [score(f"\\boxed{{{text}}}", "12") for text in hostile] == [0.0] * len(hostile)
 
 
+LONG = [
+    "\\boxed ",
+    "answer ",
+    "answer:",
+    "**",
+    "\\boxed{1},",
+    " and ",
+    "\\boxed\\x",
+    "# answer:\n",
+    "- ",
+    "_*",
+    "\n",
+    " ",
+    "<think>",
+]
+STARTS = ["", "answer", "answer is", "answer: x", "\\boxed{1}", "\\boxed"]
+
+
 @pytest.mark.parametrize("read", [extract_answer, is_well_formed])
 def test_long_responses_are_searched_in_linear_time(read: Callable[[str], object]) -> None:
-    for part in ("\\boxed ", "answer ", "**", "\\boxed{1},", " and ", "\\boxed\\x", "# answer:\n", "- ", "_*"):
-        read(part * (200_000 // len(part)))
+    """A response may repeat anything a hundred thousand times; what takes quadratic time does not end here."""
+    for part in LONG:
+        for start in STARTS:
+            read(start + part * (60_000 // len(part)) + "x")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [".", ",", " ", " .", "1 234", ",234", "\\text{", "=", "{", "{a\\choose ", "\\begin{cases}", "\\text{$", "^{", "'"],
+)
+def test_long_answers_are_normalized_in_the_trainer_without_an_error(part: str) -> None:
+    """``quick_score`` runs in the process of the trainer: no response may raise there, or keep it busy."""
+    for length in (300, 3000, 60_000):
+        for end in ("", "}", "x}" * 50):
+            assert quick_score("1" + part * (length // len(part)) + end, "7") in (None, 0.0)
