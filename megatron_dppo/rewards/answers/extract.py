@@ -72,12 +72,12 @@ def _answer_lines(text: str) -> list[str]:
         words = _ANSWER_WORDS.match(start)
         if words is None:
             continue
-        rest = start[words.end() :].lstrip(_MARKUP)
-        if rest[:2].lower() == "is":
-            rest = rest[2:].lstrip(_MARKUP)
-        if not rest.startswith((":", "\uff1a")):
+        tail = start[words.end() :].lstrip(_MARKUP)
+        if tail[:2].lower() == "is":
+            tail = tail[2:].lstrip(_MARKUP)
+        if not tail.startswith((":", "\uff1a")):
             continue
-        value = rest[1:].lstrip("*").strip()
+        value = tail[1:].lstrip("*").strip()
         if not value.strip("*"):
             value = next((each.strip() for each in lines[index + 1 : index + 4] if each.strip()), "")
         if value:
