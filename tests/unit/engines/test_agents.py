@@ -238,6 +238,16 @@ def test_a_call_continues_the_longest_conversation_with_the_same_tools(world: Wo
     assert found.counts["agent/untrained_fraction"] == pytest.approx(1 / 2)
 
 
+def test_of_two_sequences_with_as_many_tokens_the_newest_is_trained(world: World) -> None:
+    world.script = {"a<|im_end|>\n<|im_start|>assistant\n": "one", "b<|im_end|>\n<|im_start|>assistant\n": "two"}
+
+    async def agent(task: AgentTask) -> None:
+        for text in ("a", "b"):
+            await chat(task, [user(text)])
+
+    assert world.trained(world.play(agent)) == ["two<|im_end|>"]
+
+
 def test_a_tool_call_that_was_cut_off_is_reported_as_cut_off(world: World) -> None:
     """The limit comes after the end of the call, in the text behind it."""
     world.script = {"assistant\n": CALL + " and then some"}

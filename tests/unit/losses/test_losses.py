@@ -346,3 +346,29 @@ def test_supervised_loss_is_the_negative_log_likelihood_over_the_mask() -> None:
     assert logprobs.grad.tolist() == [-1.0, 0.0, -1.0]
     assert int(output.num_tokens) == 2
     assert value(output, "loss") == 0.625
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("target", ["reference", "rollout"])
+def test_the_kl_penalty_is_to_the_policy_that_kl_target_names(target: str, estimator: str) -> None:
+    """The gradient that the penalty adds: 1, log r and 1 - 1 / r by the estimator, r = pi over the target."""
+    pi = torch.tensor([0.3, 0.5, 0.2], dtype=torch.float64)
+    policies = {
+        "reference": torch.tensor([0.1, 0.6, 0.25]).double(),
+        "rollout": torch.tensor([0.4, 0.45, 0.2]).double(),
+    }
+    found = []
+    for coefficient in (0.0, 0.5):
+        leaf = pi.log().requires_grad_()
+        inputs = LossInputs(
+            logprobs=leaf,
+            rollout_logprobs=policies["rollout"].log(),
+            reference_logprobs=policies["reference"].log(),
+            advantages=torch.ones(3, dtype=torch.float64),
+            loss_mask=torch.tensor([True, True, True]),
+        )
+        keys = {"kl_coef": coefficient, "kl_target": target, "kl_estimator": estimator} if coefficient else {}
+        found.append(torch.autograd.grad(policy_loss(inputs, LossConfig(name="pg_is", **keys)).loss_sum, leaf)[0])
+    ratio = pi / policies[target]
+    expected = {"k1": torch.ones_like(ratio), "k2": ratio.log(), "k3": 1 - 1 / ratio}[estimator]
+    torch.testing.assert_close(found[1] - found[0], 0.5 * expected, rtol=1e-10, atol=1e-12)
