@@ -17,6 +17,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.families import get_family
+from megatron_dppo.hf.families.family import raise_unsupported
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
 from megatron_dppo.mcore.fusions import check_fp8, default_fusions, output_layer_without_fusion, summarize_kernels
@@ -101,6 +102,12 @@ def transformer_config(
     check_attention_support(model.dtype, layout.cp, transformer_engine=has_te)
     dtype = DTYPES[model.dtype]
     family_fields = get_family(hf_config).fields(hf_config, model_shape(hf_config))
+    topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)
+    if topk > experts:
+        raise_unsupported(hf_config, "num_experts_per_tok", topk, f"at most the {experts} experts")
+    if topk == 1 and family_fields.get("moe_router_pre_softmax") is False:
+        # The weight of the only expert is always 1, so the router has no gradient.
+        raise_unsupported(hf_config, "num_experts_per_tok", 1, "at least 2 with norm_topk_prob = true")
     values: dict[str, Any] = dict(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -146,8 +153,7 @@ def transformer_config(
     )
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
     check_fp8(overrides, model.dtype, platform, transformer_engine=has_te)
-    experts = "num_moe_experts" in family_fields
-    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts)
+    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts > 0)
     kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig
     try:
         return kind(**(values | fused | family_fields | overrides))

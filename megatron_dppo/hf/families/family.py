@@ -112,10 +112,6 @@ def check_sizes(hf_config: Any) -> None:
     eps = getattr(hf_config, "rms_norm_eps", 1e-6)
     if not isinstance(eps, float) or not 1e-12 <= eps <= 0.1:
         raise_unsupported(hf_config, "rms_norm_eps", eps, "a number from 1e-12 to 0.1")
-    experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "n_routed_experts", None)
-    chosen = getattr(hf_config, "num_experts_per_tok", None)
-    if experts and chosen and chosen > experts:
-        raise_unsupported(hf_config, "num_experts_per_tok", chosen, f"at most the {experts} experts")
     heads, groups = hf_config.num_attention_heads, getattr(hf_config, "num_key_value_heads", None)
     if groups and heads % groups:
         raise_unsupported(hf_config, "num_key_value_heads", groups, f"a divisor of the {heads} attention heads")

@@ -12,7 +12,6 @@ from megatron_dppo.hf.families.family import (
     default_rope,
     expert_fields,
     grouped_fields,
-    raise_unsupported,
     require_values,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, H, M, Rule, gated, grouped_attention
@@ -43,9 +42,6 @@ def _qwen2_moe_shape(hf_config: Any) -> ModelShape:
 def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     fields = grouped_fields(hf_config, shape) | expert_fields(hf_config, shape)
     if shape.num_experts is not None:
-        if hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
-            # The weight of the only expert is always 1, so the router has no gradient.
-            raise_unsupported(hf_config, "num_experts_per_tok", 1, "at least 2 with norm_topk_prob = true")
         fields["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
     if shape.has_shared_expert:
         fields["moe_shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size
