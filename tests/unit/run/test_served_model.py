@@ -102,7 +102,7 @@ def test_weights_that_cannot_be_quantized_reach_no_server(folder: Path) -> None:
     broken = weights(1)
     name = "model.layers.1.self_attn.o_proj.weight"
     broken[name][0, 0] = torch.nan
-    assert f"{name} holds numbers that are not finite" in sync.send(iter(broken.items()), 0).failed[server.url]
+    assert f"{name} has values that are not finite" in sync.send(iter(broken.items()), 0).failed[server.url]
     assert not server.weights
     sync.close()
 
