@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,26 +53,6 @@ def rehearsals() -> Iterator[RehearsalPool]:
 def plan_of_30b(rehearsals: RehearsalPool) -> Plan:
     """From a few of its layers; ``test_48_layers_are_extrapolated_from_a_few`` has all of them."""
     return make_plan(big(), 32, H100, rehearsals, kinds=["all"], few_layers=True)
-
-
-@pytest.mark.slow
-def test_the_page_shows_what_the_command_prints(plan_of_30b: Plan) -> None:
-    """Every line of both tables, but those of the rank with the busiest experts; numbers to 1 %."""
-    page = (EXAMPLES.parent / "docs/plan.md").read_text(encoding="utf-8").partition("## The 30B example")[2]
-    blocks = page.split("```")[1:4:2]
-    quoted = [line for block in blocks for line in block.splitlines() if line.strip("|- ") and "0 (hot" not in line]
-    printed = [_words_and_numbers(line) for line in format_plan(plan_of_30b, verbose=True).splitlines()]
-    assert len(quoted) > 20
-    for line in quoted:
-        words, numbers = _words_and_numbers(line)
-        alike = [found for other, found in printed if other == words]
-        assert any(found == pytest.approx(numbers, rel=0.01) for found in alike), (line, alike)
-
-
-def _words_and_numbers(line: str) -> tuple[str, list[float]]:
-    """Return a line with # for each number, single blanks and no width of columns, and its numbers."""
-    number = r"\d+(?:\.\d+)?(?:e-?\d+)?"
-    return " ".join(re.sub(number, "#", line).split()), [float(found) for found in re.findall(number, line)]
 
 
 @pytest.mark.slow
