@@ -55,7 +55,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "minirl": {"ratio_cap": 1.5},
     "pg_is": {"aggregation": "token_sum_norm", "horizon": HORIZON},
     "cispo": {"ratio_cap": 1.3},
-    "sapo": {"gate_temperature_low": 3.0, "gate_temperature_high": 2.0},
+    # A steeper gate amplifies the fp32 rounding of the ratio: 3 and 2 give 2.3e-5, 3.4 times the error of PG-IS.
+    "sapo": {"gate_temperature_low": 1.05, "gate_temperature_high": 1.0},
     "trm": {"sequence_max": 0.15, "sequence_mean": 0.05},
     "trm/topk": {"topk": TOPK, "divergence": "topk", "sequence_max": 0.1, "sequence_mean": "off", "ratio_cap": 1.3},
     "trm/binary": {"divergence": "binary", "sequence_max": "off", "sequence_mean": 0.015, "form": "ratio"},
