@@ -58,7 +58,7 @@ REFUSED_FILES: list[tuple[str, str | bytes, str]] = [
     ("data.jsonl", POINTER, "Git LFS pointer.*git lfs pull"),
     ("data.parquet", POINTER, "Git LFS pointer"),
     ("data.json", POINTER, "Git LFS pointer"),
-    ("data.jsonl.gz", gzip.compress(json.dumps(ROW).encode()), "compressed with gzip"),
+    ("data.jsonl.gz", gzip.compress(json.dumps(ROW).encode(), mtime=0), "compressed with gzip"),
     ("data.jsonl", b"PK\x03\x04rest", "a zip archive"),
     ("data.arrow", b"ARROW1\x00\x00", "an Arrow file"),
     ("data.jsonl", "<!DOCTYPE html><html></html>", "a web page"),

@@ -31,6 +31,20 @@ def test_what_names_a_warm_up_stays_so_that_finished_ones_stay_valid() -> None:
     assert (identity["seed"], identity["micro_batch_tokens"], identity["model"]["path"]) == (5, 64, "model")
 
 
+@pytest.mark.parametrize(("changed", "same"), [({}, True), ({"fp32_head_gradient": True}, False)])
+def test_a_key_that_an_older_version_did_not_know_counts_as_its_default(
+    changed: dict[str, bool], same: bool, tmp_path: Path
+) -> None:
+    model = {"transformer": {"moe_aux_loss_coeff": 0.01}}
+    mark_warm(tmp_path, warmup_from_config(configs.config(model=model)), tmp_path / "checkpoints")
+    marker = json.loads((tmp_path / MARKER).read_text())
+    identity = json.loads(marker["identity"])
+    del identity["model"]["fp32_head_gradient"]
+    (tmp_path / MARKER).write_text(json.dumps(marker | {"identity": json.dumps(identity)}))
+    assert is_warm(tmp_path, warmup_from_config(configs.config(model=model | changed))) == same
+    assert not is_warm(tmp_path, warmup_from_config(configs.config(model=changed)))
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"other": 1}', b"3", b"\xff\xfe"])
 def test_a_damaged_marker_is_an_error_and_no_fresh_warm_up(content: bytes, tmp_path: Path) -> None:
     (tmp_path / MARKER).write_bytes(content)
