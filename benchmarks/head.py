@@ -70,7 +70,7 @@ SWEEP = (
     Size(512, 32768, 1024, 64),
     Size(2048, 32768, 1024, 64),
 )
-"""One and several chunks of logits (96 MB), one and several parts of gradients (256 MB), a narrow and a wide head."""
+"""One and several chunks of logits (96 MB), one and several parts of gradients (192 MB), a narrow and a wide head."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ _CPU_CHUNK_BYTES = 96_000_000
 operations cost the same for few rows as for many."""
 _CPU_CHUNK_ROWS = 64
 """Fewer would leave the GEMM waiting for the weight."""
-_CPU_GRADIENT_BYTES = 256_000_000
+_CPU_GRADIENT_BYTES = 192_000_000
 """Bytes of two-byte gradients of logits that go through the other two GEMMs together."""
 _CPU_GRADIENT_ROWS = 128
 """Fewer would leave those GEMMs waiting for the weight and its gradient."""
@@ -183,7 +183,7 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
 def gradient_rows(rows: int, chunk: int, width: int) -> int:
     """Return the number of rows whose two-byte gradients of ``width`` logits are together in CPU memory.
 
-    It is a multiple of whole chunks, about 256 MB.
+    It is a multiple of whole chunks, about 192 MB.
     """
     most = max(_CPU_GRADIENT_BYTES // (2 * width), _CPU_GRADIENT_ROWS, chunk)
     times = max(1, -(-rows // most))

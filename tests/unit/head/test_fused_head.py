@@ -297,4 +297,4 @@ def test_chunks_are_about_equal_and_within_the_budget() -> None:
     for rows, chunk, width in ((0, 1, 9), (10, 3, 9), (512, 171, 32768), (5000, 64, 151_936), (5000, 300, 10**7)):
         together = gradient_rows(rows, chunk, width)
         assert together % chunk == 0 and together >= chunk
-        assert together * width * 2 <= 256_000_000 + chunk * width * 2 or together < 128 + chunk
+        assert together * width * 2 <= 192_000_000 + chunk * width * 2 or together < 128 + chunk
