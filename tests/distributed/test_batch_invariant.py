@@ -6,7 +6,6 @@ import json
 import os
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
 from tests.distributed.layouts import EP, TP
 from tests.distributed.parity import Case, build_trainer, config_for, hf_reference
 from tests.distributed.spawn import run_distributed
+from tests.silent_tokenizer import SilentTokenizer
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +31,7 @@ MANY = bool(os.environ.get("EVERYTHING"))
 STEPS, NEW_TOKENS = (50, 12) if MANY else (2, 16)
 """Short responses where there are many steps: each token costs a pass over all sequences."""
 GROUPS, SIBLINGS = 3, 4
-TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, skip_special_tokens: "")
+TOKENIZER = SilentTokenizer()
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "topk": {"topk_logprobs": 4, "temperature": 0.7},

@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
 from tests.distributed.layouts import CP, EP, FULL, PP, TP
 from tests.distributed.parity import Case, build_trainer, hf_reference
 from tests.distributed.spawn import run_distributed
+from tests.silent_tokenizer import SilentTokenizer
 
 pytestmark = pytest.mark.distributed
 
@@ -40,7 +40,7 @@ def sampled(model: Any, width: int) -> list[TrainingSample]:
     for name, value in noisy:
         if name.endswith("mlp.gate.weight"):
             value.add_(NOISE * torch.randn(value.shape, generator=generator))
-    tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, skip_special_tokens: "")
+    tokenizer = SilentTokenizer()
     engine = LocalEngine(model.config, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     engine.update_weights(noisy, 0)
     prompts = [Prompt(prompt_id=str(i), text="", token_ids=(5 + i, 9, 30 + i)[: 1 + i % 3], label="") for i in range(8)]

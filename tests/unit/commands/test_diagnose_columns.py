@@ -181,7 +181,7 @@ RIGHT = json.dumps(GOOD).encode()
         (lambda folder: folder, "is a folder; give one file"),
         (lambda folder: folder / "none.jsonl", "no such file"),
         (lambda folder: folder / ("x" * 300 + ".jsonl"), "cannot be opened"),
-        (named("dump.csv", b"1"), "of no format"),
+        (named("dump.csv", b"1"), "has an unsupported format"),
     ],
 )
 def test_a_file_that_is_no_dump_ends_in_one_clear_line(

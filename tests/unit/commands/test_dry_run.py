@@ -149,7 +149,7 @@ def test_a_model_that_megatron_refuses_to_build_is_refused(dry: Any) -> None:
     """Its TransformerConfig accepts this key; the random state tracker of the model does not."""
     code, out, error = dry("--model.transformer.cuda_graph_impl", "local", "--world-size", "2")
     assert code == 2 and "layout   2 processes" in out
-    assert "Megatron cannot build this model with layout" in error and "cudagraphs" in error
+    assert "Megatron cannot build the model with this layout" in error and "cudagraphs" in error
     # Pipeline stages, tensor and expert parallelism are built for their own ranks.
     large = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--world-size", "8"]
     assert dry(*large)[0] == 0

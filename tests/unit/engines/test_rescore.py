@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from megatron_dppo.types import Prompt, SamplingParams, TrainingSample, with_wei
 from tests.distributed.families import in_float64
 from tests.distributed.parity import Case, hf_reference, samples
 from tests.distributed.replay import ForcedRouters, foreign_routes, foreign_weights
+from tests.silent_tokenizer import SilentTokenizer
 
-TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0, decode=lambda ids, skip_special_tokens: "")
+TOKENIZER = SilentTokenizer()
 TEMPERATURE = 0.7
 
 

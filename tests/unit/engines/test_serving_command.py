@@ -217,12 +217,12 @@ def test_the_path_of_a_command_is_looked_up_beside_the_file(tmp_path: Path, monk
     file.parent.mkdir()
     (tmp_path / "start").touch()
     file.write_text(text.replace("../../tools/engines/sglang.sh", "../start"))
-    assert load_config(file).rollout.servers.command[0] == f"{tmp_path}/run/../start"
+    assert load_config(file).rollout.servers.command[0] == f"{tmp_path}/start"
     file.write_text(text.replace("../../tools/engines/sglang.sh", "nowhere/start"))
     assert load_config(file).rollout.servers.command[0] == "nowhere/start"
     monkeypatch.chdir(file.parent)
     (file.parent / "start").touch()
     Path("x.toml").write_text(text.replace("../../tools/engines/sglang.sh", "./start"))
-    assert load_config("x.toml").rollout.servers.command[0] == "././start"
+    assert load_config("x.toml").rollout.servers.command[0] == f"{file.parent}/start"
     Path("x.toml").write_text(text.replace("../../tools/engines/sglang.sh", "start"))
     assert load_config("x.toml").rollout.servers.command[0] == "start"

@@ -15,17 +15,9 @@ from megatron_dppo.engines.server_engine import build_contract
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import build_hf_model, end_tokens, read_hf_config, stream_model
 from megatron_dppo.types import Prompt, SamplingParams
+from tests.silent_tokenizer import SilentTokenizer
 
-
-class Tokenizer:
-    eos_token_id = 1
-    pad_token_id = 0
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return ""
-
-
-TOKENIZER = Tokenizer()
+TOKENIZER = SilentTokenizer()
 VOCABULARY = 30
 
 

@@ -45,18 +45,10 @@ from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.ipc import cast_for_sending
 from tests.distributed.families import OWN, family_config, in_float64
 from tests.distributed.parity import hf_reference, samples
+from tests.silent_tokenizer import SilentTokenizer
 from tests.unit.configs import config as run_config
 
-
-class Tokenizer:
-    eos_token_id = 1
-    pad_token_id = 0
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return ""
-
-
-TOKENIZER = Tokenizer()
+TOKENIZER = SilentTokenizer()
 # What the models' cards say, in billions of weights; of the configurations on Hugging Face.
 REAL: dict[str, tuple[str, dict[str, Any], float]] = {
     "Llama-3.1-8B": (

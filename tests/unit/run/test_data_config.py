@@ -56,7 +56,7 @@ def test_sources_next_to_the_configuration_are_resolved_in_lists_and_tables(tmp_
     ("data", "part"),
     [
         ({"train": []}, "expected at least one source"),
-        ({"train": ""}, "expected at least one source"),
+        ({"train": ""}, "data.train = '': the path is empty"),
         ({"eval": {}}, "remove data.eval"),
         ({"eval": {"a/b": "x.jsonl"}}, "'a/b' becomes part of a metric"),
         ({"overlong_prompts": "cut"}, "'error', 'drop' or 'truncate_left'"),
