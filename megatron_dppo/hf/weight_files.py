@@ -30,7 +30,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes of unquantized weights, by their names in safetensors files."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_ADAPTERS = "adapter_model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
@@ -131,7 +131,7 @@ def _check_index_files(folder: Path, chosen: list[str], names: list[str], key: s
 def _choose_without_index(folder: Path, names: list[str], key: str) -> list[str]:
     if SINGLE in names:
         return [SINGLE]
-    names = [name for name in names if name != _ADAPTERS]
+    names = [name for name in names if name != ADAPTER_FILE]
     sets: dict[tuple[str, int], set[str]] = {}
     for name in names:
         if match := _SHARD.fullmatch(name):

@@ -23,6 +23,7 @@ from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import disk_errors, fsync
 from megatron_dppo.hf.folder import WeightStream, drain
+from megatron_dppo.hf.weight_files import ADAPTER_FILE
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
 
 _WHAT = "the adapter"
@@ -117,7 +118,7 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(dict(tensors), partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(dict(tensors), partial / ADAPTER_FILE, metadata={"format": "pt"})
         for file in partial.iterdir():
             fsync(file)
         fsync(partial)
@@ -137,7 +138,7 @@ def fuse_adapter(source: Path, target: Path) -> None:
         CheckpointError: ``source`` has no adapters.
         DiskError: the folder cannot be written.
     """
-    weights = source / "adapter_model.safetensors"
+    weights = source / ADAPTER_FILE
     if not weights.is_file():
         raise CheckpointError(f"{source} has no adapter_model.safetensors; name the hf-adapter/ of a run")
     config = json.loads((source / "adapter_config.json").read_text())

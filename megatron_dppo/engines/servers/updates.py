@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatron_dppo.engines.servers.fields import INCOMPLETE
 from megatron_dppo.errors import ConfigError, ServerError
-from megatron_dppo.hf.weight_files import find_weight_files, open_weight_file
+from megatron_dppo.hf.weight_files import ADAPTER_FILE, find_weight_files, open_weight_file
 
 # A server carries its state in its weight version, so that any client, also one of a later run, can continue from it.
 RELEASED = "released"
@@ -127,6 +127,16 @@ def check_weights(folder: Path) -> None:
         open_weight_file(file)
 
 
+def check_adapter(folder: Path) -> None:
+    """Check that a folder has complete adapters, before a server reads it, as ``check_weights`` does.
+
+    Raises:
+        CheckpointError: the file is missing or truncated.
+    """
+    if folder.is_dir():
+        open_weight_file(folder / ADAPTER_FILE)
+
+
 class FolderUpdates(ReleasedMemory):
     """``update_from_disk`` and ``update_adapter`` of a server; an engine adds its own calls."""
 
@@ -159,7 +169,7 @@ class FolderUpdates(ReleasedMemory):
         """
         if not self._is_paused:
             raise RuntimeError(f"{self.url}: update_adapter without pause")
-        check_weights(Path(folder))
+        check_adapter(Path(folder))
         await self._set_version(self._unfinished_version)
         await self._load_adapter(folder)
         await self._finish_update(version)
