@@ -12,7 +12,7 @@ from head_bench.reference import Errors
 from head_bench.timing import PAGES, Ratio
 
 BF16_LOGPROBS, FP32_LOGPROBS = 1e-5, 1e-5
-BF16_GRADIENT, FP32_GRADIENT = 2.5e-3, 1e-6
+BF16_GRADIENT, FP32_GRADIENT = 2.5e-3, 2e-6  # in fp32 every peer is at 1.6e-6 on some processors
 LARGE_TRAFFIC = 12.0
 """Bytes per logit: a chunk of fp32 logits written, read twice, and its gradient written, all outside caches."""
 PEAK = 1.0
