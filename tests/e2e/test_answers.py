@@ -85,7 +85,8 @@ def test_generate_without_labels_tells_the_distribution_that_it_drew_from(
         expected = logprobs.gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(row["logprobs"]).double(), expected, rtol=0, atol=1e-4)
         assert row["label"] == "" and "reward" not in row
-    assert len({tuple(row["token_ids"]) for row in result}) > 6, "siblings are drawn apart"
+    # 1 for each of the three prompts if siblings were the same.
+    assert len({tuple(row["token_ids"]) for row in result}) > 3, "siblings are drawn apart"
 
 
 @pytest.mark.parametrize(
