@@ -59,7 +59,7 @@ def test_all_requests_can_be_aborted(vllm: Engine) -> None:
     async def use(server: InferenceServer) -> set[str]:
         tasks = [asyncio.create_task(server.generate(ask(SHORT, 1500))) for _ in range(8)]
         while not all(task.done() for task in tasks):  # some may not have arrived at the first call
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
             await server.abort()
         return {task.result().finish_reason for task in tasks}
 
