@@ -11,8 +11,8 @@
 #   --nproc-per-node N    trainer ranks (default 1)
 #   PYTHON                the interpreter to use (default python3)
 #
-# SIGTERM, SIGHUP or Ctrl-C: the trainer finishes its step, saves and ends with 0; the same command resumes from there. A kill -9
-# of this script does the same, by launch/guard.sh. A second Ctrl-C does not wait for the step.
+# SIGTERM, SIGHUP or Ctrl-C: the trainer finishes its step, saves and ends with 0; the same command resumes from there.
+# A kill -9 of this script does the same, by launch/guard.sh. A second Ctrl-C does not wait for the step.
 set -euo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }

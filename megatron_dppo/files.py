@@ -6,8 +6,9 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError, UserError
@@ -80,6 +81,18 @@ def is_lfs_pointer(file: Path) -> bool:
 def free_bytes(path: Path) -> int:
     """Return the free bytes for this user on the file system of ``path``, which need not exist."""
     return shutil.disk_usage(existing_parent(path)).free
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            # A file may vanish, and other programs' files may be unreadable.
+            with suppress(OSError):
+                status = os.lstat(os.path.join(root, name))
+                total += status.st_size * stat.S_ISREG(status.st_mode)
+    return total
 
 
 def format_bytes(size: float) -> str:

@@ -36,15 +36,7 @@ def initialize_megatron(
             writes. None means ``timeout_minutes``.
         world: Result of ``new_host_world``. None creates it here.
     """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=max(1, round(timeout_minutes)),
-    )
+    build_megatron_groups(layout, distributed_timeout_minutes=max(1, round(timeout_minutes)))
     seed_random_states(seed)
     wait_minutes = wait_minutes or timeout_minutes
     wait = timedelta(minutes=wait_minutes)
@@ -61,6 +53,24 @@ def initialize_megatron(
         dp=_new_host_group(tuple(dist.get_process_group_ranks(data_parallel)), wait),
         replica=_new_host_group(_replica(), wait),
         world=world or new_host_world(wait_minutes),
+    )
+
+
+def build_megatron_groups(layout: Layout, **options: int | bool) -> None:
+    """Build Megatron's own process groups of a layout.
+
+    Args:
+        layout: Sizes of the groups.
+        options: Further arguments of ``parallel_state.initialize_model_parallel``.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        **options,
     )
 
 

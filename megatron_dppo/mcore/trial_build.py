@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.model import build_model
-from megatron_dppo.mcore.setup import seed_random_states, shutdown_megatron
+from megatron_dppo.mcore.setup import build_megatron_groups, seed_random_states, shutdown_megatron
 
 
 def check_build(hf_config: Any, config: TransformerConfig, layout: Layout) -> None:
@@ -46,15 +45,7 @@ def check_build(hf_config: Any, config: TransformerConfig, layout: Layout) -> No
 
 def _build(hf_config: Any, config: TransformerConfig, layout: Layout, pp_rank: int, rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,  # they need a real store
-    )
+    build_megatron_groups(layout, create_gloo_process_groups=False)  # gloo needs a real store
     seed_random_states(0)
     meta = torch.device("meta")
     with meta:

@@ -101,7 +101,7 @@ def find_changes(
     """
     old = dict(flatten(before))
     new = dict(flatten(config.model_dump(mode="json")))
-    defaults = _defaults()
+    defaults = default_values()
     changes = []
     for key in sorted(old.keys() | new.keys()):
         old_value = old.get(key, defaults.get(key))
@@ -118,8 +118,8 @@ def find_changes(
 _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
-def _defaults() -> dict[str, Any]:
-    """Return the default of every key that has one."""
+def default_values() -> dict[str, Any]:
+    """Return the default of every key that has one, by ``section.key``."""
     values: dict[str, Any] = {}
 
     def collect(model: Any, prefix: str) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.files import existing_parent, require_space
+from megatron_dppo.files import existing_parent, folder_bytes, require_space
 from megatron_dppo.hf.folder import adapter_sizes, routing_shape, weight_shapes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.platform import DTYPES
@@ -72,18 +70,6 @@ def estimate_save_bytes(config: Config, inputs: ModelInputs) -> int:
     folder = checkpoints_folder(Path(config.run.output_dir))
     sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}
     return max(sizes.values(), default=checkpoint_bytes(config, inputs))
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            # A file may vanish, and other programs' files may be unreadable.
-            with suppress(OSError):
-                status = os.lstat(os.path.join(root, name))
-                total += status.st_size * stat.S_ISREG(status.st_mode)
-    return total
 
 
 def max_checkpoints(config: Config) -> int:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.files import folder_bytes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state, remove_leftovers
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
 from megatron_dppo.run.lock import FolderLock
@@ -245,7 +246,7 @@ def _move_aside(folder: Path, marker: Marker) -> str:
     write_marker(target, Marker(marker.run_id, marker.submission, marker.created))
     write_marker(folder, new_marker())
     runs = [path for path in (folder / OLD).iterdir() if path.is_dir()]
-    size = sum(file.stat().st_size for run in runs for file in run.rglob("*") if file.is_file())
+    size = sum(map(folder_bytes, runs))
     return (
         f"moved    the previous run in {folder} to {target}; this run begins at step 0\n"
         f"         {folder / OLD} holds {len(runs)} run(s), {size / 2**20:.0f} MiB. Delete runs that you do not need"

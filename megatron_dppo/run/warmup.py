@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.config.run import CheckpointConfig
@@ -19,6 +19,7 @@ from megatron_dppo.losses import SUPERVISED
 from megatron_dppo.mcore.checkpoint.folder import step_number
 from megatron_dppo.parallel.objects import broadcast_object
 from megatron_dppo.report.clock import PROGRESS
+from megatron_dppo.run.changes import default_values
 from megatron_dppo.run.contents import content_digests, flatten, same_value
 from megatron_dppo.run.save_timer import SaveTimer
 from megatron_dppo.run.starts import read_starts
@@ -91,17 +92,10 @@ def _is_same(old: str, new: str, folder: Path, digests: Mapping[str, str]) -> bo
         return False
     now = dict(flatten(json.loads(new)))
     # An older version did not know the keys that are newer, and did what their defaults do.
-    before = {key: value for key, value in _defaults().items() if key in now} | before
+    before = {key: value for key, value in default_values().items() if key in now} | before
     if before.keys() != now.keys():
         return False
     return all(same_value(before[key], now[key], folder, digests.get(key)) for key in now)
-
-
-def _defaults() -> dict[str, Any]:
-    """Return the default of every optional key of an identity."""
-    fields = ModelConfig.model_fields.items()
-    model = {name: field.get_default(call_default_factory=True) for name, field in fields if not field.is_required()}
-    return dict(flatten({"model": model, "warmup": WarmupConfig().model_dump()}))
 
 
 def _started_in(run_folder: Path) -> Path:

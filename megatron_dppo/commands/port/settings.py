@@ -162,19 +162,24 @@ def _find_config(name: Word, folder: Word | None, starts: Sequence[Path], root: 
     return None
 
 
-def _parse_overrides(source: SourceFile, words: Sequence[Word]) -> None:
-    """Parse hydra's ``key=value``, also with ``+`` and ``++`` for added keys. The last one counts."""
+def _read_words(source: SourceFile, words: Sequence[Word]) -> Iterator[tuple[Word, str]]:
+    """Yield each word with each text that it may have. Record words of files that were not read."""
     for word in words:
         if word.source:
             source.settings[word.source] = Setting("", word.blank)
             continue
-        texts = [choice.text for choice in word.alternatives or (word,)]
-        for text in texts:
-            key, _, value = text.partition("=")
-            if _KEY.match(text) and not text.startswith("-"):
-                source.settings[key.lstrip("+~")] = _setting(word, value)
-            elif word.unknown and text and not text.startswith("-"):
-                _add_opaque(source, word)
+        for choice in word.alternatives or (word,):
+            yield word, choice.text
+
+
+def _parse_overrides(source: SourceFile, words: Sequence[Word]) -> None:
+    """Parse hydra's ``key=value``, also with ``+`` and ``++`` for added keys. The last one counts."""
+    for word, text in _read_words(source, words):
+        key, _, value = text.partition("=")
+        if _KEY.match(text) and not text.startswith("-"):
+            source.settings[key.lstrip("+~")] = _setting(word, value)
+        elif word.unknown and text and not text.startswith("-"):
+            _add_opaque(source, word)
 
 
 def _setting(word: Word, value: Any) -> Setting:
@@ -191,24 +196,19 @@ def _add_opaque(source: SourceFile, word: Word) -> None:
 def _parse_flags(source: SourceFile, words: Sequence[Word]) -> None:
     """Parse argparse's ``--key value ...`` into a list of values by flag. The last one counts."""
     key = ""
-    for word in words:
-        if word.source:
-            source.settings[word.source] = Setting("", word.blank)
+    for word, text in _read_words(source, words):
+        name, equals, value = text[2:].partition("=")
+        if text.startswith("--") and name:
+            key = name
+            source.settings[key] = _setting(word, [value] if equals else [])
+        elif not text and word.unknown:
             continue
-        texts = [choice.text for choice in word.alternatives or (word,)]
-        for text in texts:
-            name, equals, value = text[2:].partition("=")
-            if text.startswith("--") and name:
-                key = name
-                source.settings[key] = _setting(word, [value] if equals else [])
-            elif not text and word.unknown:
-                continue
-            elif key and not (word.unknown and _is_opaque(text, source.settings[key])):
-                setting = source.settings[key]
-                reason = setting.unread or word.unknown or word.blank
-                source.settings[key] = Setting([*setting.value, text], reason)
-            elif word.unknown:
-                _add_opaque(source, word)
+        elif key and not (word.unknown and _is_opaque(text, source.settings[key])):
+            setting = source.settings[key]
+            reason = setting.unread or word.unknown or word.blank
+            source.settings[key] = Setting([*setting.value, text], reason)
+        elif word.unknown:
+            _add_opaque(source, word)
     if "custom-config-path" in source.settings:
         source.problems.append("--custom-config-path: its file was not read; it may set any argument")
 

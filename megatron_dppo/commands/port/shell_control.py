@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -56,7 +57,7 @@ class Script:
     """Parts that may set any variable and were not read."""
 
 
-class ControlFlow:
+class ControlFlow(ABC):
     """Reader of statements. A subclass reads commands."""
 
     def __init__(self, state: State) -> None:
@@ -89,9 +90,9 @@ class ControlFlow:
         rule = _RULES.get(node.type)
         return rule(self, node) if rule is not None else self.walk_all(node)
 
+    @abstractmethod
     def command(self, node: Node) -> bool | None:
         """Read a command."""
-        raise NotImplementedError
 
     def assign(self, node: Node) -> bool | None:
         """Read ``X=value``, ``X+=value``, ``X=(...)`` or ``X[i]=value``."""

@@ -121,7 +121,7 @@ def _coefficient(tokens: Tokens, token_loss: Tensor) -> Tensor:
     """Return the derivative of the terms in the log-probabilities, ``[T]``; 0 where none is asked for."""
     if not token_loss.requires_grad:
         return torch.zeros_like(tokens.advantages)
-    # The graph is kept: the same terms are differentiated again for the update.
+    # retain_graph: the same terms are differentiated again for the update.
     (gradient,) = torch.autograd.grad(token_loss.sum(), tokens.logprobs, retain_graph=True, allow_unused=True)
     return torch.zeros_like(tokens.advantages) if gradient is None else gradient
 
