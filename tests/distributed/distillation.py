@@ -180,15 +180,15 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
         platform=platform,
     )
     assert not any(p.numel() for chunk in teacher._chunks for p in chunk.parameters()), "it is away between passes"
-    mine = samples[trainer.dp_rank :: trainer.layout.dp]
+    local_samples = samples[trainer.dp_rank :: trainer.layout.dp]
     updater = Updater(trainer, config.train, config.loss, scoring_teacher=teacher)
     wanted = expected.teacher_logprobs[trainer.dp_rank :: trainer.layout.dp]
-    for sample, want in zip(updater.add_recomputed(mine, Clock()), wanted, strict=True):
+    for sample, want in zip(updater.add_recomputed(local_samples, Clock()), wanted, strict=True):
         if sample.teacher_logprobs is not None:
             assert (sample.teacher_logprobs - want)[sample.loss_mask].abs().max() < TOLERANCE
         else:
             assert not trainer.is_last_stage
-    batches = updater.pack_batches(mine)
+    batches = updater.pack_batches(local_samples)
     assert len(batches) * trainer.layout.dp >= 4
     metrics = trainer.accumulate(batches, policy_objective(config.loss), teacher.compute_targets(batches))
     actual = on_cpu(trainer.bridge.export(gradient_reader(trainer)))

@@ -84,10 +84,10 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dic
     side = NoisySide(case, config.run.seed)
     trainer = build_trainer(case, side.model.float(), platform, dtype, noise=LayerNoiseConfig(**SETTINGS), **sections)
     side.model.double()
-    mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config.train, LOSS).pack_batches(mine)
+    local_samples = samples()[trainer.dp_rank :: trainer.layout.dp]
+    batches = Updater(trainer, config.train, LOSS).pack_batches(local_samples)
     errors = dict.fromkeys(("loss", "gradient", "noise_gradient"), 0.0)
-    errors["scoring"] = scoring_error(trainer, case, mine)
+    errors["scoring"] = scoring_error(trainer, case, local_samples)
     for step in range(STEPS):
         trainer.optimizer.set_step(step)
         expected, size = side.backward()
@@ -106,10 +106,10 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dic
     return errors
 
 
-def scoring_error(trainer: Any, case: Case, mine: list[TrainingSample]) -> float:
+def scoring_error(trainer: Any, case: Case, local_samples: list[TrainingSample]) -> float:
     """How far log-probabilities are from transformers' *without* noise, which is for updates alone."""
     side, updater = HFSide(case), Updater(trainer, config_for(case).train, LossConfig(name="minirl"))
-    return logprob_error(updater, side, mine)
+    return logprob_error(updater, side, local_samples)
 
 
 def half(rank: int, world_size: int) -> None:

@@ -158,14 +158,14 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
             rule, layer = adapter.target.rule, adapter.target.layer
             experts = list(range(8)) if rule.is_expert else [0]
             local = len(experts) // dist.get_world_size(groups.ep) if rule.is_expert else 1
-            mine = experts[local * dist.get_rank(groups.ep) :][:local] if rule.is_expert else [0]
+            local_experts = experts[local * dist.get_rank(groups.ep) :][:local] if rule.is_expert else [0]
             group = groups.etp if rule.is_expert else groups.tp
             column = rule.megatron.split(".")[-2] in ("linear_qkv", "linear_fc1")
             for projection in {name.split(".")[-2] for name in rule.hf} & adapter.target.targets:
                 template = next(name for name in rule.hf if name.split(".")[-2] == projection)
                 for part in ("A", "B"):
                     rows = []
-                    for expert in mine:
+                    for expert in local_experts:
                         module = template.format(layer=layer, expert=expert).removesuffix(".weight")
                         full = values[f"{PREFIX}{module}.lora_{part}.weight"]
                         if column == (part == "B"):
@@ -192,12 +192,12 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
     put(trainer, {name: value.float() for name, value in reference.adapters.items()})
     errors = {"adapters": worst(on_cpu(trainer.export_adapters()), reference.adapters)}
     errors["merged"] = worst(on_cpu(trainer.export_weights()), reference.merged)
-    mine = range(trainer.dp_rank, len(samples()), trainer.layout.dp)
-    own = [samples()[i] for i in mine]
+    indices = range(trainer.dp_rank, len(samples()), trainer.layout.dp)
+    own = [samples()[i] for i in indices]
     train = config_for(case).train
     updater = Updater(trainer, train, LossConfig(name="minirl"), with_reference=True)
     errors["logprobs"] = errors["reference"] = 0.0
-    for sample, i in zip(updater.add_recomputed(own, Clock()), mine, strict=True):
+    for sample, i in zip(updater.add_recomputed(own, Clock()), indices, strict=True):
         for name, actual, expected in (
             ("logprobs", sample.recomputed_logprobs, reference.logprobs[i]),
             ("reference", sample.reference_logprobs, reference.base_logprobs[i]),
@@ -218,15 +218,15 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
         errors["grad_norm"] = max(errors["grad_norm"], abs(norm / reference.norms[step] - 1))
     errors["after"] = worst(on_cpu(trainer.export_adapters()), reference.final)
     check_frozen(trainer, base)
-    return errors | {"drawn": drawn_error(trainer, case, targets, updater, mine)}
+    return errors | {"drawn": drawn_error(trainer, case, targets, updater, indices)}
 
 
-def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Updater, mine: range) -> float:
+def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Updater, indices: range) -> float:
     """Random adapters are one set on all ranks, of the right size, change the policy, and go away again."""
     side, before = Float64(case, targets), on_cpu(trainer.export_adapters())
     with trainer.lora.randomized():
         side.adapters = {name: value.double() for name, value in on_cpu(trainer.export_adapters()).items()}
-        actual = updater.add_recomputed([samples()[i] for i in mine], Clock())
+        actual = updater.add_recomputed([samples()[i] for i in indices], Clock())
     after = on_cpu(trainer.export_adapters())
     assert all(torch.equal(after[name], value) for name, value in before.items())
     for weight, a, b in side.names:
@@ -235,7 +235,7 @@ def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Upd
     worst_apart, moved = 0.0, []
     with torch.no_grad():
         expected, base = side.logprobs(side.weights()), side.logprobs(side.base)
-    for sample, i in zip(actual, mine, strict=True):
+    for sample, i in zip(actual, indices, strict=True):
         if sample.recomputed_logprobs is not None:
             own = expected[i][sample.loss_mask]
             worst_apart = max(

@@ -223,9 +223,9 @@ def make_reference(case: Case, variants: list[str]) -> Reference:
 
 def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tuple[float, float]:
     """Relative error of the worst parameter's gradient, and absolute error of the loss."""
-    mine = reference.samples[trainer.dp_rank :: trainer.layout.dp]
+    local_samples = reference.samples[trainer.dp_rank :: trainer.layout.dp]
     loss = loss_config(variant)
-    batches = Updater(trainer, config_for(case).train, loss).pack_batches(mine)
+    batches = Updater(trainer, config_for(case).train, loss).pack_batches(local_samples)
     assert len(batches) * trainer.layout.dp >= 4
     metrics = trainer.accumulate(batches, policy_objective(loss))
     actual = on_cpu(trainer.bridge.export(gradient_reader(trainer)))

@@ -223,10 +223,10 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     exported = on_cpu(trainer.export_weights())
     errors = dict.fromkeys(("loss", "gradient", "gradient_direction", "grad_norm"), 0.0)
     errors["export"] = worst(exported, dict(stream_model(hf.model)))
-    mine = samples()[trainer.dp_rank :: trainer.layout.dp]
+    local_samples = samples()[trainer.dp_rank :: trainer.layout.dp]
     train = config_for(case, dtype).train
-    batches = Updater(trainer, train, LOSS).pack_batches(mine)
-    errors["logprobs"] = logprob_error(Updater(trainer, train, LossConfig(name="minirl")), hf, mine)
+    batches = Updater(trainer, train, LOSS).pack_batches(local_samples)
+    errors["logprobs"] = logprob_error(Updater(trainer, train, LossConfig(name="minirl")), hf, local_samples)
     for step in range(STEPS):
         expected_loss, size = hf.backward()
         trainer.optimizer.set_step(step)
@@ -283,15 +283,17 @@ def gradient_reader(trainer: Any) -> Callable[[Tensor], Tensor]:
     return read
 
 
-def logprob_error(updater: Updater, hf: HFSide, mine: list[TrainingSample]) -> float:
+def logprob_error(updater: Updater, hf: HFSide, local_samples: list[TrainingSample]) -> float:
     """Relative error of the recomputed log-probabilities in the loss; 0 on ranks that have none."""
-    actual = [sample.recomputed_logprobs for sample in updater.add_recomputed(mine, Clock())]
+    actual = [sample.recomputed_logprobs for sample in updater.add_recomputed(local_samples, Clock())]
     if actual[0] is None:
         return 0.0
     with torch.no_grad():
-        expected = [hf.logprobs(sample) for sample in mine]
-    got = torch.cat([row[sample.loss_mask] for row, sample in zip(actual, mine, strict=True) if row is not None])
-    want = torch.cat([row[sample.loss_mask] for row, sample in zip(expected, mine, strict=True)])
+        expected = [hf.logprobs(sample) for sample in local_samples]
+    got = torch.cat(
+        [row[sample.loss_mask] for row, sample in zip(actual, local_samples, strict=True) if row is not None]
+    )
+    want = torch.cat([row[sample.loss_mask] for row, sample in zip(expected, local_samples, strict=True)])
     return relative_error(got, want)
 
 

@@ -98,10 +98,10 @@ def run(rank: int, world_size: int, cases: list[tuple[dict[str, Any], str, dict[
         gradients, balance = reference(lengths, keys.get("moe_z_loss_coeff", 0.0))
         trainer = build_trainer(Case(layout, transformer=AUX | keys), hf_reference(tied=False), platform, "fp32")
         pairs = [samples(lengths)[i : i + 2] for i in range(0, 2 * MICRO_BATCHES, 2)]
-        mine = [pack(pair, trainer.row_shape) for pair in pairs[trainer.dp_rank :: trainer.layout.dp]]
+        batches = [pack(pair, trainer.row_shape) for pair in pairs[trainer.dp_rank :: trainer.layout.dp]]
         if lengths == "padded":  # a rank whose peers have more samples runs rows of padding alone
-            mine.append(pack([], trainer.row_shape, pairs[0][0]))
-        metrics = trainer.accumulate(mine, policy_objective(LOSS))
+            batches.append(pack([], trainer.row_shape, pairs[0][0]))
+        metrics = trainer.accumulate(batches, policy_objective(LOSS))
         error = worst(on_cpu(trainer.bridge.export(gradient_reader(trainer))), gradients)
         assert error < 2e-5, f"{layout} {lengths} {keys}: gradient off by {error:.1e}"
         assert abs(metrics["load_balancing_loss"] - balance) < 1e-5, f"{layout}: {metrics['load_balancing_loss']}"
@@ -134,8 +134,8 @@ def biases(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
         case = Case(layout, family="glm4_moe", transformer={"moe_router_bias_update_rate": rate})
         trainer = build_trainer(case, model, platform, "fp32")
         pairs = [samples("short")[i : i + 2] for i in range(0, 2 * MICRO_BATCHES, 2)]
-        mine = [pack(pair, trainer.row_shape) for pair in pairs[trainer.dp_rank :: trainer.layout.dp]]
-        trainer.apply(trainer.accumulate(mine, policy_objective(LOSS)))
+        batches = [pack(pair, trainer.row_shape) for pair in pairs[trainer.dp_rank :: trainer.layout.dp]]
+        trainer.apply(trainer.accumulate(batches, policy_objective(LOSS)))
         exported = trainer.export_weights()
         after = [weight.clone() for name, weight in exported if name.endswith("e_score_correction_bias")]
         assert len(after) == len(expected) == 3

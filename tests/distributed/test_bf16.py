@@ -76,14 +76,14 @@ def run(rank: int, world_size: int, dtype: str, layouts: list[dict[str, Any]]) -
         scale = 1.0 if dtype == "bf16" else trainer.optimizer.loss_scale.value
         for variant, bound in DIRECTION.items():
             loss = loss_config(variant)
-            mine = samples[trainer.dp_rank :: trainer.layout.dp]
-            batches = Updater(trainer, config_for(Case(layout)).train, loss).pack_batches(mine)
+            local_samples = samples[trainer.dp_rank :: trainer.layout.dp]
+            batches = Updater(trainer, config_for(Case(layout)).train, loss).pack_batches(local_samples)
             trainer.accumulate(batches, policy_objective(loss))
             parameter = next(trainer.models[0].parameters())
             assert parameter.main_grad.dtype == (torch.float32 if in_fp32["grad_reduce_in_fp32"] else DTYPES[dtype])
             result = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
-            expected, theirs = gradients(exact, samples, variant), gradients(peer, samples, variant)
-            ours, others = 1 - cosine(result, expected), 1 - cosine(theirs, expected)
+            expected, peer_result = gradients(exact, samples, variant), gradients(peer, samples, variant)
+            ours, others = 1 - cosine(result, expected), 1 - cosine(peer_result, expected)
             size = abs(norm(result) / scale / norm(expected) - 1)
             print(
                 f"{dtype} {layout} {variant}: direction {ours:.1e} (transformers {others:.1e}), norm {size:.1e}",

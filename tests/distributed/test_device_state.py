@@ -70,8 +70,8 @@ def lend_device(trainer: Any, batches: Any) -> dict[str, Tensor]:
 
 def train(trainer: Any, dtype: str, folder: Path | None) -> list[Any]:
     """Numbers of every update; with a folder the state leaves before each, and goes through a checkpoint after one."""
-    mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config_for(Case(), dtype).train, LOSS).pack_batches(mine)
+    local_samples = samples()[trainer.dp_rank :: trainer.layout.dp]
+    batches = Updater(trainer, config_for(Case(), dtype).train, LOSS).pack_batches(local_samples)
     numbers: list[Any] = []
     for step in range(STEPS):
         if folder is not None:

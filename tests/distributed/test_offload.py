@@ -47,8 +47,8 @@ def state_of(trainer: Any) -> dict[tuple[str, str], Tensor]:
 
 def update(trainer: Any, steps: range, *, lends: bool = False) -> tuple[list[Any], dict[tuple[str, str], Tensor]]:
     """Metrics and gradient norms, and the state after the updates."""
-    mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config_for(CASE).train, LOSS).pack_batches(mine)
+    local_samples = samples()[trainer.dp_rank :: trainer.layout.dp]
+    batches = Updater(trainer, config_for(CASE).train, LOSS).pack_batches(local_samples)
     numbers = []
     for step in steps:
         if lends:

@@ -42,8 +42,8 @@ def platform() -> Platform:
 
 
 def update(trainer: Any, step: int) -> None:
-    mine = samples()[trainer.dp_rank :: trainer.layout.dp]
-    batches = Updater(trainer, config_for(Case()).train, LOSS).pack_batches(mine)
+    local_samples = samples()[trainer.dp_rank :: trainer.layout.dp]
+    batches = Updater(trainer, config_for(Case()).train, LOSS).pack_batches(local_samples)
     trainer.optimizer.set_step(step)
     trainer.update(batches, policy_objective(LOSS))
 

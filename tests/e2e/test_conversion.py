@@ -57,9 +57,9 @@ def test_there_on_two_processes_and_back_on_one_is_bitwise(hf_folder: Path, tmp_
     assert there.stdout.count("wrote") == 1
     again = tool("megatron-to-hf", checkpoint, str(hf_folder), back, *LAYOUT, "1")
     assert again.returncode == 0, again.stderr
-    mine, reference = FolderWeights(back), FolderWeights(hf_folder)
-    assert mine.names() == reference.names()
-    assert all(torch.equal(mine[name], reference[name]) for name in reference.names())
+    result, reference = FolderWeights(back), FolderWeights(hf_folder)
+    assert result.names() == reference.names()
+    assert all(torch.equal(result[name], reference[name]) for name in reference.names())
     taken = tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, *LAYOUT, "1")
     assert taken.returncode == 2 and "already exists" in taken.stderr
 

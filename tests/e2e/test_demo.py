@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 
 def done(command: list[str], cwd: Path, limit: int = 240, code: int = 0, **more: str) -> str:
-    """What a command prints on both streams that ends with this code, without the repository on any path."""
+    """Run a command without the repository on any path, check its exit code, and return its output."""
     env = {
         k: v
         for k, v in os.environ.items()

@@ -24,10 +24,10 @@ def first_difference(result: dict[str, Any], expected: dict[str, Any]) -> str:
     """Where two runs part, in words; empty when they are equal to the bit."""
     if result["base"] != expected["base"]:
         return "the warm-up gives other weights"
-    for number, (mine, theirs) in enumerate(zip(result["steps"], expected["steps"], strict=True), start=1):
+    for number, (step, golden) in enumerate(zip(result["steps"], expected["steps"], strict=True), start=1):
         for name in VALUES:
-            if mine[name] != theirs[name]:
-                values = [float.fromhex(step[name]) for step in (mine, theirs)]
+            if step[name] != golden[name]:
+                values = [float.fromhex(each[name]) for each in (step, golden)]
                 return f"step {number}: {name} is {values[0]!r}, was {values[1]!r}"
     return "" if result["weights"] == expected["weights"] else "the last update gives other weights"
 

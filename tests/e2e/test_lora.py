@@ -84,8 +84,8 @@ def test_a_stopped_run_continues_bit_for_bit(run_flags: list[str], folder: Path,
     result = train(arguments, processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert without_timings(tmp_path / "run")[-1] == without_timings(folder)[-1]
-    mine, expected = (load_file(f / "hf-adapter/adapter_model.safetensors") for f in (tmp_path / "run", folder))
-    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+    adapters, expected = (load_file(f / "hf-adapter/adapter_model.safetensors") for f in (tmp_path / "run", folder))
+    assert all(torch.equal(adapters[name], expected[name]) for name in expected)
     refused = train([*arguments, *flags(run__num_steps=4, lora__rank=2)], processes=2)
     assert refused.returncode and "'lora': [4, " in refused.stderr + refused.stdout
 

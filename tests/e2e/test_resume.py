@@ -53,9 +53,9 @@ def uninterrupted(run_flags: list[str], tmp_path_factory: pytest.TempPathFactory
 
 def assert_same_run(actual: Path, expected: Path) -> None:
     assert without_timings(actual) == without_timings(expected)
-    mine, reference = FolderWeights(actual / "hf"), FolderWeights(expected / "hf")
-    assert mine.names() == reference.names()
-    assert all(torch.equal(mine[name], reference[name]) for name in reference.names())
+    weights, reference = FolderWeights(actual / "hf"), FolderWeights(expected / "hf")
+    assert weights.names() == reference.names()
+    assert all(torch.equal(weights[name], reference[name]) for name in reference.names())
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
@@ -200,8 +200,8 @@ def test_a_fork_at_a_step_is_the_run_from_there_on(run_flags: list[str], uninter
     assert "forked " in same.stdout and "(step 4, policy version 8)" in same.stdout
     expected = [record for record in without_timings(uninterrupted) if record["step"] > 4]
     assert without_timings(tmp_path / "same") == expected
-    mine, reference = FolderWeights(tmp_path / "same/hf"), FolderWeights(uninterrupted / "hf")
-    assert all(torch.equal(mine[name], reference[name]) for name in reference.names())
+    weights, reference = FolderWeights(tmp_path / "same/hf"), FolderWeights(uninterrupted / "hf")
+    assert all(torch.equal(weights[name], reference[name]) for name in reference.names())
 
     other = flags(run__output_dir=tmp_path / "other", run__seed=7, optimizer__lr=0.001, run__num_steps=6)
     changed = train([*arguments, *other], processes=2)

@@ -28,7 +28,7 @@ def _run(*arguments: str) -> str:
 
 
 def test_killed_at_a_point_and_resumed_equals_undisturbed() -> None:
-    """A fixed sample of all variants, ways to die and phases; MEGATRON_DPPO_FAULTS is its size, or ``all``."""
+    """A fixed sample of all variants, kill modes and phases; MEGATRON_DPPO_FAULTS is its size, or ``all``."""
     size = os.environ.get("MEGATRON_DPPO_FAULTS", str(_SAMPLE))
     output = _run(*([] if size == "all" else ["--limit", size]))
     print(output)
