@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,18 @@ _PYTHON = ("", "python", "py", "python3")
 _HARNESS = Path(harness.__file__).read_text(encoding="utf-8")
 
 
+@contextmanager
+def _long_integers() -> Iterator[None]:
+    """Read integers longer than Python's default of 4,300 digits, which tests and results may have."""
+    # The limit belongs to the whole process: everything else keeps its own.
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(max(_MAX_DIGITS, before))
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
 class Code:
     """Scorer of one sample by its tests.
 
@@ -45,6 +58,7 @@ class Code:
         self._options = options
         self._sandbox = _sandbox(options, table)
 
+    @_long_integers()
     def __call__(self, item: RewardItem) -> Mapping[str, float]:
         """Return ``score`` and ``passed``, the fraction of passed tests.
 
@@ -54,8 +68,6 @@ class Code:
             ValueError: The row has no tests of a known format.
             SandboxError: The sandbox cannot be set up.
         """
-        # Tests and results may have integers longer than Python's default of 4,300 digits.
-        sys.set_int_max_str_digits(max(_MAX_DIGITS, sys.get_int_max_str_digits()))
         tests = self._tests(item)
         code = last_block(item.completion)
         if code is None:

@@ -246,7 +246,9 @@ def test_floats_have_the_tolerance_of_numpy() -> None:
 def test_integers_of_any_length_pass_through_programs_and_functions(share: Code) -> None:
     power = "1" + "0" * 9000
     stdio = {"inputs": ["9000", "9000"], "outputs": [power, power[:-1] + "1"]}
+    limit = sys.get_int_max_str_digits()
     assert share(item("print(10 ** int(input()))", stdio))["passed"] == 0.5
+    assert sys.get_int_max_str_digits() == limit, "other readers of this process keep their limit"
     function = f'{{"inputs": [[{power}], [{power}]], "outputs": [{power}0, {power}], "fn_name": "f"}}'
     assert share(item("def f(n):\n    return n * 10", function))["passed"] == 0.5
 
