@@ -38,8 +38,8 @@ TopKSummary = Literal["divergence", "rate"]
 class LossConfig(Section):
     """The policy loss. Names and defaults follow arXiv 2602.04879 and docs/loss.md.
 
-    ``name`` may also be an alias such as ``verl/dppo_kl`` (docs/loss.md) or a user's loss. It determines which further
-    keys exist. A key of another loss is an error.
+    ``name`` may also be an alias such as ``verl/dppo_kl`` (docs/loss_details.md) or a user's loss. It determines which
+    further keys exist. A key of another loss is an error.
 
     Example:
         >>> sorted(LossConfig(name="dppo_topk_tv", topk=8).required_inputs)

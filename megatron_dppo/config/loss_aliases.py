@@ -59,8 +59,8 @@ LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
 }
 """``framework/name`` in that framework, mapped to the keys of LossConfig that give the same gradient.
 
-They contain the defaults of the versions that docs/loss.md names. A key set next to the alias takes precedence. The
-comparison is always with the rollout's own log-probabilities, also if the framework recomputes them.
+They contain the defaults of the versions that docs/loss_details.md names. A key set next to the alias takes precedence.
+The comparison is always with the rollout's own log-probabilities, also if the framework recomputes them.
 """
 
 

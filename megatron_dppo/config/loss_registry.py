@@ -61,7 +61,7 @@ def unknown_loss_message(name: str) -> str:
     close = get_close_matches(name, [*loss_names(), *LOSS_ALIASES], 1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return (
-        f"unknown loss{hint} Expected one of {', '.join(loss_names())}, an alias (docs/loss.md), or "
+        f"unknown loss{hint} Expected one of {', '.join(loss_names())}, an alias (docs/loss_details.md), or "
         "'path/to/file.py:function'"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import runpy
 import statistics
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from megatron_dppo.commands.main import _COMMANDS
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.types import LossInputs, LossOutput
 from tests.unit.test_doc_blocks import make_targets
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,27 @@ def test_every_command_and_target_that_the_pages_name_is_there() -> None:
         assert commands <= set(_COMMANDS), (page.name, commands - set(_COMMANDS))
         made = set(re.findall(r"(?:^|&& |`)make ([a-z][a-z0-9-]*)", code, re.M))
         assert made <= targets, (page.name, made - targets)
+
+
+def test_readme_names_the_lines_that_mask_a_token() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.search(r"\[`losses/dppo\.py:(\d+)-(\d+)`\]\(megatron_dppo/losses/dppo\.py#L(\d+)-L(\d+)\)", readme)
+    assert named
+    first, last = int(named[1]), int(named[2])
+    assert (int(named[3]), int(named[4])) == (first, last)
+    lines = (ROOT / "megatron_dppo/losses/dppo.py").read_text(encoding="utf-8").splitlines()[first - 1 : last]
+    assert [line.split(" = ")[0].strip() for line in lines] == ["masked_going_up", "masked_going_down"]
+    for page in ("docs/loss.md", "docs/faq.md"):
+        quoted = (ROOT / page).read_text(encoding="utf-8")
+        assert "\n".join(line.strip() for line in lines) in quoted, page
+
+
+def test_page_of_the_api_lists_every_field_of_the_loss() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    for kind in (LossInputs, LossOutput):
+        table = page.split(f"| `{kind.__name__}` |")[1].split("\n\n")[0]
+        listed = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split(" | ")[0])]
+        assert sorted(listed) == sorted(field.name for field in dataclasses.fields(kind))
 
 
 def test_home_page_and_citation_name_the_version() -> None:

@@ -211,14 +211,15 @@ def trl_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     options = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": 2}
     quiet = {"report_to": "none", "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
     args = GRPOConfig(output_dir=str(tmp_path_factory.mktemp("trl")), temperature=0.9, bf16=False, **options, **quiet)
-    return load("trl").DPPOTrainer(
-        model,
-        lambda completions, **_: [float(i % 3) for i, _ in enumerate(completions)],
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["1+2+3=", "4+5="]}),
-        processing_class=tokenizer,
-        loss=md.LossConfig(name="dppo_binary_tv", divergence_threshold_high=0.004, divergence_threshold_low=0.004),
-    )
+    with pytest.warns(UserWarning, match="the anchor is the trainer's own; .* Set use_vllm=True"):
+        return load("trl").DPPOTrainer(
+            model,
+            lambda completions, **_: [float(i % 3) for i, _ in enumerate(completions)],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["1+2+3=", "4+5="]}),
+            processing_class=tokenizer,
+            loss=md.LossConfig(name="dppo_binary_tv", divergence_threshold_high=0.004, divergence_threshold_low=0.004),
+        )
 
 
 @pytest.mark.parametrize("fused_head", [False, True])

@@ -5,12 +5,14 @@
     DPPOTrainer(model, reward_funcs, args=GRPOConfig(vllm_importance_sampling_correction=False), train_dataset=...,
                 loss=md.LossConfig(name="dppo_binary_tv"), fused_head=True).train()
 
-The anchor is what vLLM reported of each token. Transformers' own generation reports nothing: there the trainer's
-log-probabilities at the weights that sampled take its place, as in TRL.
+The anchor is what vLLM reported of each token. Transformers' own generation reports nothing. Then the trainer's
+log-probabilities at the weights that sampled take its place, as in TRL, and the trust region sees no mismatch between
+engine and trainer. The trainer warns of it once.
 """
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -50,6 +52,12 @@ class DPPOTrainer(GRPOTrainer):
         for name, inert in _INERT.items():
             if getattr(self.args, name, inert) != inert:
                 raise ValueError(f"{name} = {getattr(self.args, name)!r} is of TRL's own loss; leave it at {inert!r}")
+        if not self.use_vllm:
+            warnings.warn(
+                "use_vllm=False reports no log-probabilities of the rollout, so the anchor is the trainer's own; the "
+                "trust region does not see the mismatch of another engine. Set use_vllm=True to measure from it",
+                stacklevel=2,
+            )
         if self.use_vllm and self.vllm_importance_sampling_correction:
             raise ValueError("pi / mu would count twice; set vllm_importance_sampling_correction=False")
         if missing := self.dppo.required_inputs - {"rollout_logprobs", "reference_logprobs"}:
@@ -67,8 +75,8 @@ class DPPOTrainer(GRPOTrainer):
         columns["rollout_logprobs"] = None if mu is None else mu.flatten()
         output = (self._by_head if self.fused_head else self._by_logprobs)(model, inputs, columns)
         mode = "train" if self.model.training else "eval"
-        dropped = (columns["loss_mask"] & ~output.keep_mask).sum() / mask.sum().clamp(min=1)
-        self._metrics[mode]["mask_fraction"].append(self.accelerator.gather(dropped).mean().item())
+        masked = (columns["loss_mask"] & ~output.keep_mask).sum() / mask.sum().clamp(min=1)
+        self._metrics[mode]["mask_fraction"].append(self.accelerator.gather(masked).mean().item())
         count = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if mode == "train":  # the count is of the batch that was generated, which several updates may share
             count = count * self.current_gradient_accumulation_steps / self.args.steps_per_generation
