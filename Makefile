@@ -25,6 +25,7 @@
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
 #                     are killed at a sample of points and resumed
 # make test-faults-long   the same with 100,000 schedules and 1,000 kills
+# make test-faults-mutants   the simulation against some forty changed copies of the package, each of which it has to find
 # make test-slurm     the launch scripts under a real Slurm on this machine; root, installs slurm-wlm and munge by apt-get
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 
@@ -48,7 +49,7 @@ PYTHON312_TESTS := tests/unit/mcore/test_extensions.py tests/distributed/test_ex
 	tests/e2e/test_training.py::test_exported_folder_loads_in_transformers_with_the_same_logprobs \
 	tests/e2e/test_demo.py::test_the_demo_runs_from_the_wheel_alone tests/e2e/test_smollm2.py
 
-.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-all test-long engines test-engines test-faults test-faults-long test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs wheel lint setup clean
+.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-all test-long engines test-engines test-faults test-faults-long test-faults-mutants test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs wheel lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.commands.main demo --output $(OUT) --seed $(SEED) $(ARGS)
@@ -121,6 +122,9 @@ test-faults:
 test-faults-long:
 	@python=$$(tools/setup_env.sh) && $$python -m tests.faults.simulation --count 100000 $(ARGS) && \
 		$$python -m tests.faults.kill_points --limit 1000
+
+test-faults-mutants:
+	@python=$$(tools/setup_env.sh) && $$python -m tests.faults.mutants $(ARGS)
 
 test-slurm:
 	@tools/install_slurm.sh

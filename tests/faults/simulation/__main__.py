@@ -23,10 +23,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed of many")
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--until-failure", action="store_true", help="end with the first seed that fails")
     options = parser.parse_args()
     if options.seed is not None:
         return run_one(options.seed, verbose=options.verbose, shrink=options.shrink)
-    return run_many(options.first, options.count, options.processes)
+    return run_many(options.first, options.count, options.processes, until_failure=options.until_failure)
 
 
 if __name__ == "__main__":

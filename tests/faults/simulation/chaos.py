@@ -34,6 +34,8 @@ class Chaos:
     ) -> None:
         self._loop, self._nodes, self._broadcasts, self._note = loop, nodes, broadcasts, note
         self.happened: list[Fault] = []
+        self.begun: list[tuple[float, Fault]] = []
+        """the same, each with its time"""
 
     def arm(self, faults: tuple[Fault, ...]) -> None:
         """Set a timer for each fault, or have it wait for its call."""
@@ -46,6 +48,7 @@ class Chaos:
     def apply(self, fault: Fault) -> None:
         """Now."""
         self.happened.append(fault)
+        self.begun.append((self._loop.time(), fault))
         if self._note is not None:
             self._note(f"FAULT {fault}")
         node = self._nodes[fault.server]

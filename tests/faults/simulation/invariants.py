@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
+from megatron_dppo.rollout.server import Generation
 from megatron_dppo.types import Completion, Prompt, RolloutGroup
 from tests.faults.simulation import model
+from tests.faults.simulation.trainer import reward_of
 
 
 def check_completion(
@@ -127,6 +130,76 @@ def check_groups(groups: Sequence[RolloutGroup], siblings: int, wanted: int) -> 
             yield f"a rollout of another prompt among those of {group.prompt.prompt_id}"
 
 
+def check_scores(group: RolloutGroup) -> Iterator[str]:
+    """Whether each reward and text of a group is that of its own response."""
+    for rollout in group.rollouts:
+        tokens = rollout.completion.token_ids.tolist()
+        right = reward_of(group.prompt.text, tokens)
+        if (rollout.reward, dict(rollout.reward_parts)) != (right.reward, right.parts) or rollout.reward_failed:
+            yield f"reward {rollout.reward} {rollout.reward_parts} of {tokens}, its own is {right.reward} {right.parts}"
+        if rollout.completion.text != " ".join(map(str, tokens)):
+            yield f"text {rollout.completion.text!r} of {tokens}"
+
+
+def check_ages(collected: CollectedRollouts, step: int) -> Iterator[str]:
+    """Whether ages are what the versions of the tokens say; here each step is one version."""
+    ages, tokens = list[int](), Counter[int]()
+    for group in collected.groups:
+        spans = [span for rollout in group.rollouts for span in rollout.completion.policy_versions]
+        for span in spans:
+            tokens[step - span.policy_version] += span.end - span.start
+        ages.append(max((step - span.policy_version for span in spans), default=0))
+    if collected.ages != ages or collected.token_ages != dict(tokens):
+        yield f"ages {collected.ages} {collected.token_ages}, by the versions {ages} {dict(tokens)}"
+
+
+def check_selection(sampled: Sequence[RolloutGroup], count: int, selected: Sequence[RolloutGroup]) -> Iterator[str]:
+    """Whether a step has the first groups with different rewards, and the last of the others where it lacks some."""
+    with_signal = [g for g in sampled if len({r.reward for r in g.rollouts}) > 1][:count]
+    lacking = count - len(with_signal)
+    others = [g for g in sampled if len({r.reward for r in g.rollouts}) == 1]
+    right = {g.prompt.prompt_id for g in [*with_signal, *(others[-lacking:] if lacking else [])]}
+    chosen = [g.prompt.prompt_id for g in sampled if g.prompt.prompt_id in right]
+    if [g.prompt.prompt_id for g in selected] != chosen:
+        yield f"groups {[g.prompt.prompt_id for g in selected]} are selected, by the rule {chosen}"
+
+
+def check_order(trained: Sequence[int], stream: SchedulerState) -> Iterator[str]:
+    """Whether a step that takes groups in the order of the stream leaves none before those that it has."""
+    pending = [slot.position for submissions in stream.submissions for each in submissions for slot in each.slots]
+    if pending and trained and min(pending) < max(trained):
+        yield f"groups {trained} are trained on, and {min(pending)} waits"
+
+
+def check_consistent(generation: Generation) -> Iterator[str]:
+    """Whether a response that was taken has what every honest one has: probabilities that one distribution can have."""
+    tokens, logprobs = generation.token_ids.numpy(), generation.logprobs.double().numpy()
+    if not (logprobs <= _EXACT).all():
+        yield f"log-probs {logprobs.tolist()}"
+    echo = generation.echo
+    if echo is not None and echo.best_logprobs is not None and echo.best_token_ids is not None:
+        yield from _check_best(tokens, logprobs, echo.best_token_ids[:, None], echo.best_logprobs[:, None])
+    if generation.topk_token_ids is not None and generation.topk_logprobs is not None:
+        ids, values = generation.topk_token_ids.numpy(), generation.topk_logprobs.double().numpy()
+        yield from _check_best(tokens, logprobs, ids[:, :-1], values[:, :-1])
+
+
+def _check_best(tokens: np.ndarray, logprobs: np.ndarray, ids: np.ndarray, values: np.ndarray) -> Iterator[str]:
+    for token, logprob, row, best in zip(tokens, logprobs, ids, values, strict=True):
+        if (
+            (np.diff(best) > _EXACT).any()
+            or np.exp(best.astype(np.float64)).sum() > 1 + _EXACT
+            or len(set(row)) < len(row)
+        ):
+            yield f"best tokens {row.tolist()} with {best.tolist()}"
+        inside = row.tolist().index(token) if token in row else -1
+        if (inside >= 0 and abs(best[inside] - logprob) > _EXACT) or logprob > best[inside] + _EXACT:
+            yield f"log-prob {logprob:.4f} of token {token} beside the best tokens {row.tolist()} with {best.tolist()}"
+
+
+_EXACT = 1e-3
+"""Nats up to which two log-probabilities of one distribution count as equal."""
+
 _HARMLESS = {"crash", "freeze", "slow", "partition", "lose_request", "lose_answer", "reset_before", "reset_after"} | {
     "twice",
     "late",
@@ -162,20 +235,36 @@ _SMALL = 1e-3
 """Mean |pi - mu| of a step in fp32 up to which the guard takes a difference for rounding (docs/probe.md)."""
 
 
-def unseen(wrong: Sequence[str], happened: Sequence[Any], on_policy: bool, difference: float) -> list[str]:
+def lies_since(happened: Sequence[tuple[float, Any]], since: float) -> bool:
+    """Whether a server could lie after a time at which its weights were proved and its answers right.
+
+    A lie in answers or in the name of weights lasts; weights that changed in place, or came back with a restart under
+    another's name, did so at one moment. A server that is no liar, however often it dies or hangs, is never excused.
+
+    Args:
+        happened: faults so far, and when each began.
+        since: the time.
+    """
+    return any(
+        (fault.kind.startswith("lie:") and at + fault.span >= since)
+        or (fault.kind in ("corrupt", "label") and at >= since)
+        or (_keeps_name(fault) and at + fault.span >= since)
+        for at, fault in happened
+    )
+
+
+def unseen(wrong: Sequence[str], lying: bool, on_policy: bool, difference: float) -> list[str]:
     """Which of these nothing of ours can see between two syncs, because a server lies in numbers that fit together.
 
     The contract sees what no honest server answers; the guard sees every other number, but for a Top-K beside the
-    sampled token, and only in steps whose tokens are all of the current weights and differ by more than rounding. A
-    server that is no liar, however often it dies or hangs, is never excused.
+    sampled token, and only in steps whose tokens are all of the current weights and differ by more than rounding.
 
     Args:
         wrong: of one step.
-        happened: faults so far.
+        lying: whether a server could lie since the oldest weights of the step were proved.
         on_policy: whether all tokens are of the current weights.
         difference: the step's mean |pi - mu|, by the model's table.
     """
-    lying = [fault for fault in happened if fault.kind not in _HARMLESS | {"abort_all"} or _keeps_name(fault)]
     if not lying:
         return []
     shown = _NUMBERS if not on_policy else ("Top-K", "log-probs") if difference <= _SMALL else ("Top-K",)

@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import aiohttp
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.faults import STATUSES, Fault
 from tests.faults.simulation.server import DONE, SimServer
+from tests.faults.simulation.watch import Watch
 
 JUNK = (b"null", b'"ok"', b"[]", b"{", b"<html>gateway</html>", b"", b"17", b'{"meta_info": {}}', b'{"success": false}')
 
@@ -29,17 +30,18 @@ _SHORT = {id(DONE): json.dumps(DONE).encode()}
 class Life:
     """One process of the trainer; what a dead one still does reaches nobody."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
         self.dead = False
+        self.watch = watch
 
 
 class Answer:
     """What a caller waits for."""
 
-    __slots__ = ("deadline", "future", "timer")
+    __slots__ = ("deadline", "future", "life", "timer")
 
-    def __init__(self, future: asyncio.Future[Any], deadline: float) -> None:
-        self.future, self.deadline = future, deadline
+    def __init__(self, future: asyncio.Future[Any], deadline: float, life: Life | None = None) -> None:
+        self.future, self.deadline, self.life = future, deadline, life
         self.timer: asyncio.TimerHandle | None = None
 
     def arm(self) -> None:
@@ -113,11 +115,14 @@ class Network:
         node = self._nodes[parts.netloc]
         if life.dead:
             raise aiohttp.ServerDisconnectedError
-        answer = Answer(self._loop.create_future(), self._loop.time() + (limits.total or 1e9))
+        answer = Answer(self._loop.create_future(), self._loop.time() + (limits.total or 1e9), life)
+        life.watch.sent(parts.netloc, parts.path, body)
         self._connect(node, parts.path, body, answer, limits)
         node.pending[answer] = None
         try:
-            return await answer.future
+            status, content = await answer.future
+            life.watch.answered(parts.netloc, parts.path, body, status, content)
+            return status, content
         finally:
             if answer.timer is not None:
                 answer.timer.cancel()
@@ -145,6 +150,8 @@ class Network:
         """The call is at the server's machine: the server handles it, whether or not its sender still waits."""
         if not node.up:
             return answer.fail(aiohttp.ServerDisconnectedError())
+        if answer.life is not None:
+            answer.life.watch.arrived(f"s{node.place}:80", path, body)
         node.counts[path] = count = node.counts.get(path, 0) + 1
         for fault in [f for f in node.triggers if f.on == path and f.nth <= count]:
             node.triggers.remove(fault)
@@ -266,5 +273,13 @@ class Exchange(AbstractAsyncContextManager["Exchange"]):
     async def __aexit__(self, *_: object) -> None:
         pass
 
+    @property
+    def content(self) -> Exchange:
+        return self
+
     async def read(self) -> bytes:
         return self._content
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        if self._content:
+            yield self._content

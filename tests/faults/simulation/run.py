@@ -37,9 +37,10 @@ def run_seeds(seeds: range) -> list[Outcome]:
     return outcomes
 
 
-def run_many(first: int, count: int, processes: int) -> int:
+def run_many(first: int, count: int, processes: int, *, until_failure: bool = False) -> int:
     """Print what many seeds found; 1 when an invariant broke."""
-    batches = [range(start, min(start + _BATCH, first + count)) for start in range(first, first + count, _BATCH)]
+    size = 10 if until_failure else _BATCH
+    batches = [range(start, min(start + size, first + count)) for start in range(first, first + count, size)]
     begin = time.perf_counter()
     failed: list[Outcome] = []
     ends: Counter[str] = Counter()
@@ -58,6 +59,8 @@ def run_many(first: int, count: int, processes: int) -> int:
                 if outcome.failed:
                     failed.append(outcome)
                     print(f"seed {outcome.plan.seed}: {outcome.violations[0]:.300}", flush=True)
+            if failed and until_failure:
+                break
     seconds = time.perf_counter() - begin
     print(
         f"{count} schedules in {seconds:.1f} s on {processes} processes ({60 * count / seconds:.0f} a minute, "

@@ -22,6 +22,7 @@ import torch
 from megatron_dppo.data.routing import count_differences
 from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.servers import http
+from megatron_dppo.engines.servers.pool import ServerPool
 from megatron_dppo.engines.sglang import client
 from megatron_dppo.engines.sglang import weights as sglang_weights
 from megatron_dppo.engines.sglang import wire as client_wire
@@ -33,7 +34,7 @@ from megatron_dppo.weights import ipc, transfer
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights.probe_requests import RouteCounts, TrainerReading
-from tests.faults.simulation import model
+from tests.faults.simulation import invariants, model
 from tests.faults.simulation import trainer as trainer_model
 
 _numbers = itertools.count()
@@ -80,7 +81,7 @@ class World:
     foreign: dict[int, Any]
     """answers that were given to another request, by their address"""
     taken: list[str]
-    """those of them that our code took"""
+    """what our code took and should not have taken"""
 
 
 NOW = World()
@@ -154,7 +155,26 @@ def _decode(answer: Any, request: Any, url: str, decode: Any = client.decode_gen
 def _append(response: Any, generation: Any, append: Any = GrowingResponse.append_sampled) -> None:
     if id(generation) in NOW.foreign and len(generation.token_ids):
         NOW.taken.append("an answer to another request was taken")
+    if len(generation.token_ids):
+        NOW.taken += [f"an answer was taken with {text}" for text in invariants.check_consistent(generation)]
     append(response, generation)
+
+
+async def _send(self: Any, server: Any, request: Any, send: Any = ServerPool._send) -> Any:
+    """Look at what the pool believes of a server before and after a request."""
+    if len(server.violations) >= 2:
+        NOW.taken.append(f"{server.url} got a request after {len(server.violations)} violations of the contract")
+    evictions = server.evictions
+    generation = await send(self, server, request)
+    if server.evictions != evictions:
+        NOW.taken.append(f"an answer of {server.url} was taken, which was given up meanwhile")
+    return generation
+
+
+def _select(sampled: Any, count: int, *args: Any, select: Any = scheduler.select_rollouts, **kwargs: Any) -> Any:
+    collected = select(sampled, count, *args, **kwargs)
+    NOW.taken += invariants.check_selection(sampled, count, collected.groups)
+    return collected
 
 
 def _open(http_client: Any) -> Any:
@@ -250,6 +270,8 @@ def installed() -> Iterator[None]:
         mock.patch.object(gpus.asyncio, "run", lambda coroutine: NOW.loop.run(coroutine)),
         mock.patch.object(client, "decode_generation", _decode),
         mock.patch.object(GrowingResponse, "append_sampled", _append),
+        mock.patch.object(ServerPool, "_send", _send),
+        mock.patch.object(scheduler, "select_rollouts", _select),
         mock.patch.object(trainer_probe, "compute_readings", _read_answers),
         mock.patch.object(asyncio.tasks, "_GatheringFuture", _Gathering),
         *(

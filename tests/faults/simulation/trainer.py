@@ -74,11 +74,17 @@ def _prompt(i: int) -> Prompt:
     return Prompt(prompt_id=str(i), text=" ".join(map(str, tokens)) + " ", token_ids=tokens, label="")
 
 
+def reward_of(prompt: str, tokens: Sequence[int]) -> RewardResult:
+    """Return the reward of a response by a rule, so that some groups carry no signal, and a number that is its own."""
+    identity = model.prefix_hash([*Tokenizer().encode(prompt), *tokens]) % 2**20
+    return RewardResult(reward=float(sum(tokens) % 3 > 0), parts={"identity": float(identity)})
+
+
 class Scorer:
-    """Rewards by a rule, so that some groups carry no signal."""
+    """Rewards by ``reward_of``."""
 
     def score(self, items: Sequence[RewardItem], *, is_batch: bool) -> list[RewardResult]:
-        return [RewardResult(reward=float(sum(item.token_ids) % 3 > 0)) for item in items]
+        return [reward_of(item.prompt, item.token_ids) for item in items]
 
 
 @dataclass

@@ -40,6 +40,7 @@ from tests.faults.simulation.trainer import (
     configure,
     fresh_weights,
 )
+from tests.faults.simulation.watch import Watch
 from tests.unit.streams import stream_of
 
 _LONGEST = 48 * 3600.0
@@ -98,6 +99,9 @@ class _Run:
         self.trained: dict[int, list[int]] = {}
         self.left_out: dict[int, int] = {}
         self.saved = Saved(0, initial)
+        self.names: set[str] = set()
+        self.published: dict[int, float] = {}
+        """when the servers began to sample with each version"""
         seams.NOW.loop, seams.NOW.network, seams.NOW.disk = self.loop, self.network, self.disk
         seams.NOW.names, seams.NOW.foreign, seams.NOW.taken = itertools.count(1), {}, []
         seams.NOW.started = []
@@ -181,8 +185,9 @@ class _Run:
 
     def _live(self) -> None:
         saved, plan, config = self.saved, self.plan, self.config
-        seams.NOW.life = Life()
         trainer = SimTrainer(dict(saved.weights), saved.step)
+        watch = Watch(plan, trainer, self.names, self.outcome.violations)
+        seams.NOW.life = Life(watch)
         seams.NOW.trainer = trainer
         self.digests = {v: d for v, d in self.digests.items() if v < saved.step} | {saved.step: trainer.digest}
         for record in (self.trained, self.left_out):
@@ -193,6 +198,7 @@ class _Run:
         publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM, self._sharing())
         publisher._sync._broadcasts._transport = self.broadcasts
         publisher._probe._expected["enough_tokens"] = 1  # one answer says enough where all numbers are exact
+        self._watch_publish(publisher, engine, trainer, watch)
         stream = stream_of(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
@@ -207,6 +213,20 @@ class _Run:
             return None
         owners = {node.server.url: [0] for node in self.nodes}
         return MemorySharing(owners, bucket_bytes=1, dtype=torch.float32, tied=False, group=None)
+
+    def _watch_publish(self, publisher: Any, engine: Any, trainer: SimTrainer, watch: Watch) -> None:
+        """Have each publish watched, from its first call to the servers that it lets sample."""
+        publish = publisher.publish
+
+        def publish_watched() -> list[str]:
+            watch.begin_publish()
+            notes: list[str] = publish()
+            synced = [server.url for server in engine._pool._servers if server.is_synced]
+            watch.end_publish([url.removeprefix("http://") for url in synced])
+            self.published[trainer.policy_version] = self.loop.time()
+            return notes
+
+        publisher.publish = publish_watched
 
     def _publish(self, notes: Sequence[str]) -> None:
         for text in notes:
@@ -228,6 +248,9 @@ class _Run:
     def _step(self, stream: RolloutScheduler, step: int, trainer: SimTrainer, gpus: Gpus) -> None:
         collected = stream.collect(step, trainer.policy_version, Clock())
         wrong = self._examine(collected, step)
+        if self.plan.order == "stream" and self.plan.staleness and not (self.plan.stopping or self.plan.dynamic):
+            trained = [int(group.prompt.prompt_id) for group in collected.groups]
+            self.outcome.violations += invariants.check_order(trained, stream.state())
         self._guard(collected, trainer, wrong)
         self.trained[step] = [int(group.prompt.prompt_id) for group in collected.groups]
         self.left_out[step] = sum(collected.dropped_groups.values())
@@ -255,14 +278,18 @@ class _Run:
             config.train, config.rollout, config.model, nonfinite_fraction=share, is_on_policy=on_policy
         )
         difference = trainer.difference(collected.groups)
+        oldest = trainer.policy_version - max(collected.token_ages, default=0)
+        lying = invariants.lies_since(self.chaos.begun, self.published.get(oldest, 0.0))
         try:
             guard({"abs_prob_diff": difference})
         except TrainingStopped:
             self.outcome.guard_only = wrong
             if not wrong:
                 self.outcome.violations.append("the guard stopped a step in which nothing was wrong")
+            elif not lying:
+                self.outcome.violations.append(f"the guard alone held what no lie after the last sync made: {wrong[0]}")
             raise
-        unseen = invariants.unseen(wrong, self.chaos.happened, on_policy, difference)
+        unseen = invariants.unseen(wrong, lying, on_policy, difference)
         self.outcome.unseen += unseen
         self.outcome.violations += [text for text in wrong if text not in unseen]
         for text in wrong:
@@ -278,4 +305,6 @@ class _Run:
                 self.outcome.tokens += len(rollout.completion.token_ids)
                 for text in invariants.check_completion(group.prompt, rollout.completion, self.digests, versions, plan):
                     wrong.append(f"step {step}, prompt {group.prompt.prompt_id}: {text}")
+            self.outcome.violations += invariants.check_scores(group)
+        self.outcome.violations += invariants.check_ages(collected, step)
         return wrong

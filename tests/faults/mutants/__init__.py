@@ -1,0 +1,1 @@
+"""The simulation against changed copies of the package: see ``docs/testing.md``."""

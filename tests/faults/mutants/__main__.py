@@ -1,0 +1,87 @@
+"""``python -m tests.faults.mutants``: the simulation has to fail on each changed copy of the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.faults.mutants.patches import PATCHES, Patch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def find_failure(patch: Patch, folder: Path, count: int, processes: int) -> str:
+    """Run the simulation on a changed copy of the package.
+
+    Args:
+        patch: the change.
+        folder: holds the copy, unchanged before and afterwards.
+        count: schedules that are tried at most.
+        processes: that simulate.
+
+    Returns:
+        What the simulation found; empty if nothing.
+
+    Raises:
+        ValueError: the text to change is not in the file once.
+        RuntimeError: the simulation did not run to its end.
+    """
+    file = folder / "megatron_dppo" / patch.path
+    text = file.read_text()
+    if text.count(patch.old) != 1:
+        raise ValueError(f"{patch.name}: {patch.path} has its text {text.count(patch.old)} times: {patch.old!r}")
+    file.write_text(text.replace(patch.old, patch.new))
+    command = [sys.executable, "-m", "tests.faults.simulation", "--until-failure", "--first", str(patch.first)]
+    try:
+        result = subprocess.run(
+            [*command, "--count", str(count), "--processes", str(processes)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        file.write_text(text)
+    if not re.search(r"^\d+ schedules in ", result.stdout, re.MULTILINE):
+        raise RuntimeError(f"{patch.name}: the simulation did not run: {result.stdout[-500:]}{result.stderr[-1500:]}")
+    found = re.search(r"^seed \d+: .*", result.stdout, re.MULTILINE)
+    return found.group()[:160] if found else ""
+
+
+def main() -> int:
+    """Exit code 1 when a change was not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=3000, help="schedules within which a change has to show")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--name", default="", help="only changes whose name has this text")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th of them")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them")
+    options = parser.parse_args()
+    patches = [patch for patch in PATCHES if options.name in patch.name][options.skip :: options.every]
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="megatron_dppo-mutants-") as name:
+        folder = Path(name)
+        for part in ("megatron_dppo", "tests"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for patch in patches:
+            begin = time.monotonic()
+            found = find_failure(patch, folder, options.count, options.processes)
+            survived += not found
+            print(
+                f"{'killed  ' if found else 'SURVIVES'} {patch.name} ({time.monotonic() - begin:.0f} s)  {found}",
+                flush=True,
+            )
+    print(f"{len(patches)} changes, {survived} survive")
+    return 1 if survived or not patches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

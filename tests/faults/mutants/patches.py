@@ -1,0 +1,236 @@
+"""Changes of the package, each of which the simulation has to find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change of one file's text."""
+
+    name: str
+    path: str
+    """Below ``megatron_dppo``."""
+    old: str
+    """Text that is in the file once."""
+    new: str
+    first: int = 0
+    """First of the schedules that are tried; the change shows soon after it."""
+
+
+# The 21 of the third round of drills; three of them were held for equivalent there, and each shows in some schedule.
+DRILLED = (
+    Patch(
+        "tokens of the two versions before are accepted",
+        "engines/servers/pool.py",
+        "valid = self._versions[version_index:]",
+        "valid = self._versions[max(0, version_index - 2) :]",
+        first=280,
+    ),
+    Patch(
+        "the limit forgets what an aborted request returned",
+        "engines/servers/responder.py",
+        "generation = await self._generate(sample, stop_token_ids, remaining)",
+        "generation = await self._generate(sample, stop_token_ids, length)",
+    ),
+    Patch("no probe", "weights/publish.py", "if runs_probe and new_urls:", "if False:"),
+    Patch(
+        "a server with wrong weights is used",
+        "weights/proof.py",
+        "attempt.failed[url] = mismatch",
+        "attempt.notes[url] = mismatch",
+        first=1400,
+    ),
+    Patch("the guard is off", "run/guard.py", "        if problems:\n", "        if False:\n", 260),
+    Patch(
+        "requests are not aborted for a sync",
+        "engines/servers/pool.py",
+        "while self._in_flight and self._now() < end:",
+        "while False:",
+    ),
+    Patch(
+        "the id of an answer is not compared",
+        "engines/servers/contract.py",
+        "if echo.request_id is not None and echo.request_id != request.request_id:",
+        "if False:",
+    ),
+    Patch(
+        "ages are a step too low",
+        "rollout/batch.py",
+        "age = self._step - self._step_by_version[version]",
+        "age = max(0, self._step - self._step_by_version[version] - 1)",
+    ),
+    Patch(
+        "canceled groups are lost",
+        "rollout/scheduler.py",
+        "self._waiting = [[*new, *old] for",
+        "self._waiting = [list(old) for",
+    ),
+    Patch(
+        "routes are requested from the position after the first missing one",
+        "rollout/response.py",
+        "routing_start=num_routes if num_routes or",
+        "routing_start=num_routes + 1 if num_routes or",
+    ),
+    Patch(
+        "rewards go to the next sample",
+        "rollout/pending.py",
+        "scored = iter(scorer.score(items, is_batch=is_batch))",
+        "scores = scorer.score(items, is_batch=is_batch)\n    scored = iter([*scores[1:], *scores[:1]])",
+    ),
+    Patch(
+        "siblings have one seed",
+        "engines/servers/responder.py",
+        'key = f"{self.params.seed}/{self.index}/{self.response.parts}"',
+        'key = f"{self.params.seed}/{self.response.parts}"',
+    ),
+    Patch(
+        "the probe's verdict compares nothing",
+        "weights/probe.py",
+        "            verify_response(response, expected, reading)\n",
+        "            pass\n",
+    ),
+    Patch(
+        "weights are proved at the first sync alone",
+        "weights/sync.py",
+        "if every and (len(self._versions) - 1) % every == 0:",
+        "if every and len(self._versions) == 1:",
+    ),
+    Patch(
+        "servers generate before the proof",
+        "weights/sync.py",
+        "        if proof is not None:\n            await proof.verify(attempt.remaining(self._servers), attempt)\n"
+        "        await attempt.call_each(attempt.remaining(self._servers), lambda server: server.resume())\n",
+        "        await attempt.call_each(attempt.remaining(self._servers), lambda server: server.resume())\n"
+        "        if proof is not None:\n            await proof.verify(attempt.remaining(self._servers), attempt)\n",
+    ),
+    Patch(
+        "the contract allows half a nat",
+        "engines/servers/contract.py",
+        "rounding: float = 1e-4",
+        "rounding: float = 0.5",
+    ),
+    Patch(
+        "a retried request keeps its name",
+        "engines/servers/pool.py",
+        'sent = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request',
+        "sent = request",
+    ),
+    Patch(
+        "surplus groups are left out at the wrong end",
+        "rollout/batch.py",
+        "with_signal = [i for i, signal in enumerate(signals) if signal][:count]",
+        "with_signal = [i for i, signal in enumerate(signals) if signal][-count:]",
+    ),
+    Patch(
+        "an answer of a server that was given up meanwhile is used",
+        "engines/servers/pool.py",
+        "if task.cancelled() or server.evictions != evictions:",
+        "if task.cancelled():",
+    ),
+    Patch(
+        "a server that failed in a sync counts as good",
+        "weights/attempt.py",
+        "        excluded = self.failed.keys() | self.absent.keys()\n",
+        "        excluded = self.absent.keys()\n",
+    ),
+    Patch(
+        "a server that violated the contract twice is taken back",
+        "engines/servers/pooled_server.py",
+        "return len(self.violations) >= MAX_VIOLATIONS",
+        "return len(self.violations) == MAX_VIOLATIONS and self.problem is None",
+    ),
+)
+
+# Others of the same kinds.
+FURTHER = (
+    Patch(
+        "a server that fails the probe is used",
+        "weights/publish.py",
+        "for url, info in result.good.items() if url not in failed_probe}",
+        "for url, info in result.good.items()}",
+    ),
+    Patch(
+        "one server of each sync is probed",
+        "weights/publish.py",
+        "self._probe.run(self._sync, new_urls, version)",
+        "self._probe.run(self._sync, new_urls[:1], version)",
+    ),
+    Patch(
+        "the probe is due at other syncs",
+        "weights/publish.py",
+        "self._num_published % settings.probe_every == 0)",
+        "self._num_published % settings.probe_every == 1)",
+    ),
+    Patch(
+        "seeds repeat at every step",
+        "rollout/request_scheduler.py",
+        'random.Random(f"{seed}/{purpose}/{step}/{dp_rank}")',
+        'random.Random(f"{seed}/{purpose}/{dp_rank}")',
+    ),
+    Patch(
+        "a continued response repeats its seed",
+        "engines/servers/responder.py",
+        'key = f"{self.params.seed}/{self.index}/{self.response.parts}"',
+        'key = f"{self.params.seed}/{self.index}"',
+    ),
+    Patch(
+        "servers that a sync left out are used",
+        "engines/servers/pool.py",
+        'server.mark_synced(None if url in synced else f"the weight sync did not bring it to version {version}")',
+        "server.mark_synced(None)",
+    ),
+    Patch(
+        "a server is taken back with any weights",
+        "engines/servers/pooled_server.py",
+        "if version != self._current_version():",
+        "if False:",
+    ),
+    Patch(
+        "caches of the old weights are kept",
+        "engines/sglang/weights.py",
+        '        await self._control("/flush_cache", {}, repeat=True)\n',
+        "",
+    ),
+    Patch(
+        "groups without different rewards have signal",
+        "rollout/batch.py",
+        "return len({r.reward for r in group.rollouts if not r.reward_failed}) > 1",
+        "return True",
+    ),
+    Patch(
+        "groups are carried a step too long",
+        "rollout/request_scheduler.py",
+        "if step - slot.first_step < self._rollout.partial_rollouts}",
+        "if step - slot.first_step <= self._rollout.partial_rollouts}",
+    ),
+    Patch(
+        "the Top-K is not checked",
+        "engines/servers/contract.py",
+        "        response.check_most_probable()\n        response.check_topk()\n",
+        "",
+    ),
+    Patch(
+        "log-probabilities are not checked",
+        "engines/servers/contract.py",
+        "        response.check_logprobs()\n",
+        "",
+    ),
+    Patch("lengths are not checked", "engines/servers/contract.py", "        response.check_lengths()\n", ""),
+    Patch("tokens are not checked", "engines/servers/contract.py", "        response.check_tokens()\n", ""),
+    Patch(
+        "a request is sent again that may be running",
+        "engines/servers/http.py",
+        "        if repeat:\n            retried",
+        "        if True:\n            retried",
+    ),
+    Patch(
+        "a group restored from a checkpoint is sampled again",
+        "rollout/scheduler.py",
+        "    if not groups or len(groups) < len(stored):\n",
+        "    if True:\n",
+    ),
+)
+
+PATCHES = (*DRILLED, *FURTHER)
