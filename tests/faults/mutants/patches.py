@@ -42,7 +42,7 @@ DRILLED = (
         "attempt.notes[url] = mismatch",
         first=1400,
     ),
-    Patch("the guard is off", "run/guard.py", "        if problems:\n", "        if False:\n", 260),
+    Patch("the guard is off", "run/guard.py", "        if problems:\n", "        if False:\n", first=260),
     Patch(
         "requests are not aborted for a sync",
         "engines/servers/pool.py",
@@ -134,6 +134,7 @@ DRILLED = (
         "weights/attempt.py",
         "        excluded = self.failed.keys() | self.absent.keys()\n",
         "        excluded = self.absent.keys()\n",
+        first=520,
     ),
     Patch(
         "a server that violated the contract twice is taken back",
@@ -184,8 +185,8 @@ FURTHER = (
     Patch(
         "a server is taken back with any weights",
         "engines/servers/pooled_server.py",
-        "if version != self._current_version():",
-        "if False:",
+        "            version = (await server.server.info()).policy_version\n",
+        "            await server.server.info()\n            version = self._current_version()\n",
     ),
     Patch(
         "caches of the old weights are kept",
@@ -217,7 +218,7 @@ FURTHER = (
         "        response.check_logprobs()\n",
         "",
     ),
-    Patch("lengths are not checked", "engines/servers/contract.py", "        response.check_lengths()\n", ""),
+    Patch("lengths are not checked", "engines/servers/contract.py", "    response.check_lengths()\n", ""),
     Patch("tokens are not checked", "engines/servers/contract.py", "        response.check_tokens()\n", ""),
     Patch(
         "a request is sent again that may be running",

@@ -101,7 +101,7 @@ class _Run:
         self.saved = Saved(0, initial)
         self.names: set[str] = set()
         self.published: dict[int, float] = {}
-        """when the servers began to sample with each version"""
+        """when the publish of each version began"""
         seams.NOW.loop, seams.NOW.network, seams.NOW.disk = self.loop, self.network, self.disk
         seams.NOW.names, seams.NOW.foreign, seams.NOW.taken = itertools.count(1), {}, []
         seams.NOW.started = []
@@ -220,10 +220,11 @@ class _Run:
 
         def publish_watched() -> list[str]:
             watch.begin_publish()
+            # From here on: a server that is proved early may change while the others are tried again.
+            self.published[trainer.policy_version] = self.loop.time()
             notes: list[str] = publish()
             synced = [server.url for server in engine._pool._servers if server.is_synced]
             watch.end_publish([url.removeprefix("http://") for url in synced])
-            self.published[trainer.policy_version] = self.loop.time()
             return notes
 
         publisher.publish = publish_watched
