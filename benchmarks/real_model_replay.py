@@ -262,7 +262,7 @@ def score_twice(
                 assert shape is not None
                 given = select_experts(sample.routed_experts, shape)
                 live = select_experts(routes[number][where], shape)
-                rows, differ = count_differences(given, live)[0].tolist()
+                rows, differ = count_differences(given, live).sum(0)[0].tolist()
                 metrics.append({"routes": Metric(differ, rows)})
     tokens = sum(all_gather_objects(sum(int(sample.loss_mask.sum()) for sample in samples), trainer.groups.world))
     return {"tokens": tokens, **reduce_metrics(metrics, trainer.groups.world)}

@@ -217,16 +217,16 @@ def with_all_routes(
 
 
 def count_differences(left: Tensor, right: Tensor) -> Tensor:
-    """Count the rows in which two routes ``[N, L, k]`` of the same tokens have different sets of experts.
+    """Count the rows of each layer in which two routes ``[N, L, k]`` of the same tokens have different experts.
 
     Returns:
-        int64 ``[3, 2]``: rows that both know and how many of them differ, for the rows as they stand, for ``left`` with
-        each row moved to the token before, and to the token after.
+        int64 ``[L, 3, 2]``: rows that both know and how many of them differ, for the rows as they stand, for ``left``
+        with each row moved to the token before, and to the token after.
     """
     shifts = ((left, right), (left[1:], right[:-1]), (left[:-1], right[1:]))
     counts = []
     for one, other in shifts:
         known = ~is_missing(one) & ~is_missing(other)
         differ = (one.sort(-1).values != other.sort(-1).values).any(-1)
-        counts.append(torch.stack([known.sum(), (known & differ).sum()]))
-    return torch.stack(counts)
+        counts.append(torch.stack([known.sum(0), (known & differ).sum(0)], dim=-1))
+    return torch.stack(counts, dim=1)

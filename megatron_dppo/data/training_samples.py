@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.types import Completion, MicroBatch, Prompt, RolloutGroup, SamplingMask, TrainingSample
+from megatron_dppo.types import (
+    Completion,
+    MicroBatch,
+    Prompt,
+    RolloutGroup,
+    SamplingMask,
+    TrainingSample,
+    VersionSpan,
+)
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS, TokenColumn, TokenRows, carried_columns
 
 
@@ -109,7 +117,7 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[flo
 
 def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
     first = _given_first(completion) if prompt.is_task else 0
-    return to_training_sample(
+    sample = to_training_sample(
         (*prompt.context_ids, *completion.token_ids[:first].tolist()),
         completion.token_ids[first:],
         None if completion.logprobs is None else completion.logprobs[first:],
@@ -117,6 +125,15 @@ def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Trai
         sampled=None if completion.loss_mask is None else completion.loss_mask[first:],
         columns=carried_columns(completion, first),
     )
+    return replace(sample, sources=_sources(completion, sample.num_tokens))
+
+
+def _sources(completion: Completion, num_labels: int) -> tuple[VersionSpan, ...]:
+    """Return the completion's spans as positions of the labels: the last label is the last token."""
+    length = len(completion.token_ids)
+    spans = completion.policy_versions or (VersionSpan(completion.policy_version, 0, length),)
+    shift = num_labels - length
+    return tuple(span._replace(start=span.start + shift, end=span.end + shift) for span in spans)
 
 
 def _given_first(completion: Completion) -> int:

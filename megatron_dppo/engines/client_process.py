@@ -104,7 +104,11 @@ def _request_from_json(fields: dict[str, Any], token_ids: tuple[int, ...]) -> Ge
 
 def _generation_to_json(generation: Generation) -> dict[str, Any]:
     """Return the fields that are not columns."""
-    return {"finish_reason": str(generation.finish_reason), "versions": [list(span) for span in generation.versions]}
+    return {
+        "finish_reason": str(generation.finish_reason),
+        "versions": [list(span) for span in generation.versions],
+        "ranks": vars(generation.ranks),
+    }
 
 
 async def _serve(descriptor: int) -> None:

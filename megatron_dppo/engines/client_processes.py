@@ -20,6 +20,7 @@ from megatron_dppo.engines.servers.contract import Contract
 from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.errors import ResponseLost
+from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason, VersionSpan
 from megatron_dppo.types.token_columns import response_from_tensors
@@ -115,6 +116,7 @@ class _Process:
         generation = Generation(
             finish_reason=FinishReason(message["finish_reason"]),
             versions=tuple(VersionSpan(*span) for span in message["versions"]),
+            ranks=RankSums(**message["ranks"]),
             **response_from_tensors(columns),
         )
         future.set_result(generation)

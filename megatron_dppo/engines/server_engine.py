@@ -19,6 +19,7 @@ from megatron_dppo.engines.servers.responder import (
 from megatron_dppo.hf.folder import end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
+from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
@@ -107,6 +108,25 @@ class ServerEngine:
         counts = self._pool.counts
         self._pool.counts = PoolCounts()
         return counts
+
+    def take_ranks(self) -> dict[str, RankSums]:
+        """Return the ranks of the tokens since the last call by URL, and reset them."""
+
+        async def take() -> dict[str, RankSums]:
+            ranks = self._pool.ranks
+            self._pool.ranks = {}
+            return ranks
+
+        return self.run(take())
+
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """See ``ServerPool.exclude``. ``servers`` has the reason by URL."""
+
+        async def exclude() -> None:
+            for url, problem in servers.items():
+                self._pool.exclude(url, problem)
+
+        self.run(exclude())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine, such as a weight sync, in the event loop that the servers belong to."""

@@ -105,6 +105,8 @@ def joined(outputs: list[LossOutput], rows: Rows) -> LossOutput:
         keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
         metrics=metrics,
         logprobs=_together([output.logprobs for output in outputs], rows),
+        entropy=_together([output.entropy for output in outputs], rows),
+        divergence=_together([output.divergence for output in outputs], rows),
     )
 
 

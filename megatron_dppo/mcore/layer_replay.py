@@ -26,11 +26,16 @@ class ReplayCounts:
     """Counts of all routers of a rank during one run of the schedule.
 
     They stay on the device, so that counting does not wait for it.
+
+    Args:
+        num_layers: Layers of the whole model, L.
+        device: Device of the model.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.rows = torch.zeros(3, dtype=torch.int64, device=device)
-        """Tokens with a route; those where the live choice differs from it; those where the used choice differs."""
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.rows = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
+        """Of each layer: tokens with a route; those where the live choice differs from it; those where the used choice
+        differs. Shape [L, 3]."""
         self.weights = torch.zeros(2, dtype=torch.float64, device=device)
         """Sum of ``|replayed - live|`` over all weights of the routes, and the number of these weights."""
 
@@ -135,7 +140,7 @@ class LayerReplay(RouterReplay):
         known = routed[:, 0] != self._missing
         routed = routed.long()
         differs = [known & ~_equal_sets(routed, chosen) for chosen in (live, used)]
-        self._counts.rows += torch.stack([known, *differs]).sum(1)
+        self._counts.rows[self.layer] += torch.stack([known, *differs]).sum(1)
 
     def replay_weights(self, _router: Any, _inputs: Any, output: _Routed) -> _Routed | None:
         """Replace the router's probabilities ``[num_local_tokens, num_experts]`` by the weights of the routes.

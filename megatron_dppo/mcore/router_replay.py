@@ -68,7 +68,7 @@ class ReplayDriver:
         self._tp_group = tp_group
         self._cp_group = cp_group
         self._device = next(models[0].parameters()).device
-        self._counts = ReplayCounts(self._device)
+        self._counts = ReplayCounts(self._shape.num_layers, self._device)
         self._num_rows = self._num_missing = 0
         # Activation recomputation runs the routers of these layers a second time, in the backward pass.
         modules = config.recompute_modules or []
@@ -226,7 +226,7 @@ class ReplayDriver:
             is_first: True on the first rank of tensor and context parallelism. Missing routes are counted for the whole
                 row on every rank, so only this one reports them.
         """
-        known, live, used = self._counts.rows.tolist()
+        known, live, used = self._counts.rows.sum(0).tolist()
         difference, num_weights = self._counts.weights.tolist()
         return {
             "router_disagreement": Metric(used, known),
@@ -234,6 +234,11 @@ class ReplayDriver:
             "router_missing": Metric(self._num_missing * is_first, self._num_rows * is_first),
             **({"router_weight_diff": Metric(difference, num_weights)} if self._shape.weights else {}),
         }
+
+    def layer_metrics(self) -> dict[str, Metric]:
+        """Return ``router_live_disagreement`` of each layer of this rank by the layer's number."""
+        rows = self._counts.rows.tolist()
+        return {str(layer): Metric(rows[layer][1], rows[layer][0]) for layer in self.layers}
 
 
 _INCOMPATIBLE_FIELDS = {

@@ -88,6 +88,11 @@ class RowRecord(NamedTuple):
     """Log-probabilities [T] of the labels, fp32."""
     keep: Tensor
     """Boolean mask [T]. True marks a token that had a gradient."""
+    entropy: Tensor
+    """Entropy [T] of the policy in nats, fp32. NaN if the loss does not return it."""
+    divergence: Tensor
+    """Divergence [T] of policy and rollout policy, as the loss measures it, fp32. NaN if the loss does not return
+    it."""
 
 
 @torch.no_grad()
@@ -99,10 +104,13 @@ def record_row(output: LossOutput, row: MicroBatchRow) -> RowRecord:
     """
     if output.logprobs is None:
         raise ValueError("The tokens of this loss cannot be recorded: it returns no LossOutput.logprobs.")
-    # As floats in one tensor, so that one gather and one copy to the host carry both.
-    columns = torch.stack([output.logprobs.float(), output.keep_mask.float()], 1)
+    unknown = torch.full_like(output.logprobs, torch.nan)
+    entropy = unknown if output.entropy is None else output.entropy
+    divergence = unknown if output.divergence is None else output.divergence
+    # As floats in one tensor, so that one gather and one copy to the host carry all of them.
+    columns = torch.stack([column.float() for column in (output.logprobs, output.keep_mask, entropy, divergence)], 1)
     # A loss of whole sequences covers the whole row on every rank already.
     if row.shard is not None and len(columns) < row.batch.tokens.numel():
         columns = row.shard.gather(columns)
-    columns = columns.cpu()
-    return RowRecord(columns[:, 0].clone(), columns[:, 1] > 0)
+    logprobs, keep, entropy, divergence = columns.cpu().T.contiguous()
+    return RowRecord(logprobs, keep > 0, entropy, divergence)

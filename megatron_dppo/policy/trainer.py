@@ -211,7 +211,12 @@ class PolicyTrainer:
         if self._replay is None or batches[0].routed_experts is None:
             return {}
         # Megatron requires sequence parallelism for MoE with tensor parallelism: every rank routes different tokens.
-        return reduce_metrics([self._replay.metrics(is_first=is_first)], self.groups.world)
+        metrics = reduce_metrics([self._replay.metrics(is_first=is_first)], self.groups.world)
+        by_layer = reduce_metrics([self._replay.layer_metrics()], self.groups.world)
+        if by_layer:
+            # One layer with wrong routes hardly shows in the mean of many.
+            metrics["router_live_disagreement_max"] = max(by_layer.values())
+        return metrics
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
         """Step the optimizer with the accumulated gradients; skipped when the gradient norm is not finite."""
@@ -230,6 +235,16 @@ class PolicyTrainer:
             skipped=not update.applied,
             has_lower_scale=update.has_lower_scale,
             metrics=metrics if scale is None else {**metrics, "loss_scale": scale.value},
+        )
+
+    def skip(self, metrics: dict[str, float]) -> StepResult:
+        """Leave the weights and the optimizer's state as they are: no token of the mini-batch has a loss."""
+        return StepResult(
+            policy_version=self.policy_version,
+            grad_norm=0.0,
+            learning_rate=float(self.optimizer.megatron.param_groups[0]["lr"]),
+            skipped=False,
+            metrics=metrics,
         )
 
     def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,14 @@ from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
 from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects
+from megatron_dppo.policy.server_sums import (
+    ServerSums,
+    SumsBySource,
+    TokenSource,
+    gather_sums,
+    sum_by_server,
+    without_servers,
+)
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
 
@@ -26,6 +34,17 @@ if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.policy.packed import PackedBatch, TokenRecorder
     from megatron_dppo.policy.trainer import PolicyTrainer
+
+
+class _Gradient(NamedTuple):
+    """Accumulated gradient of a mini-batch, in the trainer, and what belongs to it."""
+
+    samples: list[TrainingSample]
+    """Samples that this rank trained on."""
+    packed: PackedBatch
+    records: list[RowRecord] | None
+    metrics: dict[str, float]
+    sums: dict[TokenSource, ServerSums]
 
 
 class Updater:
@@ -39,6 +58,9 @@ class Updater:
         teacher: Teacher whose divergence from the policy is a term of the loss. None disables the term.
         scoring_teacher: Teacher that computes ``teacher_logprobs`` of the samples. None disables it.
         recorder: Records every token of every update. None disables recording.
+
+    Attributes:
+        excluded: Servers whose samples the check of the last step rejected, by URL with the reason.
     """
 
     def __init__(
@@ -58,6 +80,7 @@ class Updater:
         self._teacher = teacher
         self._scoring_teacher = scoring_teacher
         self._recorder = recorder
+        self.excluded: dict[str, str] = {}
         self._recomputed = loss.required_inputs | ({"reference_logprobs"} if with_reference else set())
         self._objective = policy_objective(loss)
         # Counterfactual metrics are computed in the last update of a step only: there pi and mu are furthest apart.
@@ -68,7 +91,7 @@ class Updater:
         samples: Sequence[TrainingSample],
         seed: int,
         clock: Clock,
-        check: Callable[[Mapping[str, float]], None] | None = None,
+        check: Callable[[Mapping[str, float], SumsBySource], dict[str, str]] | None = None,
         split: Callable[[int], list[list[int]]] | None = None,
     ) -> Iterator[StepResult]:
         """Yield the result of one update for each mini-batch of each epoch.
@@ -80,7 +103,8 @@ class Updater:
                 has equally many.
             seed: Seed of the sample order, the same on all ranks that share these samples.
             clock: Adds up the time of each part.
-            check: Receives the metrics of the first update before it is applied. It rejects the update by raising.
+            check: Receives the metrics of the first update and the sums of each server before it is applied. It
+                returns the servers whose samples are left out, by URL with the reason, or raises.
             split: Sample indices of each mini-batch, by epoch. None shuffles by ``seed``.
         """
         for epoch in range(self._train.epochs):
@@ -89,33 +113,57 @@ class Updater:
             else:
                 mini_batches = split_into_mini_batches(len(samples), self._train.mini_batches, seed, epoch)
             for number, indices in enumerate(mini_batches):
-                # Packing starts with a collective, so it also measures the wait for the slowest rank's rollouts.
-                with clock.part("waiting"):
-                    rank_samples, packed = self._pack([samples[i] for i in indices])
-                    batches = self._add_token_weights(packed)
-
-                teacher_targets: list[TeacherTargets] = []
-                if self._teacher is not None:
-                    with clock.part("recompute"):
-                        teacher_targets = self._teacher.compute_targets(batches)
-
-                with clock.part("forward_backward"):
-                    is_last = epoch == self._train.epochs - 1 and number == len(mini_batches) - 1
-                    objective = self._last_objective if is_last else self._objective
-                    records: list[RowRecord] | None = None if self._recorder is None else []
-                    metrics = self._trainer.accumulate(batches, objective, teacher_targets, records)
-                    # The targets hold the teacher's output layer on the device: free it before the optimizer step.
-                    del teacher_targets
-                if self._recorder is not None and records is not None:
-                    self._recorder.add(rank_samples, packed, records, self._trainer.row_shape)
-
+                is_last = epoch == self._train.epochs - 1 and number == len(mini_batches) - 1
+                is_checked = check is not None and epoch == number == 0
+                gradient = self._accumulate([samples[i] for i in indices], clock, is_last, with_sums=is_checked)
                 # The gradient exists and no weight has changed: pi and mu differ by numerics alone, which ``check``
-                # can judge.
-                if check is not None and epoch == number == 0:
-                    check(metrics)
+                # can judge. Without the samples of the servers that it rejects, the gradient is computed once more.
+                while is_checked and check is not None and (rejected := check(gradient.metrics, gradient.sums)):
+                    self.excluded |= rejected
+                    samples = [without_servers(sample, rejected) for sample in samples]
+                    gradient = self._accumulate([samples[i] for i in indices], clock, is_last, with_sums=True)
+                if self._recorder is not None and gradient.records is not None:
+                    self._recorder.add(gradient.samples, gradient.packed, gradient.records, self._trainer.row_shape)
                 with clock.part("optimizer"):
-                    result = self._trainer.apply(metrics)
+                    if gradient.packed.totals.num_tokens:
+                        result = self._trainer.apply(gradient.metrics)
+                    else:
+                        result = self._trainer.skip(gradient.metrics)
                 yield result
+
+    def _accumulate(
+        self, mini_batch: list[TrainingSample], clock: Clock, is_last: bool, *, with_sums: bool
+    ) -> _Gradient:
+        """Accumulate the gradient of one mini-batch; a collective of all ranks.
+
+        Args:
+            mini_batch: Samples of this rank.
+            clock: Adds up the time of each part.
+            is_last: True for the last update of the step.
+            with_sums: Also add up the tokens by server.
+        """
+        # Packing starts with a collective, so it also measures the wait for the slowest rank's rollouts.
+        with clock.part("waiting"):
+            samples, packed = self._pack(mini_batch)
+            batches = self._add_token_weights(packed)
+
+        teacher_targets: list[TeacherTargets] = []
+        if self._teacher is not None:
+            with clock.part("recompute"):
+                teacher_targets = self._teacher.compute_targets(batches)
+
+        with clock.part("forward_backward"):
+            objective = self._last_objective if is_last else self._objective
+            records: list[RowRecord] | None = [] if with_sums or self._recorder is not None else None
+            metrics = self._trainer.accumulate(batches, objective, teacher_targets, records)
+            # The targets hold the teacher's output layer on the device: free it before the optimizer step.
+            del teacher_targets
+        sums: dict[TokenSource, ServerSums] = {}
+        if with_sums:
+            trainer = self._trainer
+            local = sum_by_server(samples, packed, records or [], trainer.row_shape, trainer.policy_version)
+            sums = gather_sums(local, trainer.groups, is_last_stage=trainer.is_last_stage)
+        return _Gradient(samples, packed, records, metrics, sums)
 
     def add_recomputed(self, samples: Sequence[TrainingSample], clock: Clock) -> list[TrainingSample]:
         """Return the samples with the routes and log-probabilities that the loss needs.

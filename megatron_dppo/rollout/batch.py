@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_dppo.rollout.sampling_sums import RepeatSums, repeat_sums
 from megatron_dppo.types import Completion, DropReason, Metric, RolloutGroup, VersionSpan
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
@@ -65,8 +66,8 @@ def count_tokens_by_version(group: RolloutGroup) -> dict[int, int]:
     for rollout in group.rollouts:
         completion = rollout.completion
         single_span = (VersionSpan(completion.policy_version, 0, len(completion.token_ids)),)
-        for version, start, end in completion.policy_versions or single_span:
-            tokens[version] = tokens.get(version, 0) + end - start
+        for span in completion.policy_versions or single_span:
+            tokens[span.policy_version] = tokens.get(span.policy_version, 0) + span.end - span.start
     return tokens
 
 
@@ -83,6 +84,8 @@ class CollectedRollouts:
     """Number of tokens by age in steps."""
     num_carried: int = 0
     """Number of groups that were canceled in this step and continue in the next."""
+    repeats: Mapping[str, RepeatSums] = field(default_factory=dict)
+    """Responses that equal an earlier sibling, by server, in all groups that were complete, trained on or not."""
 
     def metrics(self, dp: int) -> dict[str, Metric]:
         """Return the staleness metrics and the number of groups left out, summed over the ``dp`` ranks."""
@@ -125,6 +128,7 @@ def select_rollouts(
         },
         token_ages=dict(sum((Counter(tokens) for tokens in by_age), Counter())),
         num_carried=num_carried,
+        repeats=repeat_sums(sampled),
     )
 
 

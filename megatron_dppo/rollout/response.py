@@ -133,9 +133,9 @@ def cut_spans(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
 
 
 def append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span. If it continues the last span with the same version, extend that span."""
+    """Append a span. If it continues the last span with the same version and server, extend that span."""
     last = spans[-1] if spans else None
-    if last is not None and (last.policy_version, last.end) == (span.policy_version, span.start):
+    if last is not None and last._replace(start=span.start, end=span.end) == span and last.end == span.start:
         spans[-1] = last._replace(end=span.end)
     else:
         spans.append(span)
@@ -289,8 +289,8 @@ class GrowingResponse:
             return
         start = len(self.tokens)
         self.tokens.frombytes(generation.token_ids.numpy().tobytes())
-        for version, first, end in generation.versions:
-            append_span(self._spans, VersionSpan(version, start + first, start + end))
+        for span in generation.versions:
+            append_span(self._spans, span._replace(start=start + span.start, end=start + span.end))
         self._logprobs.append(generation.logprobs)
         self._sampled.append(torch.ones(count, dtype=torch.bool))
         for name, column in self._optional.items():

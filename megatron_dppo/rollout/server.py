@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.rollout.shared_memory import Handle
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.types import FinishReason, ResponseColumns, RoutingShape, SamplingParams, VersionSpan
@@ -74,6 +75,8 @@ class Generation(ResponseColumns):
     """Policy versions of the R tokens, without gaps. Version -1: weights that no sync has sent."""
     echo: Echo | None = None
     """Fields to check. None only from an engine in this process; responses over HTTP always have them."""
+    ranks: RankSums = field(default_factory=RankSums)
+    """Ranks of the tokens in the distribution that the server reports; all 0 if they were not computed."""
 
     @staticmethod
     def empty(reason: FinishReason, echo: Echo | None = None) -> Generation:

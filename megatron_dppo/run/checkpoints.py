@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.contents import content_digests
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
+from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.output_checks import checkpoint_bytes, estimate_save_bytes
 from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
@@ -49,6 +50,7 @@ class RunState:
     """Best accuracy of an evaluation during training, and its step. None before the first one."""
     evaluation_due: bool = False
     """True if an evaluation ran beside training when the checkpoint was written. A resume repeats it."""
+    guard: GuardState = field(default_factory=GuardState)
 
     def count_skipped(self, results: Sequence[StepResult]) -> None:
         """Count updates with a non-finite gradient in a row. Updates that lower the loss scale do not count."""
@@ -170,6 +172,7 @@ class Checkpoints:
             "config": config.model_dump(mode="json"),
             "cwd": os.getcwd(),
             "digests": self._digests,
+            "guard": state.guard.to_json(),
         }
         self._require_space()
         if in_background is None:
@@ -219,7 +222,11 @@ class Checkpoints:
             # The best checkpoint of another run is not in this folder.
             best=tuple(record["best"]) if record["best"] and not point.is_fork else None,
             evaluation_due=record["evaluation_due"],
+            guard=GuardState.from_config(self._config),
         )
+        # Checkpoints of earlier versions have no such state; the noise of another run is not this run's.
+        if "guard" in record and not point.is_fork:
+            state.guard.restore(record["guard"])
         for skipped in point.skipped_checkpoints:
             self._say(
                 f"warning  {skipped.checkpoint} is skipped: {skipped.reason}; it is renamed to end in .{skipped.kind}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.run.engines import connect_servers
+from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.weights.publish import release_all
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ class Gpus(Protocol):
             samples_next: whether the engine samples before the next checkpoint.
         """
 
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """Use servers no more in this run. ``servers`` has the reason by URL."""
+
 
 class DedicatedGpus:
     """Trainer and engine have GPUs of their own: new weights are published at once."""
@@ -55,6 +60,10 @@ class DedicatedGpus:
     def after_update(self, *, samples_next: bool) -> list[str]:
         """See ``Gpus``."""
         return self._publisher.publish()
+
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """See ``Gpus``."""
+        self._publisher.exclude(servers)
 
 
 class SharedGpus:
@@ -95,6 +104,10 @@ class SharedGpus:
         """See ``Gpus``. A checkpoint needs the trainer's memory, for which servers would have to sleep again."""
         return self.for_sampling() if samples_next else []
 
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """See ``Gpus``."""
+        self._publisher.exclude(servers)
+
 
 def build_gpus(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:
     """Return the GPU sharing that ``rollout.servers.colocated`` selects."""
@@ -104,6 +117,14 @@ def build_gpus(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> 
         return DedicatedGpus(publisher)
     assert isinstance(publisher, ServerPublisher)
     return SharedGpus(trainer, publisher)
+
+
+def exclude_servers(gpus: Gpus, guard: GuardState) -> list[str]:
+    """Exclude the servers that the guard has found since the last call, and return lines for the user."""
+    found = guard.take_found()
+    if found:
+        gpus.exclude(found)
+    return [f"{url} is not used any more in this run: {problem}" for url, problem in found.items()]
 
 
 def free_gpus(config: Config, world: dist.ProcessGroup | None) -> list[str]:

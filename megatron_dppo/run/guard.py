@@ -1,13 +1,16 @@
 """Guard of each step's first update, against rollouts that do not fit the policy.
 
 Before the first update the policy and the rollout engine have the same weights, so their probabilities differ by
-rounding alone. A larger difference means wrong data, and the run stops before it learns from it.
+rounding alone. A larger difference means wrong data. The server that sent it is left out from then on. Without another
+server the run stops before it learns from such data.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +19,8 @@ from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.parallel.platform import coarser
+from megatron_dppo.policy.server_sums import ServerSums, SumsBySource
+from megatron_dppo.run.sampling_test import SamplingTest, SelectionShares
 from megatron_dppo.types import Metric, RolloutGroup
 
 _MAX_PROB_DIFF = {
@@ -26,6 +31,26 @@ _MAX_PROB_DIFF = {
     "bf16": 0.06,
 }
 """Default limit of the mean |pi - mu| of an on-policy update, by the coarser dtype of engine and trainer."""
+
+_USUAL_PROB_DIFF = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 4e-3}
+"""Mean |pi - mu| up to which a difference is never called unusual for a run."""
+_USUAL_FACTOR = 5.0
+"""Factor over the run's own median from which on a difference is unusual."""
+_STALE_FACTOR = 10.0
+"""Factor over the largest of the last steps: a policy that diverges moves faster from step to step, but not so fast."""
+_STALE_HISTORY = 8
+_USUAL_STALE_PROB_DIFF = 0.02
+"""Mean |pi - mu| of tokens from older weights up to which a difference is never called unusual."""
+_MAX_STALE_PROB_DIFF = 0.3
+"""Limit of the mean |pi - mu| of tokens from older weights: what a run learns in a few steps moves it by less."""
+_MAX_TOPK_DIVERGENCE = 0.15
+"""Limit of the mean Top-K divergence of an on-policy update: the default threshold of the mask."""
+_MAX_LAYER_DISAGREEMENT = {"fp32": 0.1, "fp16": 0.35, "bf16": 0.5}
+"""Limit of the share of tokens in one layer whose live experts differ from the replayed ones."""
+_DEVIATIONS = 6.0
+"""Standard errors by which a mean must exceed a limit that follows from the run itself."""
+_HISTORY = 32
+"""Steps whose median is the run's own noise."""
 
 _DROPPED_CAUSES = (
     "Likely causes: overflow in the engine's half precision (try rollout.dtype = 'fp32', or bf16 instead of fp16), a "
@@ -40,12 +65,45 @@ _DIFFERENCE_CAUSES = (
 )
 
 
+@dataclass
+class GuardHistory:
+    """What the guard knows of the run's earlier steps; part of a checkpoint."""
+
+    prob_diffs: list[float] = field(default_factory=list)
+    """Mean |pi - mu| of the on-policy tokens of each of the last first updates."""
+    stale_prob_diffs: list[float] = field(default_factory=list)
+    """The same of tokens from older weights."""
+
+    def add(self, sums: Sequence[tuple[bool, ServerSums]]) -> None:
+        """Add the means of a step that passed. Each entry says whether its tokens are stale."""
+        for wants_stale, values in ((False, self.prob_diffs), (True, self.stale_prob_diffs)):
+            tokens = sum(each.tokens for is_stale, each in sums if is_stale == wants_stale)
+            if tokens:
+                values.append(sum(each.prob_diff for is_stale, each in sums if is_stale == wants_stale) / tokens)
+                del values[:-_HISTORY]
+
+    @property
+    def usual(self) -> float | None:
+        """Median of the last on-policy steps. None before the first one."""
+        return statistics.median(self.prob_diffs) if self.prob_diffs else None
+
+    @property
+    def usual_stale(self) -> float | None:
+        """Largest of the last steps with older tokens. None before the first one."""
+        return max(self.stale_prob_diffs[-_STALE_HISTORY:], default=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FirstUpdateGuard:
     """Limits that the first update of a step must keep."""
 
     max_prob_diff: float | None
-    """Limit of the mean |pi - mu|. None disables the check."""
+    """Limit of the mean |pi - mu| of tokens from the current weights. None disables this and all limits that follow
+    from the run itself."""
+    is_on_policy: bool
+    """True if the current weights sampled every token of the step."""
+    follows_run: bool
+    """True if the run's own noise is a limit, too."""
     max_nonfinite_fraction: float | None
     """Limit of ``nonfinite_fraction``. None disables the check."""
     nonfinite_fraction: float
@@ -56,6 +114,13 @@ class FirstUpdateGuard:
     """The coarser dtype of engine and trainer."""
     noise: float = 0.0
     """``train.layer_noise.std``, which the policy's probabilities include."""
+    is_topk: bool = False
+    """True if the loss compares the Top-K of both policies."""
+    history: GuardHistory = field(default_factory=GuardHistory)
+    sampling: SamplingTest | None = None
+    """Test of the servers' sampling. None disables it."""
+    selection: SelectionShares = field(default_factory=SelectionShares)
+    """Shares of the sampled responses that are not trained on."""
 
     @classmethod
     def from_config(
@@ -66,6 +131,10 @@ class FirstUpdateGuard:
         *,
         nonfinite_fraction: float,
         is_on_policy: bool,
+        is_topk: bool = False,
+        history: GuardHistory | None = None,
+        sampling: SamplingTest | None = None,
+        selection: SelectionShares | None = None,
     ) -> FirstUpdateGuard:
         """Return the guard of one step.
 
@@ -73,9 +142,12 @@ class FirstUpdateGuard:
             train: Configured limits.
             rollout: Engine and its dtype, which the default limits follow from.
             model: Dtype of the trainer.
-            nonfinite_fraction: See the field.
-            is_on_policy: True if the current weights sampled every token of the step. Tokens of older weights also
-                differ by the updates since, for which there is no limit.
+            nonfinite_fraction: See the field, as for the others below.
+            is_on_policy: See the field.
+            is_topk: See the field.
+            history: None starts a new one.
+            sampling: See the field.
+            selection: None: everything is trained on.
         """
         dtype = coarser(rollout.rounding_dtype, model.dtype)
         # A perturbed engine differs on purpose; the trainer's own model must agree to the bit.
@@ -85,20 +157,52 @@ class FirstUpdateGuard:
         configured = train.max_first_prob_diff
         limit = default if configured == "auto" else None if configured == "off" else configured
         return cls(
-            max_prob_diff=limit if is_on_policy else None,
+            max_prob_diff=limit,
+            is_on_policy=is_on_policy,
+            follows_run=configured == "auto" and limit is not None and not train.layer_noise.std,
             max_nonfinite_fraction=None if train.max_nonfinite_fraction == "off" else train.max_nonfinite_fraction,
             nonfinite_fraction=nonfinite_fraction,
             engine=rollout.engine,
             dtype=dtype,
             noise=train.layer_noise.std,
+            is_topk=is_topk,
+            history=history or GuardHistory(),
+            sampling=sampling,
+            selection=selection or SelectionShares(),
         )
 
-    def __call__(self, metrics: Mapping[str, float]) -> None:
+    def __call__(self, metrics: Mapping[str, float], sums: SumsBySource | None = None) -> dict[str, str]:
         """Check the reduced metrics of the first update before it is applied. They are the same on every rank.
 
+        Args:
+            metrics: Metrics of the update. Without a token in its loss there is nothing to check.
+            sums: Sums of each server. None checks the metrics alone.
+
+        Returns:
+            The reasons of the servers that must be left out, by URL. Empty if all of them are right.
+
         Raises:
-            TrainingStopped: A limit is exceeded. The message names the numbers, the limits and likely causes.
+            TrainingStopped: A limit is exceeded, and no server without a problem is left. The message names the
+                numbers, the limits and likely causes.
         """
+        problems = self._metric_problems(metrics)
+        if problems:
+            _stop(problems)
+        by_server = {} if sums is None else self._server_problems(sums)
+        good = [(source.is_stale, each) for source, each in (sums or {}).items() if source.server not in by_server]
+        if by_server and (not good or "" in by_server):
+            _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()])
+        if "abs_prob_diff" in metrics and not by_server and self.is_on_policy and self.max_prob_diff is not None:
+            # The same mean as by server, also where a loss reports no tokens.
+            difference = metrics["abs_prob_diff"]
+            if not difference <= self.max_prob_diff:
+                _stop([self._difference_problem(difference, self.max_prob_diff)])
+        if not by_server:
+            self.history.add(good)
+        return by_server
+
+    def _metric_problems(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return what is wrong with the step whatever server sent it."""
         problems = []
         # Written as `not a <= b` so that NaN counts as exceeded.
         if self.max_nonfinite_fraction is not None and not self.nonfinite_fraction <= self.max_nonfinite_fraction:
@@ -107,23 +211,123 @@ class FirstUpdateGuard:
                 f"be dropped from the loss; train.max_nonfinite_fraction = {self.max_nonfinite_fraction:g}. "
                 f"{_DROPPED_CAUSES}"
             )
-        difference = metrics["abs_prob_diff"]
-        if self.max_prob_diff is not None and not difference <= self.max_prob_diff:
-            noise = (
-                f"The policy includes train.layer_noise.std = {self.noise:g}, which makes a difference by itself: "
-                "lower it, or raise train.max_first_prob_diff. "
-            )
+            # Both problems at once: they may have one cause.
+            difference = metrics.get("abs_prob_diff", 0.0)
+            if self.is_on_policy and self.max_prob_diff is not None and not difference <= self.max_prob_diff:
+                problems.append(self._difference_problem(difference, self.max_prob_diff))
+        disagreement = metrics.get("router_live_disagreement_max", 0.0)
+        limit = _MAX_LAYER_DISAGREEMENT[self.dtype]
+        if self.is_on_policy and self.max_prob_diff is not None and not disagreement <= limit:
             problems.append(
-                f"the policy's probabilities of the sampled tokens differ from those that the engine "
-                f"{self.engine!r} reported by {difference:.3g} on average, before the first update of the step, where "
-                f"both have the same weights; {self.dtype} allows {self.max_prob_diff:g} "
-                f"(train.max_first_prob_diff). {noise if self.noise else ''}{_DIFFERENCE_CAUSES}"
+                f"in one layer the routers choose other experts than the engine reported for {disagreement:.0%} of the "
+                f"tokens (train/router_live_disagreement_max); {self.dtype} allows {limit:.0%}. Likely causes: routes "
+                "of another layer, token or request. Update the server, and run the probe after every sync "
+                "(rollout.weight_sync.probe_every = 1)"
             )
-        if problems:
-            raise TrainingStopped(
-                "the rollouts of this step do not fit the policy; nothing was learned from them:\n"
-                + "\n".join(f"  - {problem}" for problem in problems)
+        return problems
+
+    def _server_problems(self, sums: SumsBySource) -> dict[str, str]:
+        problems: dict[str, str] = {}
+        current = {source.server: each for source, each in sums.items() if not source.is_stale}
+        if self.sampling is not None:
+            problems |= self.sampling.add_surprise(current, self.selection)
+        for source, each in sums.items():
+            check = self._stale_problem if source.is_stale else self._current_problem
+            problem = check(each)
+            if problem is not None:
+                problems[source.server] = problem
+        return problems
+
+    def _current_problem(self, tokens: ServerSums) -> str | None:
+        """Return what is wrong with tokens of the current weights, or None."""
+        if self.max_prob_diff is None:
+            return None
+        difference = tokens.mean("prob_diff")
+        if not difference <= self.max_prob_diff:
+            return self._difference_problem(difference, self.max_prob_diff)
+        if not self.follows_run:
+            return None
+        if (bias := _bias(tokens, _USUAL_PROB_DIFF[self.dtype])) is not None:
+            return (
+                f"log pi - log mu is {bias:+.3g} on average, and its size is {tokens.mean('abs_log_diff'):.3g}. "
+                "Rounding goes both ways, this does not: log-probabilities are shifted, scaled or of another "
+                f"temperature. {_DIFFERENCE_CAUSES}"
             )
+        usual = self.history.usual
+        limit = (
+            _USUAL_PROB_DIFF[self.dtype] if usual is None else max(_USUAL_PROB_DIFF[self.dtype], _USUAL_FACTOR * usual)
+        )
+        if usual is not None and difference - _DEVIATIONS * _standard_error(tokens) > limit:
+            return self._difference_problem(
+                difference,
+                limit,
+                f"{_USUAL_FACTOR:g} times the median of this run's last steps, and at least "
+                f"{_USUAL_PROB_DIFF[self.dtype]:g}",
+            )
+        divergence = tokens.mean("divergence")
+        if self.is_topk and divergence > _MAX_TOPK_DIVERGENCE:
+            return (
+                f"the Top-K of the policy and of the engine differ by {divergence:.3g} on average, where both have the "
+                f"same weights; allowed is {_MAX_TOPK_DIVERGENCE:g}. The sampled tokens' log-probabilities fit, so the "
+                "Top-K is that of another position or request. Update the server, and use its URL without a gateway"
+            )
+        return None
+
+    def _stale_problem(self, tokens: ServerSums) -> str | None:
+        """Return what is wrong with tokens of older weights, or None."""
+        if not self.follows_run:
+            return None
+        usual = self.history.usual_stale
+        limit = _MAX_STALE_PROB_DIFF
+        if usual is not None:
+            limit = min(limit, max(_STALE_FACTOR * usual, _USUAL_STALE_PROB_DIFF))
+        difference = tokens.mean("prob_diff")
+        if not difference - _DEVIATIONS * _standard_error(tokens) > limit:
+            return None
+        return (
+            f"the policy's probabilities of tokens from older weights differ from those that the engine reported by "
+            f"{difference:.3g} on average; allowed is {limit:.3g} ({_STALE_FACTOR:g} times the largest of this run's "
+            f"last {_STALE_HISTORY} steps, at most {_MAX_STALE_PROB_DIFF:g}). If the policy itself moves that fast, "
+            f"lower the learning rate. {_DIFFERENCE_CAUSES}"
+        )
+
+    def _difference_problem(self, difference: float, limit: float, origin: str = "") -> str:
+        noise = (
+            f"The policy includes train.layer_noise.std = {self.noise:g}, which makes a difference by itself: "
+            "lower it, or raise train.max_first_prob_diff. "
+        )
+        origin = origin or "train.max_first_prob_diff"
+        return (
+            f"the policy's probabilities of the sampled tokens differ from those that the engine "
+            f"{self.engine!r} reported by {difference:.3g} on average, before the first update of the step, where "
+            f"both have the same weights; {self.dtype} allows {limit:g} "
+            f"({origin}). {noise if self.noise else ''}{_DIFFERENCE_CAUSES}"
+        )
+
+
+def _stop(problems: Sequence[str]) -> None:
+    raise TrainingStopped(
+        "the rollouts of this step do not fit the policy; nothing was learned from them:\n"
+        + "\n".join(f"  - {problem}" for problem in problems)
+    )
+
+
+def _standard_error(tokens: ServerSums) -> float:
+    """Return the standard error of the mean |pi - mu|: one token with another expert can move it by 1 / tokens."""
+    return math.sqrt(tokens.prob_diff_square) / tokens.tokens
+
+
+def _bias(tokens: ServerSums, usual: float) -> float | None:
+    """Return the mean of d = log pi - log mu if it is too large for rounding, else None.
+
+    Rounding has no sign: then the mean of d is -KL(mu || pi), which is about minus half the mean of d^2.
+    """
+    if tokens.mean("abs_log_diff") <= usual:
+        return None
+    expected = 0.75 * tokens.log_diff_square + 0.1 * tokens.abs_log_diff
+    if abs(tokens.log_diff) <= expected + _DEVIATIONS * math.sqrt(tokens.log_diff_square):
+        return None
+    return tokens.mean("log_diff")
 
 
 def count_nonfinite_tokens(groups: Sequence[RolloutGroup]) -> Metric:

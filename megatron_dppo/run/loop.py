@@ -13,8 +13,9 @@ from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.run.export import export_results
+from megatron_dppo.run.gpus import exclude_servers
 from megatron_dppo.run.orphans import no_orphans, stop_when_torchrun_dies
-from megatron_dppo.run.run_records import request_metrics, step_metrics
+from megatron_dppo.run.run_records import request_metrics, step_metrics, token_ranks
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
@@ -75,7 +76,19 @@ def _train(session: Session, stop: StopSignal) -> None:
         with clock.part("publish"):
             records.show_servers(gpus.for_training())
         record = recorder.begin(state.step + 1)
-        results = update_policy(trainer, config, session.teacher, state.step, collected, samples, clock, record)
+        results = update_policy(
+            trainer,
+            config,
+            session.teacher,
+            state.step,
+            collected,
+            samples,
+            clock,
+            record,
+            guard_state=state.guard,
+            ranks=token_ranks(session.engine),
+        )
+        records.show_servers(exclude_servers(gpus, state.guard))
         state.count_skipped(results)
 
         # Wait until the engine can get new weights: for rollouts of the next step, unless they may change weights

@@ -26,6 +26,7 @@ from megatron_dppo.report.records import before_after_table, compare_responses, 
 from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.types import (
     FinishReason,
@@ -115,6 +116,11 @@ def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int)
         "evicted_servers": Metric(counts.evicted_servers, kind="max"),
         "invalid_responses": Metric(counts.invalid_responses, 1 / dp),
     }
+
+
+def token_ranks(engine: RolloutEngine | None) -> dict[str, RankSums]:
+    """Return the ranks of the tokens that an engine over servers got since the last call, by URL."""
+    return engine.take_ranks() if isinstance(engine, ServerEngine) else {}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -43,6 +43,7 @@ from megatron_dppo.run.engines import (
 from megatron_dppo.run.evaluation import Evaluator
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
+from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.run.inputs import Inputs, ModelInputs, resolve_num_steps
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.recording import StepRecorder
@@ -176,7 +177,6 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
 
         # Model-parallel groups, the policy, and the engine that samples with its weights.
         groups = build_groups(config, inputs, platform, world)
-        # #1
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
         engine = build_engine(config, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
@@ -211,6 +211,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
                 say=console.print,
             ),
             resume_point=point,
+            state=RunState(guard=GuardState.from_config(config)),
         )
         parts.callback(session.records.close)
         parts.callback(publisher.close)

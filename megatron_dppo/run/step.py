@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -24,12 +24,14 @@ from megatron_dppo.losses import advantages_by
 from megatron_dppo.losses.parts.returns import Moments, kl_estimate, returns_to_go
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
+from megatron_dppo.policy.server_sums import without_servers
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.report.metrics import reduce_metrics, reduce_over_samples
+from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
-from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
+from megatron_dppo.rollout.sampling_sums import RankSums
+from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
 
@@ -62,6 +64,9 @@ def update_policy(
     clock: Clock,
     record: StepRecord | None = None,
     mini_batches: Callable[[int], list[list[int]]] | None = None,
+    *,
+    guard_state: GuardState | None = None,
+    ranks: Mapping[str, RankSums] | None = None,
 ) -> list[StepResult]:
     """Apply one optimizer update per mini-batch and epoch; a collective of all ranks.
 
@@ -75,12 +80,15 @@ def update_policy(
         clock: Adds up the seconds of each phase.
         record: Records what the updates compute for each token. None disables recording.
         mini_batches: Sample indices of each mini-batch, by epoch. None shuffles by the run's seed.
+        guard_state: State of the guard over the run; gets the servers that it excludes. None: a step by itself.
+        ranks: Ranks of the tokens that this rank's engine got since the last step, by URL.
 
     Returns:
         The result of each update, in order.
 
     Raises:
-        TrainingStopped: The rollouts do not fit the policy. No update was applied.
+        TrainingStopped: The rollouts do not fit the policy, or are no samples of it, and no server without a problem is
+            left. No update was applied.
     """
     # One learning rate for all updates of the step.
     trainer.optimizer.set_step(step)
@@ -95,7 +103,9 @@ def update_policy(
         scoring_teacher=None if is_exact else local_teacher,
         recorder=None if record is None else record.watch,
     )
-    guard = build_first_update_guard(trainer.groups, config, collected)
+    state = GuardState.from_config(config) if guard_state is None else guard_state
+    guard = state.begin_step(config, trainer.groups, collected, ranks or {})
+    samples = [without_servers(sample, state.excluded) for sample in samples]
 
     # Log-probabilities of the anchor, the reference and the teacher, before the first update changes the policy.
     samples = updater.add_recomputed(samples, clock)
@@ -117,6 +127,7 @@ def update_policy(
     # Data-parallel ranks have different samples, so each shuffles in an order of its own.
     seed = sampling_seed(config.run.seed, "order", step, trainer.dp_rank)
     results = list(updater.run(samples, seed, clock, guard, mini_batches))
+    state.excluded |= updater.excluded
 
     # Metrics of the step stand with its first update.
     if config.reward.kl_coef:
@@ -124,22 +135,6 @@ def update_policy(
     if step_metrics:
         results[0] = replace(results[0], metrics={**results[0].metrics, **step_metrics})
     return results
-
-
-def build_first_update_guard(groups: ParallelGroups, config: Config, collected: CollectedRollouts) -> FirstUpdateGuard:
-    """Return the guard of this step's first update; a collective of all ranks."""
-    local = {
-        "dropped": count_nonfinite_tokens(collected.groups),
-        "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
-    }
-    reduced = reduce_over_samples(groups, local)
-    return FirstUpdateGuard.from_config(
-        config.train,
-        config.rollout,
-        config.model,
-        nonfinite_fraction=reduced["dropped"],
-        is_on_policy=reduced["oldest"] == 0,
-    )
 
 
 def compute_group_advantages(

@@ -135,8 +135,13 @@ class LossOutput:
     """True on tokens that contribute a gradient; a token of the loss mask with False is *masked*. Bool, shape [T]."""
     metrics: Mapping[str, Metric]
     """Metrics of the tokens, not reduced."""
+    # Without gradient, for recording a step and for the guard. None if the loss does not return them. Shape [T].
     logprobs: Tensor | None = None
-    """Log pi of the tokens without gradient, for recording a step. Shape [T]. None if the loss does not return them."""
+    """Log pi of the tokens."""
+    entropy: Tensor | None = None
+    """Entropy of pi at the tokens, in nats."""
+    divergence: Tensor | None = None
+    """Divergence of pi from mu at the tokens, as the loss measures it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,11 +124,13 @@ class DropReason(StrEnum):
 
 
 class VersionSpan(NamedTuple):
-    """Response tokens ``[start, end)``, all sampled with the weights of ``policy_version``."""
+    """Tokens ``[start, end)``, all sampled by one server with the weights of ``policy_version``."""
 
     policy_version: int
     start: int
     end: int
+    server: str = ""
+    """URL of the server. Empty for an engine in this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +225,8 @@ class Completion(ResponseColumns):
     text: str
     """Decoded response without special tokens."""
     policy_versions: tuple[VersionSpan, ...] = ()
-    """Weights version of each sampled token. Empty means that all tokens have ``policy_version``. Tokens that were not
-    sampled are in no span."""
+    """Weights version and server of each sampled token. Empty means that all tokens have ``policy_version``. Tokens
+    that were not sampled are in no span."""
     loss_mask: Tensor | None = None
     """True on sampled tokens, False on tokens that a tool or a user wrote. Bool, shape [R]. None means that all were
     sampled. A token that was not sampled has ``logprobs`` 0.0 and only unused Top-K slots, both without meaning."""

@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.rollouts import SamplingMask
+from megatron_dppo.types.rollouts import SamplingMask, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,8 @@ class TrainingSample(TokenFields):
     """Input ids. Int64, shape [T]."""
     number: int = -1
     """Index in the step, over all data-parallel ranks. -1 means not assigned."""
+    sources: tuple[VersionSpan, ...] = ()
+    """Weights version and server of each sampled label, as spans of the T positions. Empty if unknown."""
     # Declared again: in a sample these columns have a row for each of its R response tokens only.
     rollout_topk_ids: Tensor | None = None
     """Top-K ids of the last R positions. Int32, shape [R, K+1]. The other positions are outside the loss mask and have

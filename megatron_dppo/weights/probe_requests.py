@@ -6,6 +6,7 @@ is left to the caller. ``verdict.verify_response`` compares them and names the c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,15 +73,30 @@ class ProbeResponse:
 
 
 class RouteCounts:
-    """Number of rows of routes (one token in one layer) that the trainer's live routers choose differently."""
+    """Number of rows of routes (one token in one layer) that the trainer's live routers choose differently.
+
+    Args:
+        counts: Result of ``count_differences``, ``[L, 3, 2]``. None counts nothing.
+    """
 
     def __init__(self, counts: NDArray[np.int64] | None = None) -> None:
-        self._counts = np.zeros((3, 2), dtype=np.int64) if counts is None else counts
+        self._counts = np.zeros((1, 3, 2), dtype=np.int64) if counts is None else counts
+
+    @staticmethod
+    def of_stages(stages: Sequence[RouteCounts]) -> RouteCounts:
+        """Return the counts of the layers of all stages, for the same tokens."""
+        return RouteCounts(np.concatenate([stage._counts for stage in stages]))
 
     @property
     def rows(self) -> int:
         """Number of rows that both sides know."""
-        return int(self._counts[0, 0])
+        return int(self._counts[:, 0, 0].sum())
+
+    @property
+    def worst_layer_share(self) -> float:
+        """Share of rows with other experts in the layer where it is largest."""
+        rows, differ = self._counts[:, 0].T
+        return float((differ / np.maximum(rows, 1)).max())
 
     @property
     def share(self) -> float:
@@ -93,7 +109,7 @@ class RouteCounts:
         return min(self._share(1), self._share(2))
 
     def _share(self, index: int) -> float:
-        rows, differ = self._counts[index].tolist()
+        rows, differ = self._counts[:, index].sum(0).tolist()
         return differ / rows if rows else 0.0
 
     def __add__(self, other: RouteCounts) -> RouteCounts:

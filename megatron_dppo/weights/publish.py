@@ -75,6 +75,9 @@ class Publisher(Protocol):
         Afterwards the engine samples with exactly this version.
         """
 
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """Use servers no more in this run, on every rank. ``servers`` has the reason by URL."""
+
     def close(self) -> None:
         """Free all resources."""
 
@@ -95,6 +98,9 @@ class LocalPublisher:
             drain(weights)
         return []
 
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """Do nothing: there are no servers."""
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -114,6 +120,9 @@ class BatchInvariantPublisher:
         """See ``Publisher``."""
         self._engine.policy_version = self._trainer.policy_version
         return []
+
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """Do nothing: there are no servers."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -241,6 +250,13 @@ class ServerPublisher:
             return [] if self._sync is None else self._sync.run(lambda servers: release_all(servers, attempts))
 
         return run_on_leader(release, world)
+
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """See ``Publisher``."""
+        if self._engine is not None:
+            self._engine.exclude(servers)
+        if self._sync is not None:
+            self._sync.exclude(servers)
 
     def _wait_for_any(self, urls: Iterable[str]) -> None:
         """Wait on all ranks until one of the servers responds to rank 0, or until the patience ends."""

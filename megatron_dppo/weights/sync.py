@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,6 +90,12 @@ class WeightSync:
         """Version that each server got last, by URL."""
         self._culprits = set[str]()
         """Servers that broke off an earlier attempt at this version."""
+        self._excluded = dict[str, str]()
+        """Reasons of the servers that get no more weights, by URL."""
+
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """Send servers no more weights in this run. ``servers`` has the reason by URL."""
+        self._excluded |= servers
 
     def send(self, weights: Weights, version: int, synced: Mapping[str, ServerInfo] | None = None) -> SyncResult:
         """Run one attempt. Consumes the whole stream in any case, since the other ranks run it too.
@@ -105,6 +112,7 @@ class WeightSync:
     ) -> SyncResult:
         """Run ``send`` on the caller's event loop. The methods ``disk`` and ``ipc`` use no thread."""
         attempt = Attempt(version, synced or {})
+        attempt.absent |= self._excluded
         is_retry = self._versions[-1:] == [version]
         if not is_retry:
             self._versions.append(version)
@@ -124,6 +132,8 @@ class WeightSync:
                 stream.end()
             drain(weights)
         result = attempt.result()
+        # The user was told why when the server was excluded.
+        result = replace(result, absent={k: v for k, v in result.absent.items() if k not in self._excluded})
         self._absent = set(result.absent)
         self._last_versions |= dict.fromkeys(result.good, version)
         self._culprits |= attempt.find_culprits()

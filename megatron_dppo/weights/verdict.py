@@ -42,21 +42,39 @@ class Tolerance:
     """``Distance.odds`` up to which no other explanation is considered."""
     routes: float
     """Bound of the share of rows (a token in a layer) with other experts."""
+    layer_routes: float
+    """Bound of that share in each layer."""
     topk: float
     """Bound of the mean |log p - log q| of the Top-K, and of how far its ids fall short of the best ones."""
 
 
 TOLERANCES = {
     # Programs that sum in another order differ by about 1e-6 per token; large models have longer sums.
-    "fp32": Tolerance(mean=3e-5, largest=1e-4, probability=3e-5, odds=3e-4, unexplained=3e-4, routes=0.02, topk=3e-4),
+    "fp32": Tolerance(
+        mean=3e-5, largest=1e-4, probability=3e-5, odds=3e-4, unexplained=3e-4, routes=0.02, layer_routes=0.1, topk=3e-4
+    ),
     # 11 bits of mantissa: an eighth of bf16's rounding, and half of bf16's margin for tokens that change their expert.
     "fp16": Tolerance(
-        mean=0.25, largest=float("inf"), probability=0.05, odds=0.2, unexplained=0.015, routes=0.2, topk=0.3
+        mean=0.25,
+        largest=float("inf"),
+        probability=0.05,
+        odds=0.2,
+        unexplained=0.015,
+        routes=0.2,
+        layer_routes=0.35,
+        topk=0.3,
     ),
     # 8 bits of mantissa: 0.4 % of each logit. A token between two experts may go to the other one, which moves its
     # log-probability by any amount. So there is no bound for a single token.
     "bf16": Tolerance(
-        mean=0.5, largest=float("inf"), probability=0.1, odds=0.4, unexplained=0.03, routes=0.4, topk=0.6
+        mean=0.5,
+        largest=float("inf"),
+        probability=0.1,
+        odds=0.4,
+        unexplained=0.03,
+        routes=0.4,
+        layer_routes=0.5,
+        topk=0.6,
     ),
 }
 """Tolerances by the coarser dtype of server and trainer.
@@ -234,6 +252,13 @@ class _ResponseCheck:
             )
         if not self._is_within_tolerance(replayed) and not self._is_within_tolerance(live):
             self._refuse(self._describe_cause(replayed))
+        layer_share = counts.worst_layer_share
+        if share <= tolerance.routes and layer_share > tolerance.layer_routes:
+            self._refuse(
+                f"wrong routed experts of a layer: {layer_share:.0%} of the rows of one layer have other experts than "
+                f"the trainer's router chooses, {self._expected.dtype} allows {tolerance.layer_routes:.0%} in a layer "
+                f"({numbers}). It reports those of another layer or token there: update the server. {_GATEWAY}"
+            )
         if share > tolerance.routes or not self._is_within_tolerance(replayed):
             self._refuse(
                 f"wrong routed experts: {numbers}. Its log-probabilities are right, so it reports experts of other "

@@ -114,7 +114,7 @@ def check(prompt: Prompt, completion: Completion, models: dict[int, Reference]) 
     assert len(completion.logprobs) == length and completion.topk_token_ids.shape == (length, 4)
     assert completion.routed_experts.shape[0] == first + length - 1
     read = 0
-    for version, start, end in completion.policy_versions:
+    for version, start, end, _server in completion.policy_versions:
         model = models[version]
         expected = model.distributions(prompt.token_ids, tokens, 1.0)[start:end]
         sampled = expected.gather(1, completion.token_ids[start:end, None].long()).squeeze(1)
@@ -237,7 +237,7 @@ def test_tool_tokens_are_masked_and_model_tokens_are_exact(two: list[Engine], ol
                 difference(logprobs[is_model_token], expected[is_model_token]) < 1e-5
                 and not logprobs[~is_model_token].any()
             )
-            covered = [i for _, start, end in completion.policy_versions for i in range(start, end)]
+            covered = [i for _, start, end, _server in completion.policy_versions for i in range(start, end)]
             assert covered == is_model_token.nonzero().squeeze(1).tolist()
             assert completion.topk_token_ids is not None and completion.topk_token_ids[~is_model_token].eq(-1).all()
             tool = completion.token_ids[~is_model_token].tolist()

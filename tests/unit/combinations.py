@@ -170,7 +170,7 @@ class Loop:
         given = [] if c.loss_mask is None else (~c.loss_mask).nonzero().squeeze(1).tolist()
         assert sorted([*covered, *given]) == list(range(len(c.token_ids)))
         assert c.token_ids[given].tolist() == ([5, 6] * 3 * self.combination.turns)[: len(given)]
-        for version, start, end in c.policy_versions:
+        for version, start, end, _server in c.policy_versions:
             right = self.reference(version, prompt.token_ids, tuple(c.token_ids.tolist()))[start:end]
             known = ~right[:, 0].isnan()
             own = right.gather(1, c.token_ids[start:end, None].long()).squeeze(1)

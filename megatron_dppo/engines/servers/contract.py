@@ -7,7 +7,7 @@ the trainer can check that the log-probabilities are those of the policy: see ``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.errors import ContractViolation
+from megatron_dppo.rollout.sampling_sums import rank_sums
 from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason
 
@@ -164,12 +165,15 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
 
 
 def checked(contract: Contract) -> GenerateCall:
-    """Return a function that sends a request to a server and raises where ``check_generation`` does."""
+    """Return a function that sends a request to a server and raises where ``check_generation`` does.
+
+    The generations have their ``ranks``.
+    """
 
     async def ask(server: InferenceServer, request: GenerateRequest) -> Generation:
         generation = await server.generate(request)
         check_generation(generation, request, contract, server.url)
-        return generation
+        return replace(generation, ranks=rank_sums(generation, request))
 
     return ask
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dppo.engines.servers.pooled_server import Gate, HealthMonitor, PooledServer
 from megatron_dppo.errors import ContractViolation, NoUsableServer, ServerError
+from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
 
 _RECHECK_SECONDS = 1.0
@@ -69,6 +70,8 @@ class ServerPool:
         if not servers:
             raise ValueError("ServerPool needs at least one server")
         self.counts = PoolCounts()
+        self.ranks: dict[str, RankSums] = {}
+        """Ranks of the tokens in the distributions that the servers report, by URL."""
         self._generate_on = ask
         self._patience = unavailable_timeout_seconds
         self._servers = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
@@ -85,6 +88,13 @@ class ServerPool:
     def version(self) -> int:
         """Version of the current weights; -1 before the first ``use_version``."""
         return self._versions[-1] if self._versions else -1
+
+    def exclude(self, url: str, problem: str) -> None:
+        """Send a server no more requests in this run; requests on it go elsewhere."""
+        for server in self._servers:
+            if server.url == url:
+                server.exclusion = problem
+                self._mark_unhealthy(server, problem, is_final=True)
 
     def use_version(self, version: int, urls: Iterable[str]) -> None:
         """Use only the given servers, which have exactly ``version``, until the next sync.
@@ -232,7 +242,8 @@ class ServerPool:
             raise _RetryElsewhere(server.describe())
         server.failures = 0
         self._last_success = self._now()
-        return generation
+        self.ranks[server.url] = self.ranks.get(server.url, RankSums()) + generation.ranks
+        return replace(generation, versions=tuple(span._replace(server=server.url) for span in generation.versions))
 
     def _handle_error(self, server: PooledServer, error: ServerError) -> None:
         """Update the state of a server after a failed request.

@@ -45,6 +45,8 @@ class PooledServer:
     evictions: int = 0
     """Number of times the server became unhealthy. A response to a request from before the last one is discarded."""
     in_flight: set[asyncio.Task[Generation]] = field(default_factory=set)
+    exclusion: str | None = None
+    """Reason why the run does not use the server any more, whatever a sync does. None: it is not excluded."""
 
     @property
     def url(self) -> str:
@@ -62,6 +64,7 @@ class PooledServer:
         Args:
             problem: why the sync left the server out; None if it brought the server to the current version.
         """
+        problem = self.exclusion or problem
         self.problem = problem
         self.is_final = problem is not None
         self.is_synced = problem is None

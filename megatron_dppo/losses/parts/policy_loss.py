@@ -89,8 +89,15 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         metrics |= counterfactual_metrics(
             tokens, decision, keep, loss, inputs.token_weights, factor=factor, coefficient=coefficient
         )
-    count, log_pi = tokens.mask.sum(), inputs.logprobs.detach()
-    return LossOutput(loss_sum=loss_sum, num_tokens=count, keep_mask=keep, metrics=metrics, logprobs=log_pi)
+    return LossOutput(
+        loss_sum=loss_sum,
+        num_tokens=tokens.mask.sum(),
+        keep_mask=keep,
+        metrics=metrics,
+        logprobs=inputs.logprobs.detach(),
+        entropy=None if inputs.entropy is None else inputs.entropy.detach(),
+        divergence=decision.divergence.detach(),
+    )
 
 
 def supervised_loss(inputs: LossInputs) -> LossOutput:

@@ -154,7 +154,8 @@ def _schema(arrow: Any) -> Any:
     ids = arrow.list_(arrow.int32())
     floats = arrow.list_(arrow.float32())
     flags = arrow.list_(arrow.bool_())
-    span = arrow.struct([(name, arrow.int32()) for name in ("policy_version", "start", "end")])
+    numbers_of_span = [(name, arrow.int32()) for name in ("policy_version", "start", "end")]
+    span = arrow.struct([*numbers_of_span, ("server", text)])
     part = arrow.struct([("name", text), ("value", arrow.float64())])
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
     texts = ("prompt_id", "prompt", "label", "response", "finish_reason", "failure", "prompt_metadata")

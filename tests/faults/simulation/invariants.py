@@ -35,7 +35,7 @@ def check_completion(
     if [span.start for span in c.policy_versions] != edges[:-1] or edges[-1] != len(tokens):
         yield f"spans {c.policy_versions} of {len(tokens)} tokens"
         return
-    for version, _, _ in c.policy_versions:
+    for version, *_ in c.policy_versions:
         if version not in allowed:
             yield f"tokens of version {version}, where {sorted(allowed)} may train"
             return

@@ -77,7 +77,7 @@ def check_numbers(prompt: Prompt, found: Completion, temperature: float = 1.0) -
     assert shape is not None
     last = max(span.end for span in found.policy_versions)
     check_routes(found.routed_experts[: len(prompt.token_ids) + last - 1], shape, tokens=len(tokens) - 1, request="")
-    for version, start, end in found.policy_versions:
+    for version, start, end, _server in found.policy_versions:
         model = MODELS[version]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens])).logits[0, len(prompt.token_ids) - 1 : -1]

@@ -18,7 +18,7 @@ from megatron_dppo.engines.servers.responder import LoopThread, PromptRoutes
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.turns import Turns
-from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
+from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.columns import same
 from tests.unit.fake_servers import END, VOCAB, FakeServer, logprob, routes
 
@@ -135,7 +135,7 @@ def test_a_response_that_was_aborted_continues_under_the_new_weights(
     for completion in found:
         edge = completion.policy_versions[0].end
         assert 0 < edge < 40
-        assert completion.policy_versions == (VersionSpan(1, 0, edge), VersionSpan(2, edge, 40))
+        assert [span[:3] for span in completion.policy_versions] == [(1, 0, edge), (2, edge, 40)]
         check(completion, 3, [1] * edge + [2] * (40 - edge))
         assert completion.topk_token_ids is not None and completion.topk_token_ids.shape == (40, 2)
         expected = torch.cat([routes(0, 3 + edge - 1, 1), routes(3 + edge - 1, 42, 2)])
@@ -184,7 +184,7 @@ def test_the_slowest_groups_are_stopped_and_continued_later(engine: ServerEngine
         assert completion.finish_reason == "stop" and len(completion.token_ids) == 38
         edge = completion.policy_versions[0].end
         assert 0 < edge < 38
-        assert completion.policy_versions == (VersionSpan(1, 0, edge), VersionSpan(5, edge, 38))
+        assert [span[:3] for span in completion.policy_versions] == [(1, 0, edge), (5, edge, 38)]
         check(completion, 3, [1] * edge + [5] * (38 - edge))
     requests = [r for server in servers for r in server.requests]
     assert len({r.request_id for r in requests}) == len(requests)
@@ -198,7 +198,7 @@ def test_a_group_that_is_not_held_starts_anew(engine: ServerEngine, servers: lis
     publish(engine, servers, 5)
     slow_groups(servers, set())
     (again,) = first_complete(engine, [1], [1], 2, params(60), enough=1, keep=())
-    assert again is not None and {c.policy_versions for c in again} == {(VersionSpan(5, 0, 7),)}
+    assert again is not None and {span[:3] for c in again for span in c.policy_versions} == {(5, 0, 7)}
 
 
 def test_requests_that_were_never_sent_do_not_start_when_others_are_stopped(servers: list[FakeServer]) -> None:
@@ -299,7 +299,7 @@ def test_a_function_continues_by_replay_after_it_was_stopped(servers: list[FakeS
         assert same(before[0].token_ids, after[0].token_ids) and before[0].loss_mask is not None
         assert same(before[0].loss_mask, after[0].loss_mask)
         had = len(half[key][0].token_ids)
-        versions = [v for v, start, end in after[0].policy_versions for _ in range(start, end)]
+        versions = [v for v, start, end, _ in after[0].policy_versions for _ in range(start, end)]
         sampled = [i for i in range(24) if i % 6 < 4]
         assert versions == [1 if i < had else 3 for i in sampled]
     assert begun.count(101) >= 2
@@ -406,7 +406,7 @@ def test_siblings_without_routes_of_their_weights_request_them_or_start_again(
     assert len(found) == 5
     for completion in found:
         start, rows = 0, []
-        for version, _, end in completion.policy_versions:
+        for version, _, end, _ in completion.policy_versions:
             rows.append(routes(start, 3 + end - 1, version))
             start = 3 + end - 1
         assert same(completion.routed_experts, torch.cat(rows)[:40])
@@ -449,7 +449,7 @@ def test_a_group_that_is_stopped_before_its_routes_arrive_continues_later(
     for group in first_complete(engine, left, left, 2, ROUTED, enough=2, keep=()):
         for completion in group or []:
             spans = completion.policy_versions
-            whole = [version for version, start, end in spans for _ in range(start, end)]
+            whole = [span.policy_version for span in spans for _ in range(span.start, span.end)]
             first = sum(version == 1 for version in whole)
             expected = routes(0, 3 + len(whole) - 1, 2)
             if first:

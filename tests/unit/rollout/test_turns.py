@@ -77,7 +77,9 @@ def test_tool_tokens_are_masked_and_columns_stay_aligned(run: Any, server: FakeS
     found = run(with_tool, topk_logprobs=2, routed_experts=True)
     assert found.token_ids.tolist() == [7, 7, STOP, 97, 98, 50, 7, 7, 7, END] and found.finish_reason == "stop"
     assert same(found.loss_mask, mask([True] * 3 + [False] * 3 + [True] * 4))
-    assert found.policy_versions == (VersionSpan(4, 0, 3), VersionSpan(4, 6, 10)) and found.policy_version == 4
+    url = "http://s:0"
+    assert found.policy_versions == (VersionSpan(4, 0, 3, url), VersionSpan(4, 6, 10, url))
+    assert found.policy_version == 4
     assert found.logprobs.tolist() == [
         logprob(3 + i, token, 4) if found.loss_mask[i] else 0.0 for i, token in enumerate(found.token_ids.tolist())
     ]
@@ -120,7 +122,7 @@ def test_a_turn_has_a_limit_of_its_own(run: Any) -> None:
         return turns.finish()
 
     found = run(short)
-    assert found.loss_mask is None and found.policy_versions == (VersionSpan(4, 0, 10),)
+    assert found.loss_mask is None and found.policy_versions == (VersionSpan(4, 0, 10, "http://s:0"),)
 
 
 def test_tool_tokens_are_excluded_from_loss_and_counts(run: Any) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError, TrainingStopped
+from megatron_dppo.losses import BatchTotals
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.policy.packed import PackedBatch
+from megatron_dppo.policy.server_sums import ServerSums, TokenSource
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
-from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory, count_nonfinite_tokens
+from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, TrainingSample, VersionSpan
 from tests.unit.columns import ids, logs, mask
 from tests.unit.configs import config
 
@@ -53,8 +59,9 @@ def test_the_message_mentions_layer_noise_only_if_it_is_on() -> None:
         assert ("train.layer_noise.std = 0.25" in str(caught.value)) == told
 
 
-def test_tokens_of_older_weights_have_no_limit_and_off_disables_the_guard() -> None:
+def test_a_mean_of_older_tokens_has_no_limit_and_off_disables_the_guard() -> None:
     guard(on_policy=False)({"abs_prob_diff": 0.9})
+    guard()({"loss": 0.0})  # no token of the first mini-batch has a loss
     guard(train={"max_first_prob_diff": "off"})({"abs_prob_diff": math.nan})
     guard(1.0, train={"max_nonfinite_fraction": "off"})({"abs_prob_diff": 0.0})
 
@@ -85,6 +92,10 @@ class Recorder:
     """A trainer that only counts."""
 
     routing_shape = None
+    row_shape = None
+    policy_version = 0
+    is_last_stage = True
+    groups = ParallelGroups()
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -92,41 +103,85 @@ class Recorder:
     def accumulate(
         self, batches: Sequence[Any], objective: Any, teacher_targets: Sequence[Any], seen: Any
     ) -> dict[str, float]:
-        self.calls.append("accumulate")
+        self.calls.append(f"accumulate {batches}")
         return {"abs_prob_diff": 0.25 * len(self.calls)}
 
     def apply(self, metrics: Mapping[str, float]) -> str:
         self.calls.append("apply")
         return "applied"
 
+    def skip(self, metrics: Mapping[str, float]) -> str:
+        self.calls.append("skip")
+        return "skipped"
+
 
 class Planned(Updater):
     def _pack(self, samples: list[Any]) -> Any:
-        return samples, samples
+        trained = [sample for sample in samples if sample.loss_mask.any()]
+        totals = BatchTotals(num_tokens=len(trained), num_sequences=len(trained))
+        names = sorted(sample.number for sample in trained)
+        return samples, PackedBatch(bins=[], batches=cast(Any, names), totals=totals)
 
     def _add_token_weights(self, packed: Any) -> Any:
-        return packed
+        return packed.batches
 
 
-def updates(check: Any) -> tuple[Recorder, Any]:
-    recorder, train = Recorder(), TrainConfig(mini_batches=2, epochs=2)
+def one_token(number: int, server: str) -> TrainingSample:
+    return TrainingSample(
+        tokens=ids([1]).long(),
+        labels=ids([1]).long(),
+        loss_mask=mask([True]),
+        advantages=logs([1.0]),
+        number=number,
+        sources=(VersionSpan(0, 0, 1, server),),
+    )
+
+
+def updates(check: Any, mini_batches: int = 2) -> tuple[Recorder, Any]:
+    recorder, train = Recorder(), TrainConfig(mini_batches=mini_batches, epochs=2)
     updater = Planned(cast(Any, recorder), train, config().loss)
-    return recorder, updater.run(cast(Any, [1, 2, 3, 4]), 0, Clock(), check)
+    samples = [one_token(number, "ab"[number % 2]) for number in range(4)]
+    return recorder, updater.run(samples, 0, Clock(), check)
 
 
 def test_only_the_first_update_is_checked_before_it_is_applied() -> None:
     seen: list[Mapping[str, float]] = []
-    recorder, results = updates(seen.append)
+
+    def accept(metrics: Mapping[str, float], sums: Any) -> dict[str, str]:
+        seen.append(metrics)
+        return {}
+
+    recorder, results = updates(accept)
     assert list(results) == ["applied"] * 4
     assert seen == [{"abs_prob_diff": 0.25}]
 
-    def refuse(metrics: Mapping[str, float]) -> None:
+    def refuse(metrics: Mapping[str, float], sums: Any) -> dict[str, str]:
         raise TrainingStopped("no")
 
     recorder, results = updates(refuse)
     with pytest.raises(TrainingStopped):
         list(results)
-    assert recorder.calls == ["accumulate"]
+    assert [call.split()[0] for call in recorder.calls] == ["accumulate"]
+
+
+def test_samples_of_a_rejected_server_are_in_no_update_of_the_step() -> None:
+    answers = [{"a": "it lies"}, {}]
+    recorder, results = updates(lambda metrics, sums: answers.pop(0), mini_batches=1)
+    assert list(results) == ["applied"] * 2
+    assert recorder.calls == [
+        "accumulate [0, 1, 2, 3]",
+        "accumulate [1, 3]",
+        "apply",
+        "accumulate [1, 3]",
+        "apply",
+    ]
+
+
+def test_a_mini_batch_without_a_token_is_no_update() -> None:
+    answers = [{"a": "it lies", "b": "it lies too"}, {}]
+    recorder, results = updates(lambda metrics, sums: answers.pop(0), mini_batches=1)
+    assert list(results) == ["skipped"] * 2
+    assert "apply" not in recorder.calls
 
 
 def test_dropped_tokens_are_sampled_tokens_without_a_finite_logprob() -> None:
@@ -148,3 +203,102 @@ def test_dropped_tokens_are_sampled_tokens_without_a_finite_logprob() -> None:
         group((-1.0, math.nan, -1.0), (True, False, True)),
     ]
     assert tuple(count_nonfinite_tokens(groups)) == (3, 6, "mean")
+
+
+def sums_of(log_mu: Sequence[float], log_pi: Sequence[float], divergence: float = 0.0) -> ServerSums:
+    """The sums of tokens, each by its definition."""
+    pairs = list(zip(log_mu, log_pi, strict=True))
+    q = [abs(math.exp(pi) - math.exp(mu)) for mu, pi in pairs]
+    d = [pi - mu for mu, pi in pairs]
+    return ServerSums(
+        tokens=float(len(pairs)),
+        responses=1.0,
+        prob_diff=sum(q),
+        prob_diff_square=sum(x * x for x in q),
+        log_diff=sum(d),
+        abs_log_diff=sum(map(abs, d)),
+        log_diff_square=sum(x * x for x in d),
+        divergence=divergence * len(pairs),
+        surprise=0.0,
+        surprise_square=1.0,
+        entropy=0.0,
+    )
+
+
+RANDOM = random.Random(0)
+LOG_MU = [math.log(RANDOM.uniform(0.05, 0.95)) for _ in range(2000)]
+
+
+def noisy(size: float) -> list[float]:
+    """Log-probabilities after rounding: the noise is on the logit, so it has no sign."""
+    return [value + RANDOM.gauss(0.0, size) * (1 - math.exp(value)) for value in LOG_MU]
+
+
+HONEST = sums_of(LOG_MU, noisy(0.004))
+METRICS = {"abs_prob_diff": 0.001}
+LIES = {
+    "0.1 nats lower": (sums_of([x - 0.1 for x in LOG_MU], noisy(0.004)), "Rounding goes both ways"),
+    "times 0.9": (sums_of([0.9 * x for x in LOG_MU], noisy(0.004)), "Rounding goes both ways"),
+    "another position": (sums_of(LOG_MU[1:] + LOG_MU[:1], noisy(0.004)), "bf16 allows 0.06"),
+    "one response in twenty is 0.0": (
+        sums_of([0.0] * 100 + LOG_MU[100:], noisy(0.004)),
+        "5 times the median of this run's last steps",
+    ),
+    "Top-K of another request": (sums_of(LOG_MU, noisy(0.004), divergence=0.6), "Top-K of the policy"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_lies_is_left_out_and_the_only_one_stops_the_run(lie: str) -> None:
+    sums, words = LIES[lie]
+
+    def judge(others: dict[TokenSource, ServerSums]) -> dict[str, str]:
+        history = GuardHistory([0.0008] * 3)
+        check = replace(guard(), history=history, is_topk=True)
+        return check(METRICS, {TokenSource("http://b", False): sums, **others})
+
+    found = judge({TokenSource("http://a", False): HONEST, TokenSource("http://c", False): HONEST})
+    assert list(found) == ["http://b"] and words in found["http://b"]
+    with pytest.raises(TrainingStopped, match="http://b: ") as caught:
+        judge({})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.004, 0.05, 0.2])
+def test_noise_of_any_size_below_the_limit_is_honest(noise: float) -> None:
+    history = GuardHistory()
+    for _ in range(40):
+        sums = sums_of(LOG_MU, noisy(noise))
+        check = replace(guard(), history=history)
+        assert check({"abs_prob_diff": sums.mean("prob_diff")}, {TokenSource("", False): sums}) == {}
+    assert history.usual == pytest.approx(sums.mean("prob_diff"), rel=0.1, abs=1e-9)
+
+
+def test_a_single_token_with_another_expert_is_no_lie() -> None:
+    log_pi = noisy(0.002)[:200]
+    log_pi[7] = math.log(0.999) if LOG_MU[7] < -0.7 else math.log(0.001)
+    sums = sums_of(LOG_MU[:200], log_pi)
+    assert replace(guard(), history=GuardHistory([0.0002]))(METRICS, {TokenSource("", False): sums}) == {}
+
+
+def test_tokens_of_older_weights_are_compared_with_the_steps_before() -> None:
+    source = TokenSource("http://a", True)
+    moved = sums_of(LOG_MU, [x * 0.97 for x in LOG_MU])
+    zeros = sums_of([0.0] * len(LOG_MU), LOG_MU)
+    history = GuardHistory()
+    check = replace(guard(on_policy=False), history=history)
+    for _ in range(3):
+        assert check(METRICS, {source: moved}) == {}
+    with pytest.raises(TrainingStopped, match="older weights differ"):
+        check(METRICS, {source: zeros})
+    # Before there is a history only an absurd value is one.
+    check = replace(guard(on_policy=False), history=GuardHistory())
+    with pytest.raises(TrainingStopped, match=r"at most 0\.3"):
+        check(METRICS, {source: zeros})
+
+
+def test_routes_of_one_wrong_layer_stop_the_run() -> None:
+    guard()(METRICS | {"router_live_disagreement_max": 0.3})
+    with pytest.raises(TrainingStopped, match=r"in one layer the routers choose other experts .* 98%"):
+        guard()(METRICS | {"router_live_disagreement_max": 0.98})
+    guard(on_policy=False)(METRICS | {"router_live_disagreement_max": 0.98})

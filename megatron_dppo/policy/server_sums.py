@@ -1,0 +1,156 @@
+"""Sums over the tokens of each server in one update: how far its log-probabilities are from the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.data.training_samples import RowShape
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import all_gather_objects, is_leader
+from megatron_dppo.types import TrainingSample
+
+if TYPE_CHECKING:
+    from megatron_dppo.mcore.row import RowRecord
+    from megatron_dppo.policy.packed import PackedBatch
+
+
+class TokenSource(NamedTuple):
+    """Where tokens come from."""
+
+    server: str
+    """URL of the server. Empty for an engine in this process."""
+    is_stale: bool
+    """True if older weights than the policy's sampled them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSums:
+    """Sums over the tokens of one source that have a loss. Here q is |pi - mu| and d is log pi - log mu."""
+
+    tokens: float
+    responses: float
+    """Number of responses with such a token."""
+    prob_diff: float
+    """Sum of q."""
+    prob_diff_square: float
+    """Sum of q^2."""
+    log_diff: float
+    """Sum of d, with its sign."""
+    abs_log_diff: float
+    """Sum of |d|."""
+    log_diff_square: float
+    """Sum of d^2."""
+    divergence: float
+    """Sum of the loss's own divergence of pi from mu."""
+    surprise: float
+    """Sum of x = -log mu - H, with H the entropy of pi. Its mean is 0 for tokens that are sampled from pi."""
+    surprise_square: float
+    """Sum of x^2."""
+    entropy: float
+    """Sum of H."""
+
+    def __add__(self, other: ServerSums) -> ServerSums:
+        return ServerSums(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def mean(self, name: str) -> float:
+        """Return a sum divided by the number of tokens."""
+        value: float = getattr(self, name)
+        return value / self.tokens
+
+
+SumsBySource = Mapping[TokenSource, ServerSums]
+
+
+def sum_by_server(
+    samples: Sequence[TrainingSample],
+    packed: PackedBatch,
+    rows: Sequence[RowRecord],
+    shape: RowShape,
+    policy_version: int,
+) -> dict[TokenSource, ServerSums]:
+    """Return the sums of each source over the tokens that this rank trains on.
+
+    Args:
+        samples: Samples of this rank.
+        packed: Packing of these samples.
+        rows: Record of each micro-batch before the update. Empty on all but the last pipeline stage.
+        shape: Multiples that rows and sequences were padded to.
+        policy_version: Version of the policy before the update.
+    """
+    parts: dict[TokenSource, list[ServerSums]] = {}
+    for indices, row in zip(packed.bins, rows, strict=False):
+        starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in indices)])
+        for i, start in zip(indices, starts, strict=False):
+            sample = samples[i]
+            for span in sample.sources:
+                source = TokenSource(span.server, span.policy_version != policy_version)
+                sums = _sum_span(sample, row, slice(span.start, span.end), start)
+                if sums is not None:
+                    parts.setdefault(source, []).append(sums)
+    return {source: _add_all(sums) for source, sums in parts.items()}
+
+
+def gather_sums(local: SumsBySource, groups: ParallelGroups, *, is_last_stage: bool) -> dict[TokenSource, ServerSums]:
+    """Add the sums of all ranks; a collective. The result is bit-identical on every rank.
+
+    Tensor- and context-parallel ranks have the same records, so the first of them contributes.
+    """
+    contributes = is_last_stage and all(is_leader(group) for group in (groups.tp, groups.cp))
+    total: dict[TokenSource, ServerSums] = {}
+    for part in all_gather_objects(dict(local) if contributes else {}, groups.world):
+        for source, sums in part.items():
+            total[source] = total[source] + sums if source in total else sums
+    return dict(sorted(total.items()))
+
+
+def without_servers(sample: TrainingSample, servers: Container[str]) -> TrainingSample:
+    """Return the sample outside the loss if one of ``servers`` sampled a part of it, else the sample itself."""
+    if not any(source.server in servers for source in sample.sources):
+        return sample
+    # As for truncated responses: they keep their place in the batch, and have no advantage.
+    nothing = torch.zeros_like(sample.loss_mask)
+    return replace(sample, loss_mask=nothing, advantages=torch.zeros_like(sample.advantages))
+
+
+def _sum_span(sample: TrainingSample, row: RowRecord, span: slice, start: int) -> ServerSums | None:
+    """Return the sums of one span of a sample that begins at ``start`` in its packed row. None if it has no token."""
+    mask = sample.loss_mask[span]
+    if sample.rollout_logprobs is None or not bool(mask.any()):
+        return None
+    in_row = slice(start + span.start, start + span.stop)
+
+    def select(column: Tensor) -> Tensor:
+        return column[mask].double()
+
+    log_mu = select(sample.rollout_logprobs[span])
+    log_pi = select(row.logprobs[in_row])
+    entropy = select(row.entropy[in_row])
+    difference = log_pi - log_mu
+    prob_diff = (log_pi.exp() - log_mu.exp()).abs()
+    surprise = -log_mu - entropy
+    return ServerSums(
+        tokens=float(len(log_mu)),
+        responses=1.0,
+        prob_diff=float(prob_diff.sum()),
+        prob_diff_square=float(prob_diff.square().sum()),
+        log_diff=float(difference.sum()),
+        abs_log_diff=float(difference.abs().sum()),
+        log_diff_square=float(difference.square().sum()),
+        divergence=float(select(row.divergence[in_row]).sum()),
+        surprise=float(surprise.sum()),
+        surprise_square=float(surprise.square().sum()),
+        entropy=float(entropy.sum()),
+    )
+
+
+def _add_all(parts: Sequence[ServerSums]) -> ServerSums:
+    total, *further = parts
+    for part in further:
+        total = total + part
+    return total

@@ -1,0 +1,141 @@
+"""What the guard of first updates keeps over a run, and what it gathers from all ranks for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import TrainingStopped
+from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import all_gather_objects, is_leader
+from megatron_dppo.report.metrics import reduce_over_samples
+from megatron_dppo.rollout.batch import CollectedRollouts
+from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
+from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory, count_nonfinite_tokens
+from megatron_dppo.run.sampling_test import SamplingTest, SelectionShares
+from megatron_dppo.types import DropReason, FinishReason, Metric
+
+
+@dataclass
+class GuardState:
+    """State of the guard over a run, the same on every rank."""
+
+    history: GuardHistory = field(default_factory=GuardHistory)
+    sampling: SamplingTest | None = None
+    """None: ``train.sampling_test`` is off, or the engine is perturbed on purpose."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Reasons of the servers that the run does not use any more, by URL."""
+    _reported: set[str] = field(default_factory=set)
+
+    @classmethod
+    def from_config(cls, config: Config) -> GuardState:
+        """Return the state at the start of a run."""
+        rollout = config.rollout
+        num_servers = 1 if rollout.engine == "local" else len(rollout.servers.resolved_urls)
+        # With filters the trainer's entropy and the server's candidates are of different sets of ids.
+        is_comparable = not (rollout.perturbation.is_active or rollout.has_filters or config.train.layer_noise.std)
+        is_tested = config.train.sampling_test and is_comparable
+        return cls(sampling=SamplingTest(num_servers) if is_tested else None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state for a checkpoint. A resumed run tries excluded servers again."""
+        return {
+            "prob_diffs": self.history.prob_diffs,
+            "stale_prob_diffs": self.history.stale_prob_diffs,
+            "evidence": {} if self.sampling is None else self.sampling.state(),
+        }
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Restore what ``to_json`` returned."""
+        self.history = GuardHistory(list(record["prob_diffs"]), list(record["stale_prob_diffs"]))
+        if self.sampling is not None:
+            self.sampling.restore(record["evidence"])
+
+    def begin_step(
+        self, config: Config, groups: ParallelGroups, collected: CollectedRollouts, ranks: Mapping[str, RankSums]
+    ) -> FirstUpdateGuard:
+        """Test how the servers sampled, and return the guard of the step's first update; a collective of all ranks.
+
+        Args:
+            config: Configuration of the run.
+            groups: Parallel groups of this rank.
+            collected: Rollouts of this rank.
+            ranks: Ranks of the tokens that this rank's engine got since the last step, by URL.
+
+        Raises:
+            TrainingStopped: A server does not sample from what it reports, and there is no other one.
+        """
+        if self.sampling is not None:
+            self._test_sampling(self.sampling, groups, collected, ranks)
+        shares = _step_shares(config, groups, collected)
+        return FirstUpdateGuard.from_config(
+            config.train,
+            config.rollout,
+            config.model,
+            nonfinite_fraction=shares["nonfinite"],
+            is_on_policy=shares["oldest"] == 0,
+            is_topk=config.loss.is_topk,
+            history=self.history,
+            sampling=self.sampling,
+            selection=SelectionShares(
+                groups=max(shares["groups_left_out"], 0.5 * (config.rollout.order == "completed")),
+                responses=shares["truncated"] if config.train.mask_truncated else 0.0,
+                group_size=config.rollout.samples_per_prompt,
+            ),
+        )
+
+    def take_found(self) -> dict[str, str]:
+        """Return the servers that were excluded since the last call, by URL with the reason."""
+        found = {url: problem for url, problem in self.excluded.items() if url not in self._reported}
+        self._reported |= found.keys()
+        return found
+
+    def exclude(self, servers: Mapping[str, str], in_use: frozenset[str]) -> None:
+        """Use servers no more. ``servers`` has the reason by URL, ``in_use`` the servers of this step.
+
+        Raises:
+            TrainingStopped: No server of the step is left.
+        """
+        self.excluded |= servers
+        if in_use <= self.excluded.keys() or "" in servers:
+            raise TrainingStopped(
+                "the tokens of this run are not samples of the policy; nothing was learned from this step:\n"
+                + "\n".join(f"  - {server + ': ' if server else ''}{problem}" for server, problem in servers.items())
+                + "\nIf the servers are right, train.sampling_test = false disables this test"
+            )
+
+    def _test_sampling(
+        self,
+        test: SamplingTest,
+        groups: ParallelGroups,
+        collected: CollectedRollouts,
+        ranks: Mapping[str, RankSums],
+    ) -> None:
+        # The ranks of a replica have the same groups, and one engine.
+        local = (dict(ranks), dict(collected.repeats)) if is_leader(groups.replica) else ({}, {})
+        all_ranks: dict[str, RankSums] = {}
+        all_repeats: dict[str, RepeatSums] = {}
+        for rank_part, repeat_part in all_gather_objects(local, groups.world):
+            for server, sums in rank_part.items():
+                all_ranks[server] = all_ranks.get(server, RankSums()) + sums
+            for server, repeats in repeat_part.items():
+                all_repeats[server] = all_repeats.get(server, RepeatSums()) + repeats
+        problems = test.add_repeats(all_repeats) | test.add_ranks(all_ranks)
+        if problems:
+            self.exclude(problems, frozenset(all_repeats) | frozenset(all_ranks))
+
+
+def _step_shares(config: Config, groups: ParallelGroups, collected: CollectedRollouts) -> dict[str, float]:
+    """Return shares of this step's rollouts over all ranks, and the age of the oldest token."""
+    num_left_out = sum(collected.dropped_groups.get(reason, 0) for reason in DropReason) + collected.num_carried
+    num_groups = len(collected.groups)
+    reasons = [r.completion.finish_reason for group in collected.groups for r in group.rollouts]
+    local = {
+        "nonfinite": count_nonfinite_tokens(collected.groups),
+        "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
+        "groups_left_out": Metric(num_left_out, num_left_out + num_groups),
+        "truncated": Metric(sum(reason == FinishReason.LENGTH for reason in reasons), len(reasons)),
+    }
+    return {"nonfinite": 0.0, "groups_left_out": 0.0, "truncated": 0.0} | reduce_over_samples(groups, local)
