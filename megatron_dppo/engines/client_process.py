@@ -71,7 +71,8 @@ class _RequestHandler:
             for url in settings["urls"]
         ]
         contract = settings["contract"]
-        self._generate = checked(Contract(**{**contract, "end_tokens": tuple(contract["end_tokens"])}))
+        tokens = {name: tuple(contract[name]) for name in ("end_tokens", "special_tokens")}
+        self._generate = checked(Contract(**{**contract, **tokens}))
 
     async def _respond(self, number: int, message: dict[str, Any], token_ids: tuple[int, ...]) -> None:
         """Run one request and send its generation or its error to the trainer."""

@@ -38,7 +38,11 @@ T = TypeVar("T")
 
 def build_contract(hf_config: Any, tokenizer: Any) -> Contract:
     """Return the contract for responses of servers with this model."""
-    return Contract(vocab_size=hf_config.vocab_size, end_tokens=tuple(sorted(end_tokens(hf_config, tokenizer))))
+    return Contract(
+        vocab_size=hf_config.vocab_size,
+        end_tokens=tuple(sorted(end_tokens(hf_config, tokenizer))),
+        special_tokens=tuple(sorted(getattr(tokenizer, "all_special_ids", ()))),
+    )
 
 
 class ServerEngine:

@@ -95,6 +95,7 @@ class Probe:
             "prompt_token_ids": tokens,
             "vocab_size": hf_config.vocab_size,
             "end_tokens": tuple(sorted(end_tokens(hf_config, tokenizer))),
+            "special_tokens": tuple(sorted(getattr(tokenizer, "all_special_ids", ()))),
             **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "dtype": dtype,
             "topk_logprobs": params.topk_logprobs,

@@ -41,6 +41,8 @@ class ProbeExpectation:
     """Vocabulary size of the trainer's model."""
     end_tokens: tuple[int, ...]
     """Tokens that end a response."""
+    special_tokens: tuple[int, ...] = ()
+    """See ``Contract``."""
     temperature: float
     dtype: str
     """Coarser dtype of server and trainer: ``fp32``, ``bf16`` or ``fp16``."""
@@ -155,7 +157,9 @@ async def send_probe(
             f"trainer {list(expected.prompt_token_ids[:8])}... ({len(expected.prompt_token_ids)}). It serves "
             f"{info.model!r}; start it with the tokenizer of model.path (--tokenizer-path, vLLM: --tokenizer)",
         )
-    contract = Contract(vocab_size=expected.vocab_size, end_tokens=expected.end_tokens)
+    contract = Contract(
+        vocab_size=expected.vocab_size, end_tokens=expected.end_tokens, special_tokens=expected.special_tokens
+    )
 
     async def send_one(number: int) -> tuple[Generation, str | None]:
         params = SamplingParams(

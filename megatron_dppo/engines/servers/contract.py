@@ -21,6 +21,8 @@ from megatron_dppo.types import FinishReason
 
 RaiseViolation = Callable[[str, object, str], NoReturn]
 """Raises ``ContractViolation``. Arguments: field, value, expected value."""
+_MIN_ZEROS = 32
+"""Tokens of a response that cannot all have a probability of 1."""
 _MAX_SHOWN = 120
 """Characters of a wrong value in an error message."""
 
@@ -33,6 +35,9 @@ class Contract:
     """V; every id is below it."""
     end_tokens: tuple[int, ...]
     """Tokens after which a response is complete, besides those of the request."""
+    special_tokens: tuple[int, ...] = ()
+    """Special tokens of the tokenizer. A server may stop at one that no file calls an end token: SGLang adds
+    ``<|eom_id|>`` by its name."""
     rounding: float = 1e-4
     """Largest difference of two log-probabilities of one distribution. Both engines compute them in float32 from one
     row of logits and send them without loss: measured ones are equal to the bit. A log-softmax computed as
@@ -275,8 +280,13 @@ class _ResponseCheck:
             # A model folder may name end tokens that only the server reads; the server reports which one it met.
             if stop_reason is not None and stop_reason != last:
                 self._raise_violation("last token", last, f"{stop_reason!r}, the server's own stop reason")
-            if stop_reason is None and last not in end_tokens:
-                expected = f"an end token ({_join_some(sorted(end_tokens))}) for the finish reason 'stop'"
+            if stop_reason is not None:
+                end_tokens |= set(self._contract.special_tokens)
+            if last not in end_tokens:
+                expected = (
+                    f"an end token ({_join_some(sorted(end_tokens))}) for the finish reason 'stop'. If it is one, name "
+                    "it in eos_token_id of the model's generation_config.json"
+                )
                 self._raise_violation("last token", last, expected)
 
     def check_logprobs(self) -> None:
@@ -286,6 +296,10 @@ class _ResponseCheck:
         if not is_good.all():
             index = int((~is_good).argmax())
             self._raise_violation(f"log-probability {index}", values[index], "a finite number of at most 0")
+        # A filter can leave one token at each position; the softmax over a vocabulary cannot, for so long.
+        is_drawn = self._request.params.temperature > 0 and not self._request.params.has_filters
+        if is_drawn and self._length >= _MIN_ZEROS and not values.any():
+            self._raise_violation("log-probabilities", f"0 at all {self._length} tokens", "those of the tokens")
 
     def check_most_probable(self) -> None:
         """Check that no sampled token is more probable than the most probable one."""

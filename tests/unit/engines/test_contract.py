@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.server import GenerateRequest, Generation
-from megatron_dppo.types import FinishReason, VersionSpan
+from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 from tests.unit.honest_answers import (
     CONTRACT,
     END,
@@ -63,7 +63,11 @@ def test_an_end_token_that_only_the_server_knows_is_believed_when_it_names_it() 
     given = says(matched_stop=30, best_token_ids=np.full(LENGTH, 31, np.int32), best_logprobs=np.zeros(LENGTH, "f4"))(
         given
     )
-    check(request, replace(given, echo=replace(given.echo, best_logprobs=None)))  # type: ignore[type-var]
+    # An end token that the server alone knows is a special token; any other is a response that was cut off.
+    cut = replace(given, echo=replace(given.echo, best_logprobs=None))  # type: ignore[type-var]
+    check_generation(cut, request, replace(CONTRACT, special_tokens=(30,)), "http://s")
+    with pytest.raises(ContractViolation, match=r"last token is 30, expected an end token .*generation_config\.json"):
+        check(request, cut)
     with pytest.raises(ContractViolation, match="last token is 30, expected 2, the server's own stop reason"):
         check(request, says(matched_stop=2, best_logprobs=None)(given))
 
@@ -245,3 +249,22 @@ def test_each_entry_of_the_top_k_counts_and_not_its_ends_alone() -> None:
         with pytest.raises(ContractViolation, match=rf"sampled token, at token {row}, .*at most the lowest"):
             check(request, replace(given, logprobs=logprobs, topk_logprobs=values))
     assert num_outside >= 3
+
+
+def test_a_long_response_without_any_uncertainty_is_rejected() -> None:
+    def zeros(length: int, **params: Any) -> None:
+        request = GenerateRequest(
+            request_id="r", token_ids=(9,), params=SamplingParams(max_new_tokens=length, **params)
+        )
+        generation = Generation(
+            token_ids=torch.full((length,), 10, dtype=torch.int32),
+            logprobs=torch.zeros(length),
+            finish_reason=FinishReason.LENGTH,
+            versions=(VersionSpan(0, 0, length),),
+        )
+        check(request, generation)
+
+    zeros(31)
+    zeros(32, temperature=0.0)
+    with pytest.raises(ContractViolation, match="log-probabilities is 0 at all 32 tokens"):
+        zeros(32)
