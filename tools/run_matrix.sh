@@ -17,7 +17,7 @@ newer=$(tools/setup_python312.sh "$@")
     echo "# The whole objective on every layout, in figures"
     echo
     echo "Written by \`tools/run_matrix.sh\` (2 CPU cores, gloo, fp32). Each loss of docs/loss.md, with ragged packed rows"
-    echo "and at least 4 micro-batches: relative error of the gradient of the worst parameter, and error of the loss,"
+    echo "and at least 4 micro-batches. The columns are the relative error of the gradient of the worst parameter, and error of the loss,"
     echo "against one process in float64 (\`tests/distributed/objective.py\`)."
     echo
     cat "$folder/first.md"
