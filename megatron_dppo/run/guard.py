@@ -121,6 +121,8 @@ class FirstUpdateGuard:
     """Test of the servers' sampling. None disables it."""
     selection: SelectionShares = field(default_factory=SelectionShares)
     """Shares of the sampled responses that are not trained on."""
+    _tested: set[str] = field(default_factory=set)
+    """Servers whose tokens of this step are in ``sampling`` already: a second check must not count them twice."""
 
     @classmethod
     def from_config(
@@ -230,16 +232,26 @@ class FirstUpdateGuard:
         problems: dict[str, str] = {}
         current = {source.server: each for source, each in sums.items() if not source.is_stale}
         if self.sampling is not None:
-            problems |= self.sampling.add_surprise(current, self.selection)
+            untested = {server: each for server, each in current.items() if server not in self._tested}
+            self._tested.update(untested)
+            problems |= self.sampling.add_surprise(untested, self.selection)
         for source, each in sums.items():
-            check = self._stale_problem if source.is_stale else self._current_problem
-            problem = check(each)
+            if source.is_stale:
+                problem = self._stale_problem(each)
+            else:
+                others = [other.mean("prob_diff") for server, other in current.items() if server != source.server]
+                problem = self._current_problem(each, min(others, default=None))
             if problem is not None:
                 problems[source.server] = problem
         return problems
 
-    def _current_problem(self, tokens: ServerSums) -> str | None:
-        """Return what is wrong with tokens of the current weights, or None."""
+    def _current_problem(self, tokens: ServerSums, best_other: float | None) -> str | None:
+        """Return what is wrong with tokens of the current weights, or None.
+
+        Args:
+            tokens: Sums of one server.
+            best_other: Mean |pi - mu| of the best other server. It stands for the run's history in the first step.
+        """
         if self.max_prob_diff is None:
             return None
         difference = tokens.mean("prob_diff")
@@ -253,7 +265,7 @@ class FirstUpdateGuard:
                 "Rounding goes both ways, this does not: log-probabilities are shifted, scaled or of another "
                 f"temperature. {_DIFFERENCE_CAUSES}"
             )
-        usual = self.history.usual
+        usual = best_other if self.history.usual is None else self.history.usual
         limit = (
             _USUAL_PROB_DIFF[self.dtype] if usual is None else max(_USUAL_PROB_DIFF[self.dtype], _USUAL_FACTOR * usual)
         )
@@ -261,8 +273,8 @@ class FirstUpdateGuard:
             return self._difference_problem(
                 difference,
                 limit,
-                f"{_USUAL_FACTOR:g} times the median of this run's last steps, and at least "
-                f"{_USUAL_PROB_DIFF[self.dtype]:g}",
+                f"{_USUAL_FACTOR:g} times the median of this run's last steps, in the first step the best server's "
+                f"mean, and at least {_USUAL_PROB_DIFF[self.dtype]:g}",
             )
         divergence = tokens.mean("divergence")
         if self.is_topk and divergence > _MAX_TOPK_DIVERGENCE:

@@ -264,6 +264,16 @@ def test_a_server_that_lies_is_left_out_and_the_only_one_stops_the_run(lie: str)
     assert words in str(caught.value)
 
 
+def test_in_the_first_step_the_best_server_is_the_measure() -> None:
+    """A repetition penalty, honestly reported: no bias, but far above the noise of the other server."""
+    penalised = sums_of(LOG_MU, noisy(0.15))
+    history = GuardHistory()
+    sums = {TokenSource("http://a", False): HONEST, TokenSource("http://b", False): penalised}
+    assert list(replace(guard(), history=history)(METRICS, sums)) == ["http://b"]
+    # By itself it is below the limit of bf16.
+    assert replace(guard(), history=history)(METRICS, {TokenSource("http://b", False): penalised}) == {}
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.004, 0.05, 0.2])
 def test_noise_of_any_size_below_the_limit_is_honest(noise: float) -> None:
     history = GuardHistory()
