@@ -153,8 +153,9 @@ class ServerPublisher:
 
     A server that fails in a sync gets the weights again, up to ``attempts`` times, while the synced servers are left
     alone. Then the run continues without it, or stops if no server is left. A server that does not respond at all is
-    excluded at once. Both are tried again in the next sync, before they get any requests. If no server responds,
-    rank 0 waits up to ``rollout.servers.unavailable_timeout_seconds`` for one that is being restarted.
+    left out at once. Both are tried again in the next sync, before they get any requests. A server whose probe is wrong
+    in the last attempt is not used again in this run. If no server responds, rank 0 waits up to
+    ``rollout.servers.unavailable_timeout_seconds`` for one that is being restarted.
 
     Args:
         trainer: policy whose weights are published.
@@ -192,7 +193,7 @@ class ServerPublisher:
         """See ``Publisher``.
 
         Raises:
-            PublishError: no server got the weights, or one of them samples from other weights.
+            PublishError: no server got the weights, or those that did sample from other weights.
             NoUsableServer: no server responds.
         """
         settings = self._rollout.weight_sync
@@ -292,12 +293,15 @@ class ServerPublisher:
         if runs_probe and new_urls:
             findings = self._probe.run(self._sync, new_urls, version).merged(findings)
         failed_probe = findings.wrong | findings.silent
+        good = {url: info for url, info in result.good.items() if url not in failed_probe}
         if findings.wrong and is_last:
-            # A server that samples from other weights, or means something else by its response, must stop the run.
-            raise PublishError("\n".join(findings.wrong.values()))
+            # A server that samples from other weights, or means something else by its response: its answers must not
+            # be trained on, also not after a later sync without a probe.
+            if not good:
+                raise PublishError("\n".join(findings.wrong.values()))
+            self.exclude(findings.wrong)
 
         needs_retry = bool(result.failed or failed_probe or not result.good)
-        good = {url: info for url, info in result.good.items() if url not in failed_probe}
         return _AttemptOutcome(
             good,
             {**result.absent, **result.failed, **failed_probe},

@@ -107,3 +107,27 @@ def test_unproved_weights_are_reported_once(model_folder: Path, monkeypatch: pyt
     )
     trainer.policy_version = 1
     assert sender.publish() == []
+
+
+def test_a_server_whose_probe_is_wrong_is_not_used_again_and_the_only_one_ends_the_run(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [FakeServer("a:1"), FakeServer("b:2")]
+    trainer, sender = publisher(servers, model_folder, monkeypatch)
+    probed: list[list[str]] = []
+
+    def run(_sync: object, urls: list[str], _version: int) -> ProbeFindings:
+        probed.append(sorted(urls))
+        return ProbeFindings({url: f"{url}: scaled" for url in urls if url == "http://a:1"}, {})
+
+    monkeypatch.setattr(sender, "_probe", SimpleNamespace(run=run))
+    notes = sender.publish()
+    assert probed == [["http://a:1", "http://b:2"], ["http://a:1"]] and any("scaled" in note for note in notes)
+    trainer.policy_version = 1
+    assert sender.publish() == [], "it is told once"
+    assert servers[1].holds(weights(1)) and servers[0].holds(weights(0)), "it gets no more weights"
+
+    _, alone = publisher(servers[:1], model_folder, monkeypatch)
+    monkeypatch.setattr(alone, "_probe", SimpleNamespace(run=run))
+    with pytest.raises(PublishError, match="http://a:1: scaled"):
+        alone.publish()
