@@ -80,10 +80,10 @@ def _sum_ranks(sampled: NDArray[np.int32], ids: NDArray[np.int32], probabilities
         probabilities: Their probabilities, [R, K].
     """
     below = np.cumsum(probabilities, axis=1)
-    rest = np.maximum(1.0 - below[:, -1:], 0.0)
+    remaining = np.maximum(1.0 - below[:, -1:], 0.0)
     # The last column is the interval of all tokens outside of the Top-K.
-    middles = np.concatenate([below - probabilities / 2, 1.0 - rest / 2], axis=1) - 0.5
-    masses = np.concatenate([probabilities, rest], axis=1)
+    middles = np.concatenate([below - probabilities / 2, 1.0 - remaining / 2], axis=1) - 0.5
+    masses = np.concatenate([probabilities, remaining], axis=1)
     is_sampled = ids == sampled[:, None]
     slot = np.where(is_sampled.any(1), is_sampled.argmax(1), ids.shape[1])
     best = masses[:, 0]

@@ -121,10 +121,10 @@ def build_gpus(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> 
 
 def exclude_servers(gpus: Gpus, guard: GuardState) -> list[str]:
     """Exclude the servers that the guard has found since the last call, and return lines for the user."""
-    found = guard.take_found()
-    if found:
-        gpus.exclude(found)
-    return [f"{url} is not used any more in this run: {problem}" for url, problem in found.items()]
+    excluded = guard.take_excluded()
+    if excluded:
+        gpus.exclude(excluded)
+    return [f"{url} is not used any more in this run: {problem}" for url, problem in excluded.items()]
 
 
 def free_gpus(config: Config, world: dist.ProcessGroup | None) -> list[str]:

@@ -67,7 +67,7 @@ _DIFFERENCE_CAUSES = (
 
 @dataclass
 class GuardHistory:
-    """What the guard knows of the run's earlier steps; part of a checkpoint."""
+    """Means of the run's earlier steps that limits follow from; part of a checkpoint."""
 
     prob_diffs: list[float] = field(default_factory=list)
     """Mean |pi - mu| of the on-policy tokens of each of the last first updates."""
@@ -239,8 +239,8 @@ class FirstUpdateGuard:
             if source.is_stale:
                 problem = self._stale_problem(each)
             else:
-                others = [other.mean("prob_diff") for server, other in current.items() if server != source.server]
-                problem = self._current_problem(each, min(others, default=None))
+                means = [other.mean("prob_diff") for server, other in current.items() if server != source.server]
+                problem = self._current_problem(each, min(means, default=None))
             if problem is not None:
                 problems[source.server] = problem
         return problems

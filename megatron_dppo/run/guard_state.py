@@ -1,4 +1,4 @@
-"""What the guard of first updates keeps over a run, and what it gathers from all ranks for a step."""
+"""State of the guard of first updates over a run, and the numbers that it gathers from all ranks for a step."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class GuardState:
             ),
         )
 
-    def take_found(self) -> dict[str, str]:
+    def take_excluded(self) -> dict[str, str]:
         """Return the servers that were excluded since the last call, by URL with the reason."""
-        found = {url: problem for url, problem in self.excluded.items() if url not in self._reported}
-        self._reported |= found.keys()
-        return found
+        unreported = {url: problem for url, problem in self.excluded.items() if url not in self._reported}
+        self._reported |= unreported.keys()
+        return unreported
 
     def exclude(self, servers: Mapping[str, str], in_use: frozenset[str]) -> None:
         """Use servers no more. ``servers`` has the reason by URL, ``in_use`` the servers of this step.

@@ -228,7 +228,7 @@ def _merge_stages(columns_by_sample: _Columns, trainer: PolicyTrainer) -> list[T
                 topk_logprobs=last["id_logprobs"],
                 raw_topk_logprobs=last["raw_id_logprobs"],
                 best_logprobs=last["best_logprobs"],
-                routes=RouteCounts.of_stages(counts) if counts else None,
+                routes=RouteCounts.from_stages(counts) if counts else None,
                 replayed_logprobs=last.get("replayed"),
             )
         )

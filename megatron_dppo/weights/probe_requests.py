@@ -85,7 +85,7 @@ class RouteCounts:
         self._counts = np.zeros((1, 3, 2), dtype=np.int64) if counts is None else counts
 
     @staticmethod
-    def of_stages(stages: Sequence[RouteCounts]) -> RouteCounts:
+    def from_stages(stages: Sequence[RouteCounts]) -> RouteCounts:
         """Return the counts of the layers of all stages, for the same tokens."""
         return RouteCounts(np.concatenate([stage._counts for stage in stages]))
 
