@@ -1,0 +1,134 @@
+"""Lies of a real SGLang server (fp32 or bf16), each in a run of a few steps: exit code, updates before it, words.
+
+    python benchmarks/lies.py [--dtype bf16] [--steps 4] [NAME ...]
+
+The server is honest; a proxy changes its answers or its requests. *always*: the probe is lied to as well. *spared*: the
+probe is answered rightly. The table is that of docs/probe.md. Needs the environments of the engines (make engines).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.e2e.runs import records, train
+from tests.engines.changes import logprobs, telling, topk
+from tests.engines.inprocess import make_model
+from tests.engines.proxy import Exchange, Proxy
+from tests.engines.runs import arguments
+from tests.engines.servers import start_sglang, stop_engine, wait_ready
+from tests.engines.test_sampling_lies import Sampling
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def reported(change: Change, *, spared: bool) -> dict[str, Any]:
+    """Return a proxy's lie about the sampled log-probabilities, and about the most probable token's alike."""
+    but = "probe" if spared else None
+    parts = [telling(logprobs(change), but=but), telling(topk(change, "values"), but=but)]
+
+    def lie(exchange: Exchange) -> None:
+        for part in parts:
+            part(exchange)
+
+    return {"lie": lie}
+
+
+def from_token(first: int, factor: float) -> Change:
+    """Return a change that scales from a token of the response on."""
+
+    def change(values: np.ndarray) -> np.ndarray:
+        scaled = values.copy()
+        scaled[first:] *= factor
+        return scaled
+
+    return change
+
+
+def copies() -> dict[str, Any]:
+    """Return a proxy that answers every prompt with the first response to it."""
+    first: dict[tuple[int, ...], Any] = {}
+
+    def lie(exchange: Exchange) -> None:
+        if exchange.path != "/generate" or "probe" in exchange.request["rid"]:
+            return
+        key = tuple(exchange.request["input_ids"])
+        name = exchange.answer["meta_info"]["id"]
+        exchange.answer = copy.deepcopy(first.setdefault(key, exchange.answer))
+        exchange.answer["meta_info"]["id"] = name
+
+    return {"lie": lie}
+
+
+LIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "0.1 nats lower, always": lambda: reported(lambda x: x - 0.1, spared=False),
+    "0.1 nats lower, spared": lambda: reported(lambda x: x - 0.1, spared=True),
+    "times .9, spared": lambda: reported(lambda x: 0.9 * x, spared=True),
+    "times .7 from token 8 on, spared": lambda: reported(from_token(8, 0.7), spared=True),
+    "top-p .9, always": lambda: {"before": Sampling(top_p=0.9)},
+    "top-p .7, always": lambda: {"before": Sampling(top_p=0.7)},
+    "min-p .3, always": lambda: {"before": Sampling(min_p=0.3)},
+    "greedy, always": lambda: {"before": Sampling(top_k=1)},
+    "repetition penalty 1.5, always": lambda: {"before": Sampling(repetition_penalty=1.5)},
+    "one response for all siblings": copies,
+}
+
+
+def run(name: str, url: str, model: Path, dtype: str, steps: int) -> str:
+    """Return the row of one lie."""
+    values = {
+        "parallel__expert_model_parallel_size": 1,
+        "model__path": model,
+        "model__dtype": dtype,
+        "model__random_init": "false",
+        "warmup__num_steps": 0,
+        "rollout__dtype": dtype,
+        "rollout__max_new_tokens": 32,
+        "rollout__prompts_per_step": 8,
+        "rollout__samples_per_prompt": 8,
+        "rollout__weight_sync__method": "ipc",
+        "train__mini_batches": 1,
+        "run__num_steps": steps,
+        "eval__every": 100,
+        "eval__max_prompts": 1,
+    }
+    with tempfile.TemporaryDirectory() as folder, Proxy(url, **LIES[name]()) as proxy:
+        result = train(arguments([proxy], Path(folder) / "run", **values))
+        steps_done = [r for r in records(Path(folder) / "run") if r["step"] > 0]
+    text = result.stdout + result.stderr
+    told = re.search(rf"{re.escape(proxy.url)}: (.{{0,90}})", text.split("nothing was learned")[-1])
+    difference = max((r["train/abs_prob_diff_first"] for r in steps_done), default=float("nan"))
+    words = told.group(1) if told and result.returncode else ""
+    return f"| {name} | {result.returncode} | {len(steps_done)} | {difference:.2g} | {words} |"
+
+
+def main() -> None:
+    """Print one row for each lie."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(LIES))
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+    print("| lie | exit code | updates before | largest mean abs(pi - mu) of them | words |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", seed=0, sharpness=5.0)
+        dtype = ("--dtype", "bfloat16", "--enable-fp32-lm-head") if options.dtype == "bf16" else ()
+        engine = start_sglang(model, Path(folder) / "log", *dtype, "--enable-return-routed-experts")
+        try:
+            wait_ready(engine)
+            for name in options.names:
+                print(run(name, engine.url, model, options.dtype, options.steps), flush=True)
+        finally:
+            stop_engine(engine)
+
+
+if __name__ == "__main__":
+    main()
