@@ -11,6 +11,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megatron_dppo.report.printable import printable
+
 _COLUMNS = (
     ("rollout/reward", "reward", "{:.3f}"),
     ("eval/accuracy", "held-out", "{:.3f}"),
@@ -83,6 +85,7 @@ class Console:
         """Print a line above the live view."""
         if not self._enabled:
             return
+        text = printable(text)
         try:
             if self._live is None:
                 print(text, file=sys.stdout, flush=True)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import write_synced
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import is_leader
@@ -115,7 +117,7 @@ class MetricsWriter:
         # Rewrite the file without records after the checkpoint: these steps are computed again.
         keep = [] if resumed_step is None else [r for r in read_metrics(self.path) if r["step"] <= resumed_step]
         write_synced(self.path, "".join(json.dumps(record) + "\n" for record in keep))
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("a+", encoding="utf-8")
         self._sinks = open_sinks(
             folder,
             config,
@@ -128,6 +130,7 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step; keys start with ``train/ rollout/ eval/ perf/``."""
+        self._restore_if_deleted()
         # JSON has no NaN or infinity.
         clean = {k: (v if math.isfinite(v) else None) for k, v in values.items()}
         self._file.write(json.dumps({"step": step, **clean}) + "\n")
@@ -135,6 +138,34 @@ class MetricsWriter:
         os.fsync(self._file.fileno())  # A checkpoint of this step must not outlive its record.
         for sink in self._sinks:
             sink.log(values, step)
+
+    def _restore_if_deleted(self) -> None:
+        """Write the file again if it was deleted or renamed: the open handle still has its records.
+
+        Raises:
+            ConfigError: Another file has its place.
+        """
+        try:
+            is_current = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            self._file.seek(0)
+            records = self._file.read()
+            self._file.close()
+            write_synced(self.path, records)
+            self._file = self.path.open("a+", encoding="utf-8")
+            print(
+                f"warning  {self.path} was deleted or renamed during the run; it is written again with its "
+                f"{records.count(chr(10))} records",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        if not is_current:
+            raise ConfigError(
+                f"{self.path} was replaced by another file during the run, and the records of this step are not "
+                "written to it. Let no other program write this file, and rerun the same command to resume from the "
+                "last checkpoint"
+            )
 
     @property
     def has_tables(self) -> bool:

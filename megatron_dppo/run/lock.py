@@ -5,6 +5,9 @@ Two signals show if the owner is alive:
 - The owner's heartbeat, for file systems without locks between machines. The owner rewrites the file every few
   seconds, and a new process watches the file before it takes it over.
 
+The owner looks at the file before each heartbeat and before each write of a result. If the folder or the file is not
+there any more, or names another owner, it exits at once and writes nothing: two runs never write one folder.
+
 An owner that is an earlier attempt of the same Slurm job, on a node that Slurm has given up, exits on request
 (``claim``).
 """
@@ -25,13 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, UserError
 
 CLAIM = ".megatron_dppo.claim"
 
 
 _CLAIMED_EXIT_CODE = 1
 """Exit code of an attempt whose folder a later attempt has claimed. No process waits for it."""
+_LOST_EXIT_CODE = UserError.exit_code
+"""Exit code of a run whose folder was deleted, renamed or taken over."""
 
 
 def slurm_attempt() -> dict[str, Any]:
@@ -243,6 +248,41 @@ class FolderLock:
         except OSError:
             return False
 
+    def describe_loss(self) -> str:
+        """Return why this process does not own the folder any more. Empty if it does, or if that cannot be read."""
+        folder = self.path.parent
+        try:
+            is_current = os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        except (FileNotFoundError, NotADirectoryError):
+            if folder.is_dir():
+                return f"its lock file {self.path.name} was deleted"
+            return "it was deleted or renamed"
+        except OSError:
+            return ""
+        owner = self._read_owner()
+        ours = this_process()
+        is_ours = owner is None or all(owner[key] == ours[key] for key in ("machine", "pid", "born"))
+        if is_current and is_ours:
+            return ""
+        if is_current and owner is not None:
+            return f"{_describe_owner(owner)} has taken it over, since this process sent no heartbeat"
+        return f"another {self._messages.owner} has created its lock file {self.path.name} anew"
+
+    def exit_if_lost(self) -> None:
+        """Exit at once, like ``kill -9``, if this process does not own the folder any more.
+
+        Everything that an orderly end would still write would go into the folder of another run.
+        """
+        if reason := self.describe_loss():
+            print(
+                f"error: the folder {self.path.parent} is no longer that of this {self._messages.owner}: {reason}. "
+                f"This {self._messages.owner} ends and writes nothing more. To resume it, bring the folder back with "
+                "its checkpoints, make sure that nothing else writes to it, and run the same command",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(_LOST_EXIT_CODE)
+
     def _read_owner(self) -> dict[str, Any] | None:
         """Return the last writer of the file. None if it is empty or unreadable: its owner died while writing."""
         try:
@@ -295,6 +335,7 @@ class FolderLock:
     def _write_heartbeats(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
             exit_if_claimed(self.path.parent)
+            self.exit_if_lost()
             try:
                 self._write_heartbeat()
             except OSError:
@@ -306,7 +347,7 @@ class FolderLock:
         self._thread.join()
         # A disk that became read-only must not hide the error that ends the run. Closing the handle frees the lock.
         with suppress(OSError):
-            if self._is_current():
+            if not self.describe_loss():
                 self.path.unlink(missing_ok=True)
         os.close(self._file)
 

@@ -98,6 +98,7 @@ def _train(session: Session, stop: StopSignal) -> None:
         if finished_evaluation is not None:
             records.log(*finished_evaluation)
         state.step += 1
+        session.check_folder()
         if record is not None:
             with clock.part("record"):
                 recorder.write(state.step, record, collected, records.writer)
@@ -112,6 +113,7 @@ def _train(session: Session, stop: StopSignal) -> None:
         metrics = step_metrics(session.groups, collected, samples, results, clock, requests, dp=dp)
         if is_evaluating:
             metrics |= evaluator.evaluate(state.step)
+        session.check_folder()
         records.log(state.step, metrics)
 
         # Save. `stop.requested` is a collective: all ranks agree on whether a signal came in this step.
@@ -139,6 +141,7 @@ def _train(session: Session, stop: StopSignal) -> None:
 
     # Finish: wait for the last checkpoint, export the model, write the summary.
     checkpoints.finish(wait=True)
+    session.check_folder()
     if state.best is not None and state.has_reached(config.eval.stop_at_accuracy):
         accuracy, step = state.best
         records.console.print(

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,22 @@ Without a marker such files do not belong to a run.
 """
 
 
+@dataclass(frozen=True)
+class OpenFolder:
+    """Output folder of a run, locked and prepared."""
+
+    notes: list[str]
+    """Messages for the user, one line each."""
+    lock: FolderLock | None
+    """None on all ranks but 0."""
+
+
 @contextmanager
-def open_folder(config: Config) -> Iterator[list[str]]:
+def open_folder(config: Config) -> Iterator[OpenFolder]:
     """Lock the output folder and prepare it for the run, and unlock it at the end. A collective of all ranks.
 
     Yields:
-        Messages for the user, one line each.
+        The folder.
 
     Raises:
         ConfigError: On every rank: the folder is in use, cannot be written, or holds files that are not a run's.
@@ -89,7 +100,8 @@ def open_folder(config: Config) -> Iterator[list[str]]:
         return [f"lock     {lock[0].note}", *notes] if lock[0].note else notes
 
     try:
-        yield run_on_leader(lock_and_prepare, dist.group.WORLD)
+        notes = run_on_leader(lock_and_prepare, dist.group.WORLD)
+        yield OpenFolder(notes, lock[0] if lock else None)
     finally:
         if lock and is_leader(dist.group.WORLD):
             lock[0].release()

@@ -22,6 +22,7 @@ from megatron_dppo.report.console import Console
 from megatron_dppo.report.curves import write_curves
 from megatron_dppo.report.findings import LearningWarnings
 from megatron_dppo.report.metrics import MetricsWriter, add_prefix, reduce_over_samples
+from megatron_dppo.report.printable import printable
 from megatron_dppo.report.records import before_after_table, compare_responses, list_output_files, summarize
 from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.rollout.batch import CollectedRollouts
@@ -110,7 +111,7 @@ def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int)
     counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
     # On every rank, not on rank 0 alone: each sees the answers to its own requests.
     for message in counts.messages[:_SHOWN_MESSAGES]:
-        print(f"servers  {message}", file=sys.stderr, flush=True)
+        print(f"servers  {printable(message)}", file=sys.stderr, flush=True)
     return {
         "retried_requests": Metric(counts.retries, 1 / dp),
         "evicted_servers": Metric(counts.evicted_servers, kind="max"),

@@ -45,6 +45,7 @@ from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
 from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.run.inputs import Inputs, ModelInputs, resolve_num_steps
+from megatron_dppo.run.lock import FolderLock
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.recording import StepRecorder
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
@@ -91,8 +92,15 @@ class Session:
     checkpoints: Checkpoints
     resume_point: ResumePoint | None
     """Checkpoint that ``begin`` resumes from. None starts at step 0."""
+    lock: FolderLock | None
+    """Lock of the run's folder. None on all ranks but 0."""
     state: RunState = field(default_factory=RunState)
     """Counters of the run."""
+
+    def check_folder(self) -> None:
+        """End this process if the run's folder is no longer its own. Call it before each write to the folder."""
+        if self.lock is not None:
+            self.lock.exit_if_lost()
 
     def begin(self) -> None:
         """Resume from ``resume_point``, if any, and open the run's records; a collective of all ranks.
@@ -105,6 +113,8 @@ class Session:
         self.trainer.check_can_save()
         if point is not None:
             self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
+            if note := _missing_records(folder, self.state.step):
+                say(note)
         elif before := read_metrics(folder / "metrics.jsonl"):
             say(
                 f"note     an earlier start in this folder reached step {before[-1]['step']} and left no checkpoint: "
@@ -166,7 +176,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         # The folder is locked before anything is read from it or written to it.
         sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
         function = parts.enter_context(open_generate_function(config))
-        for note in parts.enter_context(open_folder(config)):
+        open_run = parts.enter_context(open_folder(config))
+        for note in open_run.notes:
             console.print(note)
         servers = connect_servers(config)
         scorer = open_scorer(config)
@@ -212,6 +223,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             ),
             resume_point=point,
             state=RunState(guard=GuardState.from_config(config)),
+            lock=open_run.lock,
         )
         parts.callback(session.records.close)
         parts.callback(publisher.close)
@@ -225,6 +237,18 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         console.finish()
         parts.close()
         setup.shutdown_megatron()
+
+
+def _missing_records(folder: Path, step: int) -> str:
+    """Return a note if ``metrics.jsonl`` lacks steps that the resumed checkpoint has. Empty if it lacks none."""
+    recorded = {record["step"] for record in read_metrics(folder / "metrics.jsonl")}
+    missing = sorted(set(range(1, step + 1)) - recorded)
+    if not missing:
+        return ""
+    return (
+        f"warning  {folder / 'metrics.jsonl'} has no record of {len(missing)} steps up to step {step}, from "
+        f"step {missing[0]} on: it was deleted or cut. The run continues, and these records stay missing"
+    )
 
 
 def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> MemorySharing | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.run.run_folder import MARKER, OLD, RUN_FILES
-from tests.e2e.runs import command, environment, flags, records, train, without_timings
+from tests.e2e.forked import train_forked
+from tests.e2e.runs import CONFIG, command, environment, flags, records, train, without_timings
 
 pytestmark = pytest.mark.e2e
 
@@ -81,3 +82,49 @@ def test_several_starts_in_one_folder(short_run: list[str], tmp_path: Path) -> N
     moved = {name: digest for name, digest in before.items() if name.split("/")[0] in RUN_FILES}
     assert contents(old).items() >= moved.items() and edited.exists()
     assert [r["step"] for r in records(folder)] == [0, 1]
+
+
+SCORE = """
+import os
+from pathlib import Path
+
+FOLDER, DAMAGE = Path(os.environ["FOLDER"]), os.environ["DAMAGE"]
+
+def score(prompt, completion, label):
+    file = FOLDER / "metrics.jsonl"
+    if file.exists() and file.read_text().count("\\n") == 1 and not (FOLDER.parent / "done").exists():
+        (FOLDER.parent / "done").touch()
+        file.unlink() if DAMAGE == "metrics" else FOLDER.rename(FOLDER.parent / "elsewhere")
+    return float(len(completion) % 3)
+"""
+
+
+@pytest.mark.parametrize("damage", ["metrics", "folder"])
+def test_a_run_notices_that_its_files_are_gone(damage: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (tmp_path / "score.py").write_text(SCORE)
+    arguments = flags(
+        run__output_dir=folder,
+        run__num_steps=3,
+        reward__function=f"{tmp_path}/score.py:score",
+        warmup__num_steps=1,
+        rollout__prompts_per_step=2,
+        rollout__samples_per_prompt=2,
+        rollout__max_new_tokens=4,
+        eval__max_prompts=2,
+        eval__every=100,
+        parallel__expert_model_parallel_size=1,
+        checkpoint__save_every=1,
+        checkpoint__export_hf="false",
+        log__curves="false",
+    )
+    variables = {"FOLDER": str(folder), "DAMAGE": damage}
+    result = train_forked([str(CONFIG), *arguments], environment() | variables, 1, timeout=300)
+    assert (tmp_path / "done").exists(), result.stderr
+    if damage == "metrics":
+        assert result.returncode == 0, result.stderr
+        assert result.stderr.count("metrics.jsonl was deleted or renamed during the run; it is written again") == 1
+        assert [record["step"] for record in records(folder)] == [0, 1, 2, 3]
+    else:
+        assert result.returncode == 2 and "no longer that of this run: it was deleted or renamed" in result.stderr
+        assert not folder.exists() and (tmp_path / "elsewhere" / MARKER).exists()

@@ -192,3 +192,23 @@ def test_metrics_of_older_runs_are_read_by_their_current_names(
     for name, new in old.items():
         assert main(["help", name]) == 0
         assert new in capsys.readouterr().out
+
+
+def test_a_deleted_file_is_written_again_and_a_replaced_one_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for damage in ("unlink", "rename"):
+        folder = tmp_path / damage
+        sink = writer(folder)
+        sink.write(1, {"rollout/reward": 0.25})
+        sink.path.rename(folder / "elsewhere") if damage == "rename" else sink.path.unlink()
+        sink.write(2, {"rollout/reward": 0.5})
+        sink.write(3, {"rollout/reward": 0.75})
+        assert [(r["step"], r["rollout/reward"]) for r in read_metrics(sink.path)] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+        assert capsys.readouterr().err.count("it is written again with its 1 records") == 1
+        (folder / "other").write_text("of another program")
+        (folder / "other").replace(sink.path)
+        with pytest.raises(ConfigError, match="replaced by another file"):
+            sink.write(4, {"rollout/reward": 1.0})
+        assert sink.path.read_text() == "of another program"
+        sink.close()

@@ -34,8 +34,8 @@ def config_in(folder: Path, *, overwrite: bool = False, **sections: dict[str, An
 
 
 def start(folder: Path, *, overwrite: bool = False, **sections: dict[str, Any]) -> list[str]:
-    with open_folder(config_in(folder, overwrite=overwrite, **sections)) as notes:
-        return notes
+    with open_folder(config_in(folder, overwrite=overwrite, **sections)) as opened:
+        return opened.notes
 
 
 def tree(folder: Path) -> dict[str, str]:

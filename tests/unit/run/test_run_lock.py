@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,3 +270,64 @@ def test_an_unwritable_lock_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):
         FolderLock(tmp_path)
+
+
+OWNERS = """
+import os, sys, time
+from pathlib import Path
+from megatron_dppo.run.lock import FolderLock
+children = {}
+for folder in map(Path, sys.argv[1:]):
+    if child := os.fork():
+        children[child] = folder.name
+        continue
+    FolderLock(folder, heartbeat_seconds=0.1)
+    (folder.parent / f"{folder.name}.pid").write_text(str(os.getpid()))
+    time.sleep(60)
+    os._exit(0)
+while children:
+    child, status = os.wait()
+    print(children.pop(child), os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_an_owner_that_lost_its_folder_exits_and_writes_nothing(tmp_path: Path) -> None:
+    names = ("deleted", "renamed", "unlocked", "replaced", "taken-over", "untouched")
+    folders = {name: tmp_path / name for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+    command = [sys.executable, "-c", OWNERS, *map(str, folders.values())]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    owners = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    pids = {name: _read_pid(tmp_path / f"{name}.pid") for name in names}
+    # A process that is stopped looks at the file before the heartbeat that is due when it wakes.
+    os.kill(pids["taken-over"], signal.SIGSTOP)
+    other = json.dumps({**this_process(), "host": "elsewhere", "machine": "other", "beat": 3})
+    shutil.rmtree(folders["deleted"])
+    folders["renamed"].rename(tmp_path / "elsewhere")
+    (folders["unlocked"] / LOCK).unlink()
+    (folders["replaced"] / "new").write_text(other)
+    (folders["replaced"] / "new").replace(folders["replaced"] / LOCK)
+    (folders["taken-over"] / LOCK).write_text(other)
+    os.kill(pids["taken-over"], signal.SIGCONT)
+    assert owners.stdout is not None
+    codes = dict(owners.stdout.readline().split() for _ in range(len(names) - 1))
+    assert codes == dict.fromkeys(set(names) - {"untouched"}, "2")
+    os.kill(pids["untouched"], signal.SIGKILL)
+    output, errors = owners.communicate()
+    assert output == f"untouched {-signal.SIGKILL}\n"
+    assert errors.count("is no longer that of this run") == len(codes)
+    for text in ("it was deleted or renamed", "was deleted. This", "created its lock file", "elsewhere, since"):
+        assert text in errors
+    assert not folders["deleted"].exists() and not folders["renamed"].exists()
+    assert not (folders["unlocked"] / LOCK).exists()
+    for name in ("replaced", "taken-over"):
+        assert (folders[name] / LOCK).read_text() == other
+
+
+def _read_pid(file: Path) -> int:
+    end = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return int(file.read_text())
