@@ -53,6 +53,30 @@ _SHORT_WRITE_TEXTS = ("unexpected pos", "PytorchStreamWriter failed")
 _LFS_POINTER = b"version https://git-lfs"
 
 
+MAX_STATE_BYTES = 2**28
+"""Largest file of a run's state that is read: 256 MiB."""
+
+
+def read_regular_file(path: Path, limit: int = MAX_STATE_BYTES) -> bytes:
+    """Return the content of a file that others may have written.
+
+    Args:
+        path: File, or a link to one.
+        limit: Largest size in bytes.
+
+    Raises:
+        OSError: It cannot be read, is a pipe, a device or a folder, or is larger.
+    """
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file but a pipe, a device or a folder", str(path))
+        if status.st_size > limit:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {limit}", str(path))
+        return file.read()
+
+
 def existing_parent(path: Path) -> Path:
     """Return the path itself, or the nearest folder above it that exists."""
     path = path.absolute()

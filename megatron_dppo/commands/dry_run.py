@@ -13,6 +13,7 @@ from megatron_dppo.config.io import LoadedConfig, dump_toml, invalid_config
 from megatron_dppo.config.layout import format_layout, unchecked_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, ErrorCollector
+from megatron_dppo.run.contents import read_contents
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 
@@ -44,7 +45,8 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
     resume_point = None
     if start.inputs is not None and not start.config.run.overwrite and not loaded.problems:
         # A run searches its checkpoints on all ranks, holding the lock of the folder. A dry run only reads them.
-        resume_point = problems.attempt(find_resume_point, start.config, start.inputs)
+        contents = read_contents(start.config.model_dump(mode="json")).contents
+        resume_point = problems.attempt(find_resume_point, start.config, start.inputs, contents)
     if rank == 0:
         if verbose and not problems.errors:
             print(dump_toml(start.config))

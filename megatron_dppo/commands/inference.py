@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import require_new, write_new
+from megatron_dppo.run.named_functions import OPTION_HELP, SAMPLING, require_permission
 
 if TYPE_CHECKING:
     from megatron_dppo.run.offline import Offline
@@ -96,6 +97,7 @@ def _add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", type=Path, metavar="FOLDER", help="use the weights of this Hugging Face folder")
     weights.add_argument("--step", type=int, help="use the run's checkpoint of this step (default: its newest one)")
+    parser.add_argument("--run-functions", action="store_true", help=OPTION_HELP)
 
 
 @contextmanager
@@ -108,6 +110,9 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Off
             f"--step {options.step} needs the folder of a run, got {str(options.target)!r}. Fix: give run.output_dir"
         )
     config = offline_config(options.target, overrides)
+    is_scored = options.command == "eval" or options.score
+    sections = (*SAMPLING, "reward") if is_scored else SAMPLING
+    require_permission(config, sections, options.command, is_given=options.run_functions)
     run = options.target if is_run else None
     with open_offline(config, run=run, model=options.model, step=options.step) as offline:
         yield offline

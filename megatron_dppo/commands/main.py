@@ -145,7 +145,8 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 f"--world-size {options.world_size} needs --dry-run. Fix: remove it; torchrun or srun sets the number "
                 "of processes of a run"
             )
-        loaded = read_config(options.config, overrides)
+        # The only command that reads a configuration to train with it; a dry run scores an answer.
+        loaded = read_config(options.config, overrides, with_functions=True)
         if options.dry_run:
             return dry_run(options.config, loaded, options.world_size, verbose=options.verbose)
         if loaded.problems or loaded.config is None:

@@ -55,7 +55,8 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
     from megatron_dppo.engines.serving.processes import visible_gpus
 
-    config = load_config(options.config, overrides)
+    # The servers depend on what the loss needs. The mode does not, so that a script can print it for any file.
+    config = load_config(options.config, overrides, with_functions=not options.print_mode)
     if config.model.transformer:  # Otherwise this command needs no torch, which takes seconds to import.
         from megatron_dppo.run.preflight import check_flags
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
@@ -38,17 +38,19 @@ def check_sections(config: Config) -> None:
     _check_distillation(config.distillation, config.rollout, config.model)
     _check_agent(config.agent, config.rollout, config.data)
     _check_batch_invariant(config)
-    _check_recomputed_logprobs(config.loss, config.rollout, config.train)
+    if not config.loss.has_text:
+        _check_recomputed_logprobs(config.loss, config.rollout, config.train)
     _check_order(config.rollout, config.train)
     _check_recorded_routes(config.train)
     _check_sync_time(config.rollout, config.run)
     _check_overlong(config.reward, config.rollout)
     _check_mini_batches(config.rollout, config.train)
-    _check_reference(config.model, is_needed=config.needs_reference)
+    _check_reference(config.model, is_needed=config.needs_reference or config.loss.has_text)
     _check_random_weights(config.model, config.warmup, config.distillation)
     _check_evaluations(config.eval, config.data, config.checkpoint)
     _check_eval_filters(config.eval, config.rollout, config.data)
     _check_fork(config.checkpoint, config.warmup)
+    _check_accepted_keys(config)
     _check_colocated(config.rollout, config.train, config.eval)
 
 
@@ -427,6 +429,19 @@ def _check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
             "checkpoint's weights. Set warmup.num_steps = 0 and model.random_init = false, and set model.path to "
             "the folder that the other run warmed up (RUN/base)"
         )
+
+
+def _check_accepted_keys(config: Config) -> None:
+    accepted = config.checkpoint.accept_changes
+    for key in [] if isinstance(accepted, bool) else accepted:
+        table: Any = type(config)
+        for part in key.split("."):
+            if part not in table.known_fields():
+                raise ValueError(f"checkpoint.accept_changes names {key!r}, which is no key; expected section.key")
+            table = table.known_fields()[part].annotation
+            # A user's loss has keys of its own, and tables such as reward.functions have the user's names.
+            if not hasattr(table, "known_fields") or part == "loss":
+                break
 
 
 def _check_colocated(rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tomllib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_dppo.config.removed import (
 )
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import TomlTable
+from megatron_dppo.config.user_functions import functions_as_text
 from megatron_dppo.errors import ConfigError
 
 _ALIASES: dict[str, tuple[str, str, object]] = {
@@ -33,9 +35,10 @@ _ALIASES: dict[str, tuple[str, str, object]] = {
     "no_bf16": ("model", "dtype", "fp32"),
     "seed": ("run", "seed", None),
     "wandb_project": ("log", "wandb_project", None),
+    "allow_changed": ("checkpoint", "accept_changes", None),
 }
-"""Megatron flags whose key is in another section here: ``(section, key, value)``. A value of None means that the flag
-takes one."""
+"""Short flags, and Megatron flags whose key is in another section here: ``(section, key, value)``. A value of None
+means that the flag takes one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,13 @@ class LoadedConfig:
     """Sections in which a default replaced a wrong value. Conclusions from them do not apply to the intended run."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    relative_to: Path | None = None,
+    with_functions: bool = False,
+) -> Config:
     """Load and check a configuration.
 
     Args:
@@ -60,11 +69,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
             a section here (``--recompute-granularity full``) go to ``model.transformer``. The value ``null`` removes a
             key of the file.
         relative_to: Folder that its paths are relative to. None uses the file's folder.
+        with_functions: Import the user functions of loss and advantages, and check how they are called. False executes
+            nothing that the configuration names, and the loss cannot be computed.
 
     Raises:
         ConfigError: With every problem: unknown keys with the closest known one, wrong values, bad combinations.
     """
-    loaded = read_config(path, overrides, relative_to=relative_to)
+    loaded = read_config(path, overrides, relative_to=relative_to, with_functions=with_functions)
     if loaded.problems or loaded.config is None:
         raise invalid_config(path, loaded.problems)
     return loaded.config
@@ -75,7 +86,13 @@ def invalid_config(path: str | Path, problems: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path} cannot be used:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to: Path | None = None) -> LoadedConfig:
+def read_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    relative_to: Path | None = None,
+    with_functions: bool = False,
+) -> LoadedConfig:
     """Load a configuration like ``load_config``, but return its problems instead of raising.
 
     Raises:
@@ -90,7 +107,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, relative_to:
         except ConfigError as error:
             problems.append(str(error))
     resolve_paths(values, Path())  # those of the overrides
-    return _read_values(values, problems)
+    with nullcontext() if with_functions else functions_as_text():
+        return _read_values(values, problems)
 
 
 def _read_values(values: TomlTable, problems: list[str]) -> LoadedConfig:

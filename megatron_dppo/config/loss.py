@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, PlainValidator, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, PlainValidator, PrivateAttr, SerializeAsAny, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.loss_aliases import expand_alias
@@ -24,8 +24,17 @@ from megatron_dppo.config.loss_registry import (
     user_loss_class,
 )
 from megatron_dppo.config.section import Section
-from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, get_user_function, load_user_mask
+from megatron_dppo.config.user_functions import (
+    FunctionNeeds,
+    UserFunction,
+    describe_user_function,
+    functions_as_text,
+    get_user_function,
+    load_user_mask,
+    may_execute,
+)
 from megatron_dppo.errors import FunctionError
+from megatron_dppo.functions import is_function_name
 
 Aggregation = Literal[
     "token_mean", "token_sum", "token_sum_norm", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
@@ -85,6 +94,8 @@ class LossConfig(Section):
     """Number of tokens that the ``*_norm`` aggregations divide by, usually ``rollout.max_new_tokens``. null for the
     other aggregations."""
 
+    _has_text: bool = PrivateAttr(False)
+
     forms: ClassVar[tuple[Form, ...]] = ("reinforce", "ratio")
     """Values that ``form`` may have, the default first. Empty if the loss has no such choice."""
     default_aggregation: ClassVar[Aggregation] = "token_mean"
@@ -101,7 +112,8 @@ class LossConfig(Section):
 
     def __reduce__(self) -> Any:
         # Rebuild by name: the class of a user's loss lives in a file that pickle cannot import.
-        return (partial(LossConfig, **{"name": self.name, **self.model_dump(exclude_unset=True)}), ())
+        values = {"name": self.name, **self.model_dump(exclude_unset=True)}
+        return (partial(_rebuild, values, has_text=self._has_text), ())
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # Tables of options are not hashable.
@@ -208,9 +220,21 @@ class LossConfig(Section):
         }
 
     @property
+    def has_text(self) -> bool:
+        """True if ``name`` or ``mask`` is a user function that was not imported, so that the loss cannot be computed.
+
+        Its needs are then known as far as a decorator in its file declares them.
+        """
+        return self._has_text
+
+    @property
     def user_mask(self) -> UserFunction | None:
         """The user function in ``mask``. None if there is none."""
-        return None if self.mask is None else get_user_function(self.mask, "loss.mask")
+        return None if self.mask is None else self.get_function(self.mask, "loss.mask")
+
+    def get_function(self, name: str, setting: str) -> UserFunction:
+        """Return a user function of the loss: the loaded one, or with ``has_text`` its description."""
+        return describe_user_function(name, setting) if self._has_text else get_user_function(name, setting)
 
     @property
     def is_topk(self) -> bool:
@@ -285,6 +309,9 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _functions_load(self) -> Self:
+        if not may_execute():
+            self._has_text = is_function_name(self.name) or self.mask is not None
+            return self
         try:
             self.load_functions()
         except FunctionError as error:
@@ -293,6 +320,8 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:
+        if self._has_text:
+            return self  # what its functions read is unknown
         unused = self.unused_keys()
         for key in self.changed_keys():
             if key in unused:
@@ -302,6 +331,14 @@ class LossConfig(Section):
                 )
         self.check()
         return self
+
+
+def _rebuild(values: Mapping[str, Any], *, has_text: bool) -> LossConfig:
+    """Return the loss of pickled values; one whose functions were not imported stays so."""
+    if not has_text:
+        return LossConfig(**values)
+    with functions_as_text():
+        return LossConfig(**values)
 
 
 def _validated(values: object) -> LossConfig:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES
-from megatron_dppo.config.user_functions import reload_if_changed
+from megatron_dppo.config.user_functions import may_execute, reload_if_changed
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import is_function_name
 
@@ -77,6 +77,9 @@ def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
         return loss_classes()[DEFAULT_LOSS]
     if not is_function_name(name):
         return loss_classes()[name]
+    if not may_execute():
+        text_class: type[LossConfig] = import_module(f"{_PACKAGE}.user_loss").TextLoss
+        return text_class
     # A user's loss: either a class with keys of its own, or a plain function with the keys of UserLoss.
     try:
         value: Any = reload_if_changed(name, "loss.name").function

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_dppo.config.removed import old_keys, print_new_names, rename_keys
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, FILE_OPTIONS
 from megatron_dppo.config.section import TomlTable
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.files import read_regular_file
 
 _PATHS = (
     ("model", "path"),
@@ -37,6 +39,12 @@ _FUNCTIONS = (
     ("train", "advantage"),
 )
 """Keys whose value is a path only in the form ``path/to/file.py:function``."""
+
+
+def is_function_key(key: str) -> bool:
+    """Return True if ``section.key`` may name a user function."""
+    section, _, name = key.partition(".")
+    return (section, name) in _FUNCTIONS or fnmatchcase(key, "reward.functions.*.function")
 
 
 def resolve_paths(values: TomlTable, folder: Path) -> None:
@@ -133,12 +141,20 @@ def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[
         ConfigError: The file does not exist, is not valid TOML, or files extend each other in a cycle.
     """
     where = f" (which {str(extended_by[-1])!r} extends)" if extended_by else ""
-    resolved = file.resolve()
+    if "\0" in str(file):
+        raise ConfigError(f"configuration file {str(file)!r}{where} has a null character in its name")
+    try:
+        resolved = file.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise ConfigError(f"configuration file {str(file)!r}{where} cannot be read: {error}") from error
     if resolved in extended_by:
         cycle = " -> ".join(str(path) for path in (*extended_by[extended_by.index(resolved) :], resolved))
         raise ConfigError(f"configuration files extend each other in a cycle: {cycle}; remove one 'extends'")
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        # Process substitution gives a pipe here: train <(make-config).
+        is_pipe = not extended_by and str(file).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
+        content = file.read_bytes() if is_pipe else read_regular_file(file)
+        values = tomllib.loads(content.decode())
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {str(file)!r}{where} does not exist") from error
     except OSError as error:

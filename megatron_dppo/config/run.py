@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config.section import Section
 
@@ -117,13 +118,25 @@ class CheckpointConfig(Section):
     fork_from: str | None = None
     """Checkpoint of another run to start from (``RUN/checkpoints/step_000020``). Settings may differ; each difference
     is printed. If this run has checkpoints of its own, it resumes from those. null starts from the model."""
-    accept_changes: bool = False
-    """Resume even if keys that change the results differ from the run so far; each difference is printed."""
+    accept_changes: bool | list[str] = False
+    """Keys that change the results and may differ from the run so far, or the content of the files that they name:
+    ``["reward.function"]``. true accepts every difference. Each is printed and recorded. ``--allow-changed
+    reward.function`` is the same on the command line."""
     accept_unverified: bool = False
     """Also resume from a checkpoint without a manifest, as older versions wrote them. Nothing proves that its files are
     complete (``docs/checkpoints.md``)."""
     export_hf: bool = True
     """Write the final weights as a Hugging Face folder."""
+
+    @field_validator("accept_changes", mode="before")
+    @classmethod
+    def _names_of_keys(cls, value: object) -> object:
+        # The command line gives the names as one text.
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        for name in names if isinstance(names, list) else []:
+            if not re.fullmatch(r"\w+(\.[^.\s]+)+", str(name)):
+                raise ValueError(f"expected true, false or names such as ['reward.function'], got {name!r} among them")
+        return names
 
     @model_validator(mode="after")
     def _fork_can_resume(self) -> CheckpointConfig:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from megatron_dppo.errors import FunctionError
@@ -92,6 +96,54 @@ class UserFunction:
     """SHA-256 of its file. Empty for a function of a module."""
     function: Callable[..., Any] = field(compare=False)
     """The callable."""
+
+
+_MAY_EXECUTE = ContextVar("may_execute", default=True)
+
+
+@contextmanager
+def functions_as_text() -> Iterator[None]:
+    """Validate configurations without importing the functions that they name."""
+    token = _MAY_EXECUTE.set(False)
+    try:
+        yield
+    finally:
+        _MAY_EXECUTE.reset(token)
+
+
+def may_execute() -> bool:
+    """Return True if validating a configuration imports the functions that it names."""
+    return _MAY_EXECUTE.get()
+
+
+def describe_user_function(name: str, setting: str) -> UserFunction:
+    """Return a user function with its declared needs, read from its file. Calling it raises; nothing is imported."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise FunctionError(
+            f"{setting} = {name!r} was not imported: this command does not execute the functions of a configuration"
+        )
+
+    return UserFunction(name, setting, _declared_needs(name), "", refuse)
+
+
+def _declared_needs(name: str) -> FunctionNeeds:
+    """Return the needs that a decorator ``needs(...)`` with constants declares. The default if there is none."""
+    file, _, function = name.rpartition(":")
+    try:
+        nodes = ast.parse(Path(file).read_bytes()).body if Path(file).is_file() else []
+        calls = [
+            call
+            for node in nodes
+            if isinstance(node, ast.FunctionDef) and node.name == function
+            for call in node.decorator_list
+            if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == "needs"
+        ]
+        return FunctionNeeds(
+            **{key.arg: ast.literal_eval(key.value) for call in calls for key in call.keywords if key.arg}
+        )
+    except (OSError, SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return FunctionNeeds()
 
 
 # One copy per process, so that state in a function's module survives between calls.
@@ -183,6 +235,8 @@ def check_advantage(name: str, options: Mapping[str, object]) -> None:
         ValueError: The name is unknown, the function cannot be used, or the options have no effect.
     """
     if is_function_name(name):
+        if not may_execute():
+            return
         try:
             load_user_function(name, "train.advantage", options, positional=("rewards", "valid"), optional=("groups",))
         except FunctionError as error:

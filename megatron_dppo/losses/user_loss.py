@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
-from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, get_user_function, load_user_function
+from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_function
 from megatron_dppo.losses.parts.loss import Loss
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class UserLoss(Loss):
     @property
     def user_loss(self) -> UserFunction:
         """The loaded function."""
-        return get_user_function(self.name, "loss.name")
+        return self.get_function(self.name, "loss.name")
 
     @property
     def needs(self) -> FunctionNeeds:
@@ -62,3 +62,10 @@ class UserLoss(Loss):
         keep = decision.keep & tokens.mask
         terms, keep_by_user = losses.call_user_loss(self.user_loss, self.options, inputs, tokens)
         return keep & keep_by_user, terms.where(keep, 0.0)
+
+
+class TextLoss(UserLoss):
+    """The loss of a user's function or class that is not imported (``config.user_functions.functions_as_text``)."""
+
+    # The class may have keys of its own, which only its file knows.
+    model_config = ConfigDict(extra="allow")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import DataError
+from megatron_dppo.files import read_regular_file
 
 Record = dict[str, Any]
 """One line of a JSONL file of the run."""
@@ -43,10 +44,10 @@ def read_metrics(path: Path) -> list[Record]:
     records = []
     for number, record in _numbered(path):
         step = record.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEP:
             raise _damaged(path, number, f"expected an integer of at least 0 as step, got {step!r}")
         for name, value in record.items():
-            if value is not None and not (isinstance(value, int | float) and abs(value) < float("inf")):
+            if value is not None and not (isinstance(value, int | float) and abs(value) <= _MAX_VALUE):
                 raise _damaged(path, number, f"expected a finite number or null as {name}, got {value!r}")
         records.append({RENAMED_METRICS.get(name, name): value for name, value in record.items()})
     return records
@@ -54,11 +55,14 @@ def read_metrics(path: Path) -> list[Record]:
 
 def _numbered(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield the records with their line numbers, from 1."""
-    if not path.exists():
+    try:
+        content = read_regular_file(path, _MAX_BYTES)
+    except FileNotFoundError:
         return
-    if not path.is_file():
-        raise DataError(f"{path} is not a file, but a run writes one with that name; move it away")
-    *lines, last = path.read_bytes().split(b"\n")
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})" if path.is_file() else "is not a file"
+        raise DataError(f"{path} {problem}, but a run writes one with that name; move it away") from error
+    *lines, last = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield number, _record(path, number, line)
@@ -66,6 +70,12 @@ def _numbered(path: Path) -> Iterator[tuple[int, Record]]:
     with suppress(DataError):
         if last.strip():
             yield len(lines) + 1, _record(path, len(lines) + 1, last)
+
+
+_MAX_BYTES = 2**32
+_MAX_STEP = 10**9
+_MAX_VALUE = 1e300
+"""Largest metric. The squares and sums of the charts stay finite numbers with far smaller ones."""
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.files import write_synced
+from megatron_dppo.files import read_regular_file, write_synced
 
 IDS = "trackers.json"
 """File with the ids of the run."""
@@ -40,7 +40,7 @@ def run_id(folder: Path, tracker: str) -> str:
     in Weights & Biases, keeps that id.
     """
     path = folder / IDS
-    ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    ids = _read_ids(folder)
     if tracker not in ids:
         is_older = tracker == "wandb" and (folder / "wandb").is_dir()
         ids[tracker] = folder.name if is_older else uuid.uuid4().hex
@@ -48,10 +48,27 @@ def run_id(folder: Path, tracker: str) -> str:
     return ids[tracker]
 
 
+def _read_ids(folder: Path) -> dict[str, str]:
+    """Return the ids of a folder's run by tracker.
+
+    Raises:
+        ConfigError: The file is not such as a run writes.
+    """
+    path = folder / IDS
+    try:
+        ids = json.loads(read_regular_file(path))
+        if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
+            raise TypeError("expected a table of texts")
+        return ids
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); delete it to begin new runs in the trackers") from error
+
+
 def _keep_id(folder: Path, tracker: str, tracker_id: str) -> None:
     path = folder / IDS
-    ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    write_synced(path, json.dumps(ids | {tracker: tracker_id}, indent=2) + "\n")
+    write_synced(path, json.dumps(_read_ids(folder) | {tracker: tracker_id}, indent=2) + "\n")
 
 
 def _swanlab(folder: Path, labels: RunLabels) -> dict[str, object]:
@@ -107,7 +124,7 @@ def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config:
     opened = []
     for name in names:
         tracker = _mlflow(folder, labels) if name == "mlflow" else _generic(name, folder, labels)
-        known = json.loads((folder / IDS).read_text(encoding="utf-8")) if (folder / IDS).is_file() else {}
+        known = _read_ids(folder)
         tracker.start()
         if name == "mlflow" and "mlflow" not in known:
             _keep_id(folder, "mlflow", tracker.tracker.info.run_id)
@@ -132,8 +149,7 @@ def _generic(name: str, folder: Path, labels: RunLabels) -> Any:
 def _mlflow(folder: Path, labels: RunLabels) -> Any:
     from accelerate.tracking import MLflowTracker
 
-    path = folder / IDS
-    known = json.loads(path.read_text(encoding="utf-8")).get("mlflow") if path.is_file() else None
+    known = _read_ids(folder).get("mlflow")
     tags = {tag: "true" for tag in labels.tags} | ({"group": labels.group} if labels.group else {})
     tracker = MLflowTracker(experiment_name=labels.project, run_id=known, run_name=labels.name, tags=tags)
     tracker.main_process_only = False

@@ -16,7 +16,7 @@ from megatron_dppo.config.reward_options import (
 )
 from megatron_dppo.config.section import Section
 from megatron_dppo.errors import FunctionError, RewardError
-from megatron_dppo.functions import load_function
+from megatron_dppo.functions import content_hash, load_function
 from megatron_dppo.rewards import math as math_reward_module
 from megatron_dppo.rewards import task_rewards
 from megatron_dppo.rewards.signatures import ITEM_CONVENTION, CallConvention, RunInfo, is_async, recognize_signature
@@ -39,6 +39,8 @@ class FunctionSpec:
     """Options of a built-in function, or keyword arguments of a user function."""
     table: str = "reward"
     """Table that names the function, for messages: ``reward`` or ``reward.functions.NAME``."""
+    content: str = ""
+    """SHA-256 of its file when the run loaded it. Empty accepts any content."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ def load(spec: FunctionSpec) -> RewardFunction:
         function, convention = _built_in(spec, options)
         return RewardFunction(
             function, convention or recognize_signature(spec.name, function, "megatron_dppo"), is_async(function)
+        )
+    if spec.content and content_hash(spec.name) != spec.content:
+        raise RewardError(
+            f"{spec.table}.function = {spec.name!r}: the file was edited while the run uses it, so a new process "
+            "would compute other rewards. Fix: restore the file, and rerun the same command to resume"
         )
     try:
         function = load_function(spec.name, f"{spec.table}.function", _ALSO)

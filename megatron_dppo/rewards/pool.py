@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 
+from megatron_dppo.functions import content_hash
 from megatron_dppo.rewards.functions import FunctionSpec, load
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.math import quick_math_reward
@@ -32,12 +34,13 @@ class FunctionPool:
     def __init__(
         self, spec: FunctionSpec, timeout_seconds: float, num_workers: int, *, async_concurrency: int = 64
     ) -> None:
-        self.spec = spec
         loaded = load(spec)
+        # A worker that is started later must not load an edited file.
+        self.spec = replace(spec, content=content_hash(spec.name))
         self._is_batched = loaded.convention.is_batched
         self._max_chunk_size = async_concurrency if loaded.is_async else 1
         concurrent = loaded.is_async and not self._is_batched
-        self._workers = [Worker(spec, timeout_seconds, concurrent=concurrent) for _ in range(num_workers)]
+        self._workers = [Worker(self.spec, timeout_seconds, concurrent=concurrent) for _ in range(num_workers)]
         self._items: Sequence[RewardItem] = ()
         self._queue = deque[list[int]]()
         self._idle: list[Worker] = []

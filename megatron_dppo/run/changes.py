@@ -4,19 +4,21 @@ Every key is of one kind. ``results``: the results of the run depend on the key,
 ``checkpoint.accept_changes``. ``free``: the key decides where, how fast or how safely the run works; a change is
 printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change.
 
-A path is the same if it leads to the same file, or to a copy of it: where the files are is no part of a run.
+A path is the same if it leads to the same file, or to a copy of it: where the files are is no part of a run. What the
+files hold is: a file with other content is a change of the key that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megatron_dppo.config.paths import split_function
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.contents import flatten, same_value
+from megatron_dppo.run.contents import Contents, flatten, same_value
 
 ChangeKind = Literal["results", "free", "fixed"]
 
@@ -78,8 +80,12 @@ class Change(NamedTuple):
     old: Any
     new: Any
     kind: ChangeKind
+    file: str = ""
+    """File whose content differs; ``old`` and ``new`` are then the starts of its SHA-256. Empty if a value differs."""
 
     def __str__(self) -> str:
+        if self.file:
+            return f"{self.key}: the content of {self.file} differs: {self.old} -> {self.new}"
         return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
 
 
@@ -118,6 +124,52 @@ def find_changes(
 _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
+def find_content_changes(before: Contents, now: Contents, config: Config) -> list[Change]:
+    """Return every file whose content differs, sorted; at most ``_MAX_FILES`` of a key, and one entry for the others.
+
+    A key is compared if both starts read files for it.
+
+    Args:
+        before: Contents of the run so far.
+        now: Contents of this start.
+        config: Configuration of this start.
+    """
+    changes = []
+    values = dict(flatten(config.model_dump(mode="json")))
+    for key in sorted(before.keys() & now.keys()):
+        if change_kind(key) != "fixed":  # the prompts of data.train are compared themselves
+            differing = list(_differing_files(key, before[key], now[key], values.get(key), config))
+            more = len(differing) - _MAX_FILES
+            changes += differing[:_MAX_FILES] if more > 1 else differing
+            if more > 1:
+                kind: ChangeKind = "results" if any(each.kind == "results" for each in differing) else "free"
+                changes.append(Change(key, "", "", kind, f"{more} more files"))
+    return changes
+
+
+_MAX_FILES = 4
+
+
+def _differing_files(
+    key: str, before: Mapping[str, str], now: Mapping[str, str], value: Any, config: Config
+) -> Iterator[Change]:
+    path = split_function(str(value))[0]
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) == now.get(name):
+            continue
+        old, new = (_short_digest(files.get(name)) for files in (before, now))
+        kind = change_kind(key)
+        # A checkpoint holds the weights of the policy; those of the model matter as a reference, or below adapters.
+        is_replaced = not config.lora.rank and (not config.needs_reference or config.model.reference_path is not None)
+        if key == "model.path" and name.endswith(".safetensors") and is_replaced:
+            kind = "free"
+        yield Change(key, old, new, kind, name or path)
+
+
+def _short_digest(digest: str | None) -> str:
+    return "no such file" if digest is None else digest[:12]
+
+
 def default_values() -> dict[str, Any]:
     """Return the default of every key that has one, by ``section.key``."""
     values: dict[str, Any] = {}
@@ -139,20 +191,32 @@ def _is_harmless(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bo
     return key == "run.num_steps" and old.get(style) == new.get(style) == "constant"
 
 
-def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool) -> None:
-    """Refuse to continue a run with other settings.
+def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool | Collection[str]) -> None:
+    """Refuse to continue a run with other settings or files.
+
+    Args:
+        changes: Differences from the run so far.
+        checkpoint: Checkpoint to resume from.
+        accepted: Keys that may differ. True accepts all.
 
     Raises:
         CheckpointError: A key that changes the results differs. The message lists all of them, old and new.
     """
-    refused = [str(change) for change in changes if change.kind == "results"]
-    if refused and not accepted:
-        listed = "\n".join(f"  {line}" for line in refused)
+    refused = [change for change in changes if change.kind == "results" and not is_accepted(change, accepted)]
+    if refused:
+        listed = "\n".join(f"  {change}" for change in refused)
+        keys = ",".join(dict.fromkeys(change.key for change in refused))
+        what = "settings or files" if any(change.file for change in refused) else "settings"
         raise CheckpointError(
-            f"{checkpoint} is from a run with other settings:\n{listed}\n"
-            "Fix: use the old values, or another run.output_dir. checkpoint.accept_changes = true resumes with the new "
-            "values"
+            f"{checkpoint} is from a run with other {what}:\n{listed}\n"
+            "Fix: restore the old ones, or use another run.output_dir. To resume with the new ones: --allow-changed "
+            f"{keys}"
         )
+
+
+def is_accepted(change: Change, accepted: bool | Collection[str]) -> bool:
+    """Return True if ``checkpoint.accept_changes`` accepts a change."""
+    return accepted if isinstance(accepted, bool) else change.key in accepted
 
 
 def _shown(value: Any) -> str:

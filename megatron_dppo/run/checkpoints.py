@@ -19,7 +19,8 @@ from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object,
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.contents import content_digests
+from megatron_dppo.run.changes import Change
+from megatron_dppo.run.contents import Contents, content_digests
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.run.inputs import Inputs
@@ -84,6 +85,7 @@ class Checkpoints:
         has_engine: True on the rank that writes the rollouts of its data-parallel rank.
         background: Process group of all ranks over the CPU, for saves in the background. None if there are none.
         say: Prints a line on rank 0.
+        contents: Files of the configuration at this start. Empty on ranks other than 0.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Checkpoints:
         has_engine: bool,
         background: dist.ProcessGroup | None,
         say: Callable[[str], None],
+        contents: Contents,
     ) -> None:
         self._config = config
         self._inputs = inputs
@@ -108,6 +111,7 @@ class Checkpoints:
         self.folder = checkpoints_folder(Path(config.run.output_dir))
         self.timer = SaveTimer(config.checkpoint.save_every_minutes)
         # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
+        self._contents = contents
         self._digests = content_digests(config.model_dump(mode="json")) if is_leader(dist.group.WORLD) else {}
 
     def is_due(self, state: RunState) -> bool:
@@ -173,6 +177,7 @@ class Checkpoints:
             "cwd": os.getcwd(),
             "digests": self._digests,
             "guard": state.guard.to_json(),
+            "contents": self._contents,
         }
         self._require_space()
         if in_background is None:
@@ -225,7 +230,7 @@ class Checkpoints:
             guard=GuardState.from_config(self._config),
         )
         # Checkpoints of earlier versions have no such state; the noise of another run is not this run's.
-        if "guard" in record and not point.is_fork:
+        if record.get("guard") and not point.is_fork:
             state.guard.restore(record["guard"])
         for skipped in point.skipped_checkpoints:
             self._say(
@@ -237,8 +242,7 @@ class Checkpoints:
         if not point.same_layout:
             self._say("         on another layout: the curve is the same up to rounding, not bit for bit")
         for change in point.changes:
-            accepted = ", by checkpoint.accept_changes" if change.kind == "results" and not point.is_fork else ""
-            self._say(f"         changed{accepted}: {change}")
+            self._say(f"         changed{_how_accepted(change, is_fork=point.is_fork)}: {change}")
         self._restore_stream(record, point, state.step)
         return state, record["answers_before"]
 
@@ -262,6 +266,9 @@ class Checkpoints:
             agent=self._config.agent,
             reward=self._config.reward,
         )
+        changed_files = [change for change in point.changes if change.file and change.kind == "results"]
+        if changed_files and not problem:
+            problem = f"the content of {changed_files[0].file} has changed"
         if problem and saved.num_prompts:
             self._say(f"         rollouts that were sampled ahead are sampled again: {problem}")
         if problem:
@@ -289,3 +296,7 @@ class Checkpoints:
     def _best_step(self, state: RunState) -> int | None:
         """Return the step whose checkpoint is never pruned. None prunes by age alone."""
         return state.best[1] if self._config.checkpoint.keep_best and state.best is not None else None
+
+
+def _how_accepted(change: Change, *, is_fork: bool) -> str:
+    return ", by checkpoint.accept_changes" if change.kind == "results" and not is_fork else ""

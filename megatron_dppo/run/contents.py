@@ -6,9 +6,17 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_dppo.config.paths import split_function
+from megatron_dppo.config.paths import is_function_key, split_function
+from megatron_dppo.functions import is_function_name
+from megatron_dppo.run.imports import find_module, imported_files, is_installed
+
+Contents = Mapping[str, Mapping[str, str]]
+"""Digest of every file that a configuration reads, by ``section.key`` and name.
+
+The name is relative to the folder that the key names, or to that of a function's file. It is empty for the file itself.
+"""
 
 _FULLY_HASHED = 2**26
 """Bytes up to which a file is hashed as a whole. Of a larger one, ``_BLOCKS`` evenly spaced blocks are."""
@@ -23,6 +31,95 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+class ReadContents(NamedTuple):
+    """Contents of the files of a configuration."""
+
+    contents: Contents
+    notes: tuple[str, ...]
+    """Imports of user functions that the contents do not cover, one message per key."""
+
+
+def read_contents(values: Mapping[str, Any]) -> ReadContents:
+    """Read every file and folder that a configuration names, and the modules beside the files of user functions.
+
+    Args:
+        values: Configuration as nested tables.
+    """
+    contents: dict[str, dict[str, str]] = {}
+    notes = []
+    for key, value in flatten(values):
+        if not _is_read(key):
+            continue
+        if is_function_key(key) and isinstance(value, str) and is_function_name(value):
+            contents[key], elsewhere = _function_files(value)
+            if elsewhere:
+                named = ", ".join(f"{module} ({path})" for module, path in sorted(elsewhere.items()))
+                notes.append(
+                    f"note     {key} imports {named}: not in the folder of its file, so a resume does not notice "
+                    "changes there"
+                )
+        else:
+            contents[key] = _value_files(value)
+    return ReadContents({key: files for key, files in contents.items() if files}, tuple(notes))
+
+
+def _function_files(name: str) -> tuple[dict[str, str], dict[str, Path]]:
+    """Return the digests of a function's file and of the files that it imports, and the imports that are elsewhere."""
+    module = name.rpartition(":")[0]
+    is_path = module.endswith(".py")
+    file = Path(module).resolve() if is_path else find_module(module)
+    if file is None or not file.is_file():
+        return {}, {}
+    if not is_path and is_installed(file):
+        return {"": _file_digest(file)}, {}  # the versions of its imports are those of the installation
+    root = file.parents[0 if is_path else module.count(".") + (file.name == "__init__.py")]
+    imported = imported_files(file, root)
+    files = {"": file, **imported.beside}
+    return {name: digest for name, path in files.items() if (digest := _digest_or_none(path))}, imported.elsewhere
+
+
+def _value_files(value: Any) -> dict[str, str]:
+    """Return the digests of the files that a value names: a path, or a list with paths and other words."""
+    if isinstance(value, list | tuple):
+        parts = {str(index): _value_files(part) for index, part in enumerate(value)}
+        return {
+            f"{index}/{name}".rstrip("/"): digest for index, files in parts.items() for name, digest in files.items()
+        }
+    if not isinstance(value, str) or os.sep not in value:
+        return {}
+    files = _files_of_path(value)
+    return {name: digest for name, path in files.items() if (digest := _digest_or_none(path))}
+
+
+def _files_of_path(value: str) -> dict[str, Path]:
+    """Return the files that a path names, by name: itself, or those of a folder without hidden and descriptive ones."""
+    path = Path(value)
+    try:
+        if path.is_file():
+            return {"": path}
+        names = [name.relative_to(path) for name in sorted(path.rglob("*")) if name.is_file()] if path.is_dir() else []
+    except (OSError, ValueError):
+        return {}
+    return {
+        name.as_posix(): path / name for name in names if not str(name).startswith(".") and name.suffix not in _UNREAD
+    }
+
+
+_UNREAD = (".md", ".pdf", ".png", ".jpg")
+"""Suffixes of descriptive files in the folders of models and data."""
+_ELF = b"\x7fELF"
+
+
+def _digest_or_none(file: Path) -> str | None:
+    """Return the digest of a file. None for a program in machine code, such as Python's, and for an unreadable file."""
+    try:
+        with file.open("rb") as opened:
+            is_program = opened.read(len(_ELF)) == _ELF
+        return None if is_program else _file_digest(file)
+    except OSError:
+        return None
 
 
 def content_digests(values: Mapping[str, Any]) -> dict[str, str]:

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptDataset
+from megatron_dppo.errors import DataError
 from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import add_prefix, reduce_over_samples
-from megatron_dppo.report.records import read_records
+from megatron_dppo.report.records import Record, read_records
 from megatron_dppo.rewards.math import extract_answer
 from megatron_dppo.rollout.pending import Submission
 from megatron_dppo.rollout.request_scheduler import sampling_params
@@ -232,7 +233,7 @@ def write_sample_responses(
             return
         target = _samples_file(folder)
         # A run that was killed may have left responses of later steps.
-        earlier = [record for record in read_records(target) if record["step"] < step]
+        earlier = [record for record in read_sample_records(target) if record["step"] < step]
         records = [*earlier, *({"step": step, **response} for response in responses)]
         with disk_errors(target, "the answers"):
             write_synced(target, "".join(json.dumps(record) + "\n" for record in records))
@@ -243,9 +244,26 @@ def write_sample_responses(
 
 def read_sample_responses(folder: Path) -> list[SampleResponse]:
     """Return the responses of the last evaluation in ``samples.jsonl``."""
-    records = read_records(_samples_file(folder))
+    records = read_sample_records(_samples_file(folder))
     last = [record for record in records if record["step"] == records[-1]["step"]]
     return cast(list[SampleResponse], last[-_NUM_SHOWN:])
+
+
+def read_sample_records(file: Path) -> list[Record]:
+    """Return the records of ``samples.jsonl``.
+
+    Raises:
+        DataError: A record is not such as a run writes.
+    """
+    records = read_records(file)
+    for number, record in enumerate(records, start=1):
+        texts = (record.get("prompt"), record.get("label"), record.get("response"))
+        numbers = (type(record.get("step")) is int, type(record.get("reward")) in (int, float))
+        if not all(numbers) or not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                f"{file}, record {number}: expected step, prompt, label, response and reward; move the file away"
+            )
+    return records
 
 
 def _samples_file(folder: Path) -> Path:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.files import read_regular_file
 
 CLAIM = ".megatron_dppo.claim"
 
@@ -69,10 +70,11 @@ def exit_if_claimed(folder: Path) -> None:
     if not ours:
         return
     try:
-        theirs = json.loads((folder / CLAIM).read_bytes())
-    except (OSError, ValueError):
+        theirs = json.loads(read_regular_file(folder / CLAIM))
+        is_later = theirs.get("job") == ours["job"] and int(theirs.get("try", 0)) > ours["try"]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return
-    if theirs.get("job") == ours["job"] and theirs.get("try", 0) > ours["try"]:
+    if is_later:
         print(
             f"lock     attempt {theirs['try']} of job {ours['job']} continues in {folder}; this earlier attempt exits",
             file=sys.stderr,
@@ -287,9 +289,12 @@ class FolderLock:
         """Return the last writer of the file. None if it is empty or unreadable: its owner died while writing."""
         try:
             owner = json.loads(os.pread(self._file, 4096, 0))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        return owner if isinstance(owner, dict) and {"host", "machine", "pid", "born"} <= owner.keys() else None
+        if not isinstance(owner, dict) or not {"host", "machine", "pid", "born"} <= owner.keys():
+            return None
+        is_process = type(owner["pid"]) is int and 0 < owner["pid"] < 2**32
+        return owner if is_process and all(type(owner[key]) is str for key in ("host", "machine")) else None
 
     def _is_alive(self, owner: dict[str, Any], watch_seconds: float) -> bool:
         if owner["machine"] == _machine_id():
@@ -313,7 +318,7 @@ class FolderLock:
         This releases the kernel's lock: closing any handle of a file drops the process's record locks on it.
         """
         try:
-            return self.path.read_bytes()
+            return read_regular_file(self.path)
         except FileNotFoundError:
             return b""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.files import write_synced
+from megatron_dppo.files import read_regular_file, write_synced
 
 MARKER = ".megatron_dppo_run.json"
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -44,9 +45,7 @@ def read_marker(folder: Path) -> Marker | None:
     if not os.path.lexists(file):
         return None
     try:
-        if not file.is_file():  # a named pipe would wait for a writer
-            raise TypeError("it is not a file")
-        return Marker(**json.loads(file.read_text(encoding="utf-8")))
+        return _checked(Marker(**json.loads(read_regular_file(file))))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, OSError, RecursionError) as error:
@@ -54,6 +53,24 @@ def read_marker(folder: Path) -> Marker | None:
             f"{file} is damaged ({error}). If {folder} is the folder of a run, delete this file and set "
             "checkpoint.accept_unverified = true once"
         ) from error
+
+
+def _checked(marker: Marker) -> Marker:
+    """Return the marker if its values are such as a run writes.
+
+    Raises:
+        TypeError: One is not.
+    """
+    for name, value in vars(marker).items():
+        if not isinstance(value, str) or len(value) > _MAX_LENGTH:
+            raise TypeError(f"{name} = {str(value)[:_MAX_LENGTH]}")
+    # The files of the run are moved there, so it must be a name in its own folder "old".
+    if marker.moving_to and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?", marker.moving_to):
+        raise TypeError(f"moving_to = {marker.moving_to!r}: expected a time, as in '20260131-120000'")
+    return marker
+
+
+_MAX_LENGTH = 200
 
 
 def write_marker(folder: Path, marker: Marker) -> None:

@@ -108,7 +108,8 @@ def _functions(start: Start) -> Iterable[UserError]:
 
 
 def _loss(start: Start) -> Iterable[UserError]:
-    check_user_functions(start.config.loss)
+    if not start.config.loss.has_text:
+        check_user_functions(start.config.loss)
     return ()
 
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron_dppo.config.run_state import find_schema_problem
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.report.records import read_metrics
-from megatron_dppo.run.changes import Change, check_changes, find_changes
+from megatron_dppo.run.changes import Change, check_changes, find_changes, find_content_changes
+from megatron_dppo.run.contents import Contents
 from megatron_dppo.run.inputs import Inputs, ModelInputs
 from megatron_dppo.run.starts import read_starts
 
@@ -72,10 +74,15 @@ def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
     }
 
 
-def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
+def find_resume_point(config: Config, inputs: Inputs, contents: Contents) -> ResumePoint | None:
     """Return the newest checkpoint with intact files and finite weights; a collective of all ranks.
 
     Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``.
+
+    Args:
+        config: Configuration of this start.
+        inputs: Its model and data.
+        contents: Its files, as rank 0 read them.
 
     Returns:
         None if there is no checkpoint at all.
@@ -127,8 +134,8 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
             )
 
     # Settings: those that change the results need checkpoint.accept_changes, except in a fork.
-    changes = broadcast_object(lambda: _find_changes(state, chosen, config), _world())
-    check_changes(changes, chosen, accepted=config.checkpoint.accept_changes or is_fork)
+    changes = broadcast_object(lambda: _find_changes(state, chosen, config, contents), _world())
+    check_changes(changes, chosen, accepted=is_fork or config.checkpoint.accept_changes)
     if is_fork and state["step"] >= config.run.num_steps:
         raise CheckpointError(
             f"checkpoint.fork_from = {str(chosen)!r} is at step {state['step']}, and run.num_steps = "
@@ -144,13 +151,18 @@ def find_resume_point(config: Config, inputs: Inputs) -> ResumePoint | None:
     )
 
 
-def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config) -> list[Change]:
-    """Return the configuration keys that differ from the run that wrote a checkpoint."""
+def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, contents: Contents) -> list[Change]:
+    """Return the configuration keys and files that differ from the run that wrote a checkpoint."""
     folder = state.get("cwd")
     if folder is None:  # written by an older version
         before = [start for start in read_starts(checkpoint.parent.parent) if _resumed_step(start) < state["step"]]
         folder = before[-1].get("cwd") if before else None
-    return find_changes(state["config"], config, Path(folder or ""), state.get("digests"))
+    changes = find_changes(state["config"], config, Path(folder or ""), state.get("digests"))
+    # Another value of a key is one change, whatever its files hold.
+    changed = {change.key for change in changes}
+    saved = {key: files for key, files in state.get("contents", {}).items() if key not in changed}
+    changes += find_content_changes(saved, contents, config)
+    return sorted(changes, key=lambda change: (change.key, change.file))
 
 
 def _resumed_step(start: Mapping[str, Any]) -> int:
@@ -234,8 +246,8 @@ def _find_problem(checkpoint: Path, *, accept_unverified: bool) -> SkippedCheckp
         state = read_state(checkpoint)
     except CheckpointError as error:
         return SkippedCheckpoint(checkpoint, "damaged", str(error))
-    if missing := [key for key in ("identity", "layout", "config", "step", "stream") if key not in state]:
-        return SkippedCheckpoint(checkpoint, "damaged", f"state.json has no {missing[0]!r}")
+    if problem := find_schema_problem(state):
+        return SkippedCheckpoint(checkpoint, "damaged", f"state.json {problem}, which a run does not write")
     if state.get("finite", True) is not True:
         return SkippedCheckpoint(checkpoint, "nonfinite", "its weights or optimizer state are not finite")
     return None

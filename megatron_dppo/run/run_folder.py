@@ -251,6 +251,9 @@ def _move_aside(folder: Path, marker: Marker) -> str:
         # Written first, so that the next start finishes the move if this one is killed.
         write_marker(folder, marker)
     target = folder / OLD / marker.moving_to
+    for path in (folder / OLD, target):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link, and a run moves its files only within its folder; delete the link")
     target.mkdir(parents=True, exist_ok=True)
     for name in RUN_FILES:
         if os.path.lexists(folder / name):

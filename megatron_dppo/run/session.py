@@ -32,6 +32,7 @@ from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
+from megatron_dppo.run.contents import ReadContents, read_contents
 from megatron_dppo.run.engines import (
     build_engine,
     build_publisher,
@@ -183,8 +184,11 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         scorer = open_scorer(config)
         parts.callback(scorer.close)
         watchdog.start()
-        point = find_resume_point(config, inputs)
-        console.print("\n".join([format_layout(inputs.layout, config.batch), inputs.data_summary, *start.notes]))
+        # Read before anything is built from the files.
+        contents = read_contents(config.model_dump(mode="json")) if start.rank == 0 else ReadContents({}, ())
+        point = find_resume_point(config, inputs, contents.contents)
+        lines = [format_layout(inputs.layout, config.batch), inputs.data_summary, *start.notes, *contents.notes]
+        console.print("\n".join(lines))
 
         # Model-parallel groups, the policy, and the engine that samples with its weights.
         groups = build_groups(config, inputs, platform, world)
@@ -220,6 +224,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
                 has_engine=engine is not None,
                 background=background,
                 say=console.print,
+                contents=contents.contents,
             ),
             resume_point=point,
             state=RunState(guard=GuardState.from_config(config)),

@@ -15,11 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.io import dump_toml, load_config
+from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.paths import absolute_path
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError
-from megatron_dppo.files import write_synced
+from megatron_dppo.config.user_functions import functions_as_text
+from megatron_dppo.errors import ConfigError, DataError
+from megatron_dppo.files import read_regular_file, write_synced
 from megatron_dppo.run.marker import MARKER
 
 STARTS = "starts.jsonl"
@@ -80,8 +81,13 @@ def _with_absolute_folders(config: Config) -> Config:
     return config.model_copy(update={"run": run, "rollout": rollout})
 
 
-def load_run_config(folder: Path, overrides: Sequence[str]) -> Config:
+def load_run_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
     """Return the configuration of the run in a folder. Relative paths start at the folder where it was started last.
+
+    Args:
+        folder: Folder of the run.
+        overrides: As for ``load_config``.
+        with_functions: As for ``load_config``: False imports nothing that the configuration names.
 
     Raises:
         ConfigError: The folder has no run, or its configuration is invalid.
@@ -92,7 +98,8 @@ def load_run_config(folder: Path, overrides: Sequence[str]) -> Config:
     if not starts:
         raise ConfigError(f"{folder / STARTS} has no record of a start; {str(folder)!r} holds a part of a run only")
     cwd = Path(str(starts[-1].get("cwd", ".")))
-    return load_config(folder / CONFIG, [*overrides, "--run.output_dir", str(folder)], relative_to=cwd)
+    all_overrides = [*overrides, "--run.output_dir", str(folder)]
+    return load_config(folder / CONFIG, all_overrides, relative_to=cwd, with_functions=with_functions)
 
 
 def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Config:
@@ -108,7 +115,9 @@ def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Co
     start = before[-1]
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / CONFIG
-        file.write_text(dump_toml(Config.model_validate(start["config"])), encoding="utf-8")
+        with functions_as_text():
+            recorded = validate(start.get("config", {}), str(folder / STARTS))
+        file.write_text(dump_toml(recorded), encoding="utf-8")
         all_overrides = [*overrides, "--run.output_dir", str(folder)]
         try:
             return load_config(file, all_overrides, relative_to=Path(start.get("cwd", ".")))
@@ -118,16 +127,38 @@ def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Co
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Return the records of all starts of a run, without damaged lines."""
-    if not (folder / STARTS).is_file():
+    try:
+        lines = read_regular_file(folder / STARTS).decode(errors="replace").splitlines()
+    except FileNotFoundError:
         return []
-    lines = (folder / STARTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"{folder / STARTS} cannot be read: {error.strerror}. Move it away") from error
     records = []
     for line in lines:
         try:
             records.append(json.loads(line))
         except (ValueError, RecursionError):
             continue
-    return [record for record in records if isinstance(record, dict)]
+    return [record for record in records if isinstance(record, dict) and _is_start(record)]
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "cwd": (str,),
+    "world_size": (int,),
+    "resumed_step": (int, type(None)),
+    "config": (dict,),
+    "config_sha256": (str,),
+}
+"""Types of the values that are read. A record of another version may lack them."""
+_MAX_NUMBER = 10**9
+
+
+def _is_start(record: dict[str, Any]) -> bool:
+    for name, types in _TYPES.items():
+        value = record.get(name, types[0]())
+        if type(value) not in types or (isinstance(value, int) and not 0 <= value <= _MAX_NUMBER):
+            return False
+    return "\0" not in record.get("cwd", "")
 
 
 def _rename_edited_config(folder: Path, records: Sequence[dict[str, Any]]) -> str:

@@ -14,7 +14,7 @@ from megatron_dppo.config.run import CheckpointConfig
 from megatron_dppo.config.train import WarmupConfig
 from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files import write_synced
+from megatron_dppo.files import read_regular_file, write_synced
 from megatron_dppo.losses import SUPERVISED
 from megatron_dppo.mcore.checkpoint.folder import step_number
 from megatron_dppo.parallel.objects import broadcast_object
@@ -62,12 +62,14 @@ def is_warm(folder: Path, warmup: Warmup) -> bool:
         CheckpointError: The marker of a finished warm-up cannot be read.
     """
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        marker = json.loads(read_regular_file(folder / MARKER))
         identity = marker["identity"]
         digests = marker.get("digests", {})
+        if not isinstance(identity, str) or not isinstance(digests, dict):
+            raise TypeError("identity is no text, or digests is no table")
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / MARKER} cannot be read ({type(error).__name__}: {error}): expected the marker of a finished "
             f"warm-up. Restore a copy of it, or delete {folder} to run the warm-up again"

@@ -132,10 +132,15 @@ class Converter:
 
 def _read_lora_config(checkpoint: Path) -> LoraConfig:
     """Return the LoRA configuration of a checkpoint that training wrote; the default, without adapters, for others."""
+    from megatron_dppo.mcore.checkpoint.folder import read_state
+
     file = checkpoint / "state.json"
     if not file.is_file():
         return LoraConfig()
-    return LoraConfig(**json.loads(file.read_text()).get("config", {}).get("lora", {}))
+    try:
+        return LoraConfig.model_validate(read_state(checkpoint).get("config", {}).get("lora", {}))
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} has an unusable config.lora, which a run does not write") from error
 
 
 def _transformers_logprobs(folder: Path, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "files": ({"errors"}, set()),
     "functions": ({"errors"}, set()),
     "parallel": ({"errors"}, {"torch", "numpy"}),
-    "config": ({"errors", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
+    "config": ({"errors", "files", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "head": ({"types"}, {"torch", "triton"}),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import require_new, write_new
+from megatron_dppo.run.named_functions import OPTION_HELP
 
 if TYPE_CHECKING:
     from megatron_dppo.commands.diagnose.ledger import Ledger
@@ -27,6 +28,7 @@ def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="with --rollouts: sampling filter (default: none)")
     parser.add_argument("--top-k", type=int, help="with --rollouts: sampling filter (default: none)")
     parser.add_argument("--min-p", type=float, help="with --rollouts: sampling filter (default: none)")
+    parser.add_argument("--run-functions", action="store_true", help=OPTION_HELP)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ledger as JSON to a new file")
 
 
@@ -59,7 +61,7 @@ def _diagnose_run(options: argparse.Namespace, overrides: Sequence[str]) -> Ledg
         raise ConfigError(
             f"--{given[0].replace('_', '-')} needs --rollouts. Fix: remove it; a run has its own configuration"
         )
-    return diagnose_run(Path(options.run), overrides)
+    return diagnose_run(Path(options.run), overrides, with_functions=options.run_functions)
 
 
 def _diagnose_rollouts(options: argparse.Namespace, overrides: Sequence[str]) -> Ledger:

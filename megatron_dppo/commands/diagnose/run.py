@@ -23,7 +23,9 @@ from megatron_dppo.commands.diagnose.ledger import (
 )
 from megatron_dppo.commands.diagnose.scoring import RunScorer, Snapshots
 from megatron_dppo.config.checks import check_router_weights
+from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.section import Section
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
@@ -31,6 +33,7 @@ from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folde
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
+from megatron_dppo.run.named_functions import SAMPLING, TRAINING, named_functions, require_permission
 from megatron_dppo.run.session import Session, open_session, warmup_from_config
 from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.step import make_samples, update_policy
@@ -38,18 +41,22 @@ from megatron_dppo.run.stop_signal import StopSignal
 from megatron_dppo.run.warmup import is_warm
 
 
-def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
+def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions: bool = False) -> Ledger:
     """Return the ledger of a run at its newest checkpoint. It is the same on every rank.
 
     Args:
         folder: ``run.output_dir`` of a stopped run.
         overrides: Overrides of its configuration, as for ``train``.
+        with_functions: Execute the functions that the configuration names. False executes none.
 
     Raises:
-        UserError: No run, a run in use or without weights, or another number of processes.
+        UserError: No run, a run in use or without weights, or another number of processes. Or ``with_functions`` is
+            False, and functions are needed to sample, or to continue a stale run.
     """
-    before = load_diagnosed_config(folder, overrides)
+    before = load_diagnosed_config(folder, overrides, with_functions=with_functions)
     config = diagnosis_config(before)
+    if not with_functions:
+        config = _without_functions(config)
     with StopSignal() as stop, open_session(config, stop) as session:
         _restore(session)
         snapshots = Snapshots(session.trainer)
@@ -68,15 +75,17 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = ()) -> Ledger:
         return _make_ledger(session, before, snapshots, collected)
 
 
-def load_diagnosed_config(folder: Path, overrides: Sequence[str]) -> Config:
-    """Load the configuration of the run in a folder.
+def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
+    """Load the configuration of the run in a folder; the arguments are those of ``diagnose_run``.
 
     Raises:
-        ConfigError: Missing or unusable.
+        ConfigError: Missing or unusable, or it needs functions that must not be executed.
     """
     # Last, so that they win: the diagnosis must not overwrite the run or begin it anew.
     safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
-    config = load_run_config(folder, [*overrides, *safe])
+    config = load_run_config(folder, [*overrides, *safe], with_functions=with_functions)
+    sections = (*SAMPLING, *TRAINING) if config.train.max_staleness else SAMPLING
+    require_permission(config, sections, "diagnose", is_given=with_functions)
     here = int(os.environ.get("WORLD_SIZE", "1"))
     there = read_starts(folder)[-1].get("world_size", here)
     if here != there and not overrides:
@@ -120,6 +129,19 @@ def diagnosis_config(config: Config) -> Config:
             weights = False
         train = train.model_copy(update={"router_replay": replay, "router_replay_weights": weights})
     return config.model_copy(update={"run": run, "log": log, "train": train})
+
+
+def _without_functions(config: Config) -> Config:
+    """Return the configuration without functions that only training needs: nothing is trained."""
+    functions = named_functions(config)
+    changes: dict[str, Section] = {}
+    if any(key.startswith("reward.") for key in functions):
+        changes["reward"] = RewardConfig(function="none", kl_coef=config.reward.kl_coef)
+        # Without rewards no group has a signal.
+        changes["rollout"] = config.rollout.model_copy(update={"dynamic_sampling": False})
+    if "train.advantage" in functions:
+        changes["train"] = config.train.model_copy(update={"advantage": "mean", "advantage_options": {}})
+    return config.model_copy(update=changes)
 
 
 def _is_local_copy(config: Config) -> bool:

@@ -69,7 +69,7 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     machine = get_machine(options.machine)
 
     def load(flags: Sequence[str]) -> Config:
-        return load_config(options.config, [*overrides, *flags])
+        return _without_functions(load_config(options.config, [*overrides, *flags]))
 
     with RehearsalPool(options.jobs) as rehearsals:
         if options.search is not None:
@@ -80,6 +80,23 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             return 0
         print(_format_nearest(PlanSearch(load, options.world_size, machine, rehearsals)))
         return 1
+
+
+def _without_functions(config: Config) -> Config:
+    """Return the configuration with a built-in loss for a user's, which is not executed: a rehearsal computes it."""
+    if not config.loss.has_text:
+        return config
+    from megatron_dppo.config.loss_registry import loss_class_for
+
+    loss = config.loss
+    name = "dppo_topk_tv" if loss.is_topk else "dppo_binary_tv"
+    topk = {"topk": loss.topk} if loss.is_topk else {}
+    coefficients = {"kl_coef": loss.kl_coef, "entropy_coef": loss.entropy_coef}
+    values = {"name": name, **topk, **coefficients}
+    built_in = loss_class_for(values).model_validate(values)
+    functions = " and ".join(name for name in (loss.name, loss.mask) if name and ":" in name)
+    print(f"note     {functions} is not executed: planned as {built_in.name}", flush=True)
+    return config.model_copy(update={"loss": built_in})
 
 
 def _format_nearest(search: PlanSearch) -> str:

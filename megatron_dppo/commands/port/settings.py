@@ -15,6 +15,7 @@ from megatron_dppo.commands.port.draft import Setting
 from megatron_dppo.commands.port.shell import Launch, find_launch, read_script
 from megatron_dppo.commands.port.shell_values import Word
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.files import read_regular_file
 
 _KNOWN_VARIABLES = ("HOME", "PWD", "USER")
 """Environment variables that paths in a script may use."""
@@ -91,7 +92,7 @@ def read_text(path: Path) -> str:
         ConfigError: It cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_regular_file(path).decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
 

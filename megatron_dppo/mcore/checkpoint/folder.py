@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_dppo.config.removed import rename_keys
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files import fsync, write_synced
+from megatron_dppo.files import fsync, read_regular_file, write_synced
 
 STATE = "state.json"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -40,8 +40,16 @@ def checkpoints_folder(run_folder: Path) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return all complete checkpoints of a run, oldest first. Their files are not checked."""
-    paths = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    paths = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and _is_folder(path)]
     return sorted(paths, key=step_number)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and len(path.name) <= _MAX_NAME
+
+
+_MAX_NAME = 20
+"""Longest name of a checkpoint: a run has fewer than 10^9 steps."""
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: The file is not readable.
     """
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_regular_file(checkpoint / STATE), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint / STATE} cannot be read: {error}. Fix: delete this checkpoint.") from error
     if not isinstance(state, dict):
@@ -62,6 +70,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         # An older version may have written it.
         state["config"] = rename_keys(state["config"])
     return state
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"it has the number {text}")
 
 
 def is_finite(checkpoint: Path) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pickle
+import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_dppo.files import fsync, write_synced
+from megatron_dppo.files import fsync, read_regular_file, write_synced
 
 MANIFEST = "manifest.json"
 
@@ -101,7 +102,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
         ValueError: The manifest cannot be read or is damaged.
     """
     try:
-        text = (folder / MANIFEST).read_bytes().decode()
+        text = read_regular_file(folder / MANIFEST).decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -129,9 +130,13 @@ def find_name_or_size_problem(folder: Path, expected: dict[str, FileRecord]) -> 
         return f"{extra[0]} does not belong to it (move it away if it is yours)"
     for name, record in sorted(expected.items()):
         try:
-            size = (folder / name).stat().st_size
+            status = (folder / name).stat()
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+        # Reading a pipe or a device may never end.
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is not a file but a pipe, a device or a folder"
+        size = status.st_size
         if size != record.size:
             return f"{name} has {size} bytes instead of {record.size}"
     return ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_dppo.errors import ConfigError, DataError
-from megatron_dppo.files import disk_errors, write_synced
+from megatron_dppo.files import disk_errors, read_regular_file, write_synced
 from megatron_dppo.report.findings import findings
 from megatron_dppo.report.page.charts import build_charts, remaining_charts
 from megatron_dppo.report.page.steps import Budget, step_view
@@ -163,10 +163,12 @@ def _run_view(
 def _config(folder: Path) -> dict[str, object]:
     """Return the run's configuration by ``section.key``; empty if the folder has none."""
     try:
-        values = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        values = tomllib.loads(read_regular_file(folder / "config.toml").decode())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except OSError as error:
+        raise DataError(f"{folder / 'config.toml'} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{folder / 'config.toml'} is not valid TOML: {error}") from error
     return dict(_flat(values))
 
@@ -196,13 +198,13 @@ def _ledger(file: Path) -> dict[str, object]:
         DataError: The file is not a ledger.
     """
     try:
-        ledger = json.loads(file.read_text(encoding="utf-8"))
+        ledger = json.loads(read_regular_file(file))
         rows = [
             [cause, *(_number(row.get(name)) for name in ("part", "share"))] for cause, row in ledger["causes"].items()
         ]
         absent = [[cause, str(why)] for cause, why in ledger["not_separated"].items()]
         return {"rows": rows, "absent": absent, "mean": _number(ledger["mean_abs"]), "tokens": ledger["tokens"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{str(file)!r} is not a ledger ({type(error).__name__}: {error}); write one with megatron-dppo diagnose "
             "RUN --json FILE"

@@ -119,9 +119,27 @@ def read_meta(file: Path) -> StepMeta:
     """
     schema = _open(file).schema_arrow
     try:
-        return StepMeta(**json.loads((schema.metadata or {})[_META]))
-    except (KeyError, ValueError, TypeError) as error:
+        return _checked(StepMeta(**json.loads((schema.metadata or {})[_META])))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{file} was not written by log.rollouts_every: it has no record of its step") from error
+
+
+def _checked(meta: StepMeta) -> StepMeta:
+    """Return the settings if they have the types and sizes that a run writes.
+
+    Raises:
+        TypeError: They have not.
+    """
+    counts = (meta.step, meta.policy_version, meta.dp, meta.world_size)
+    texts = (meta.layout, meta.loss, meta.run_id)
+    if not all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts):
+        raise TypeError(f"{counts} are not four counts")
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("layout, loss or run_id is no text")
+    return meta
+
+
+_MAX_COUNT = 10**9
 
 
 def read_rows(file: Path, names: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,56 @@
+"""No traceback, no hang, nothing executed and nothing outside touched by looking at a folder that others wrote."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.unit.commands.hostile_runs import HostileRuns
+
+NUM_CASES = 10_000
+
+
+def check_cases(root: Path, count: int, seed: int) -> None:
+    chance = random.Random(seed)
+    problems = []
+    commands = Counter[str]()
+    for number, with_functions in enumerate((False, True)):
+        folder = root / f"cases{number}"
+        folder.mkdir()
+        os.chdir(folder)
+        runs = HostileRuns(folder, with_functions=with_functions)
+        for _ in range(count // 2):
+            try:
+                commands[runs.check(chance)] += 1
+            except AssertionError as error:
+                problems.append(str(error))
+    assert not problems, f"{len(problems)} of {count}: " + "\n".join(problems[:20])
+    assert len(commands) >= 8, commands
+
+
+def test_a_sample_of_mutated_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_cases(tmp_path, 60, seed=1)
+
+
+@pytest.mark.long
+def test_ten_thousand_mutated_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_cases(tmp_path, NUM_CASES, seed=0)
+
+
+@pytest.mark.parametrize("command", ["report", "eval", "generate", "replay", "diagnose", "serve"])
+def test_an_intact_run_with_evil_functions_executes_none(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = HostileRuns(tmp_path, with_functions=True)
+    runs.write()
+    code = runs.commands()[command]()
+    assert code == (0 if command in ("report", "serve") else 2) and not runs.trace.exists()
+    said = capsys.readouterr().err
+    assert command in ("report", "serve", "replay") or "add --run-functions" in said, said
