@@ -17,14 +17,14 @@ difference, and the recorded tokens after it are dropped.
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dppo.errors import FunctionError, GenerateError, UserError
 from megatron_dppo.functions import load_function
+from megatron_dppo.rewards.item import read_reward, short_repr
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
@@ -178,14 +178,24 @@ class Turns:
             fields: other fields of ``Completion``.
 
         Raises:
-            ValueError: nothing was sampled, or the reward is not finite.
+            ValueError, TypeError: nothing was sampled, or the reward is no finite float32.
         """
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"reward = {reward}, expected a finite number or None")
+        reward = None if reward is None else check_reward(reward)
         self.response.truncate(self._branch.position)
         completion = self.response.completion(self._branch.finish_reason, self.tokenizer)
-        self.completion = replace(completion, reward=None if reward is None else float(reward), **fields)
+        self.completion = replace(completion, reward=reward, **fields)
         return self.completion
+
+
+def check_reward(value: object) -> float:
+    """Return a reward as a float.
+
+    Raises:
+        ValueError, TypeError: it is no number, or not finite in float32, in which advantages are computed.
+    """
+    if isinstance(value, Mapping):
+        raise TypeError(f"the reward must be a number, got {short_repr(value)}")
+    return read_reward(value)[0]
 
 
 def load_generate(name: str) -> GenerateFunction:

@@ -1,24 +1,48 @@
-"""HTTP endpoint for agents: OpenAI's chat completions and completions, and rewards, with a key for each episode."""
+"""HTTP endpoint for agents: OpenAI's chat completions and completions, and rewards, with a key for each episode.
+
+Any process on the machine can connect. So everything before a valid key is limited: connections, headers and time; the
+body is not read. A program with a key can spoil its own episode only.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
-import json
-import math
+import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
+from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo.engines.agents.episode import AgentResponse, Episode
+from megatron_dppo.engines.agents.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, read_chat, read_completion
 from megatron_dppo.engines.agents.response_bodies import MODEL, response_body, stream_events
 from megatron_dppo.engines.servers.responder import LoopThread
+from megatron_dppo.rollout.turns import check_reward
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_IDLE_SECONDS = 30.0
+"""Time until a request's headers must be complete, and for which a connection stays open between two calls."""
+_TRANSFER_SECONDS = 30.0
+"""Time in which a body must arrive, and in which a response must be read."""
+_LINGER_SECONDS = 2.0
+"""Time for which the rest of a rejected body is read and dropped, so that the client reads the error."""
+_MAX_HEADERS = 64
+_MAX_HEADER_BYTES = 2048
+_READ_BUFFER_BYTES = 32768
+"""Bytes of a body that a connection buffers before the handler reads them."""
+_MAX_CONCURRENT_OTHERS = 8
+"""Number of an episode's concurrent requests besides its calls."""
+
+_logger = logging.getLogger(__name__)
+# aiohttp logs a traceback for each malformed request, and anybody can send those.
+_logger.addHandler(logging.NullHandler())
+_logger.propagate = False
 
 
 class Endpoint:
@@ -33,9 +57,13 @@ class Endpoint:
         self._host = host
         self._max_body_bytes = max_body_bytes
         self._episodes: dict[bytes, Episode] = {}
-        """Running episodes, by the digest of their keys."""
+        """Running episodes, by the digest of their keys, so that the time of the look-up tells nothing about a key."""
+        self._num_requests: Counter[Episode] = Counter()
+        """Number of requests in progress of each episode."""
         self._thread: LoopThread | None = None
         self._runner: web.AppRunner | None = None
+        self._connections: ConnectionLimit | None = None
+        self._server: asyncio.Server | None = None
         self._port = 0
 
     @property
@@ -71,7 +99,7 @@ class Endpoint:
         thread = self._thread
         self._thread = None
         if thread is not None and self._runner is not None:
-            thread.run(self._runner.cleanup())
+            thread.run(self._stop_listening(self._runner))
             thread.close()
 
     async def _listen(self) -> None:
@@ -85,66 +113,127 @@ class Endpoint:
             ]
         )
         # No access log: it would contain nothing that a run needs.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_logger,
+            shutdown_timeout=1.0,
+            keepalive_timeout=_IDLE_SECONDS,
+            lingering_time=_LINGER_SECONDS,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            max_headers=_MAX_HEADERS,
+            read_bufsize=_READ_BUFFER_BYTES,
+            # aiohttp would inflate a body before its key is known.
+            auto_decompress=False,
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
+        self._server = await asyncio.get_running_loop().create_server(self._connections, self._host, 0)
+        self._port = self._server.sockets[0].getsockname()[1]
 
-    def _episode(self, request: web.Request) -> Episode:
+    async def _stop_listening(self, runner: web.AppRunner) -> None:
+        if self._server is not None:
+            self._server.close()
+        await runner.cleanup()
+
+    @contextmanager
+    def _authorized(self, request: web.Request) -> Iterator[Episode]:
+        """Yield the episode of a request's key, and count the request as long as it is processed."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        given = _digest(key.strip())
-        match = None
-        # Compare with every digest in constant time, so that timing reveals nothing about the keys.
-        for digest, episode in list(self._episodes.items()):
-            match = episode if hmac.compare_digest(digest, given) else match
-        if scheme.lower() != "bearer" or match is None:
+        episode = self._episodes.get(_digest(key.strip()))
+        if scheme.lower() != "bearer" or episode is None:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
-        return match
+        limit = episode.max_calls + _MAX_CONCURRENT_OTHERS
+        if self._num_requests[episode] >= limit:
+            raise CallError(f"{limit} requests of the episode are in progress", 429, "too_many_requests")
+        self._num_requests[episode] += 1
+        assert self._connections is not None
+        try:
+            with self._connections.processing(request):
+                yield episode
+        finally:
+            self._num_requests[episode] -= 1
+            if not self._num_requests[episode]:
+                del self._num_requests[episode]
 
     async def _respond(self, request: web.Request, read: Callable[[object], AgentRequest]) -> web.StreamResponse:
-        episode = self._episode(request)
-        call = read(await _json(request))
-        response = await _run_in_episode_loop(episode, episode.respond(call))
-        if not call.stream:
-            return web.json_response(response_body(response))
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await stream.prepare(request)
-        for event in stream_events(response):
-            await stream.write(event)
-        await stream.write_eof()
-        return stream
+        with self._authorized(request) as episode:
+            episode.admit_call()
+            read_json = await self._read_body(request)
+            response = await _respond_in_episode_loop(episode, lambda: read(read_json()))
+            if not response.call.stream:
+                return web.json_response(response_body(response))
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            async with asyncio.timeout(_TRANSFER_SECONDS):
+                await stream.prepare(request)
+                for event in stream_events(response):
+                    await stream.write(event)
+                await stream.write_eof()
+            return stream
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        episode = self._episode(request)
-        body = await _json(request)
-        value = body.get("reward") if isinstance(body, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise CallError(f'expected {{"reward": NUMBER}}, got {body!r:.200}')
-        episode.reward = float(value)
-        return web.json_response({"reward": episode.reward})
+        with self._authorized(request) as episode:
+            read_json = await self._read_body(request)
+            body = await asyncio.get_running_loop().run_in_executor(episode.executor, read_json)
+            value = body.get("reward") if isinstance(body, dict) else None
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise CallError(f'expected {{"reward": NUMBER}}, got {body!r:.200}')
+            try:
+                episode.reward = check_reward(value)
+            except ValueError as error:
+                raise CallError(str(error)) from error
+            return web.json_response({"reward": episode.reward})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._episode(request)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_dppo"}
-        return web.json_response({"object": "list", "data": [model]})
+        with self._authorized(request):
+            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_dppo"}
+            return web.json_response({"object": "list", "data": [model]})
+
+    async def _read_body(self, request: web.Request) -> Callable[[], object]:
+        """Receive a body, and return a function that inflates and parses it.
+
+        Raises:
+            CallError: the body did not arrive in time.
+            web.HTTPException: it is too large.
+        """
+        try:
+            async with asyncio.timeout(_TRANSFER_SECONDS):
+                content = await request.read()
+        except TimeoutError as error:
+            raise CallError(f"the body did not arrive within {_TRANSFER_SECONDS:g} seconds", 408, "timeout") from error
+        except web.RequestPayloadError as error:
+            raise CallError(f"the body cannot be read: {error!s:.200}") from error
+        encoding = request.headers.get("Content-Encoding", "")
+        return lambda: _parse_body(content, encoding, self._max_body_bytes)
 
 
-async def _run_in_episode_loop(episode: Episode, coroutine: Coroutine[Any, Any, AgentResponse]) -> AgentResponse:
-    """Run a coroutine in the event loop that the episode's samples belong to."""
+async def _respond_in_episode_loop(episode: Episode, read: Callable[[], AgentRequest]) -> AgentResponse:
+    """Process a call in the event loop that the episode's samples belong to."""
+    ended = CallError("the episode has ended", 503, "episode_over")
+    coroutine = episode.respond(read)
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, episode.loop)
     except RuntimeError as error:  # the loop is closed
         coroutine.close()
-        raise CallError("the episode has ended", 503, "episode_over") from error
-    return await asyncio.wrap_future(future)
-
-
-async def _json(request: web.Request) -> object:
+        raise ended from error
     try:
-        return json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise CallError(f"the body is no JSON: {error}") from error
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ended from error
+
+
+def _parse_body(content: bytes, encoding: str, max_bytes: int) -> object:
+    try:
+        return parse_json(inflate(content, encoding, max_bytes))
+    except OverflowError as error:
+        raise CallError(f"{error} (agent.max_body_bytes)", 413) from error
+    except ValueError as error:
+        raise CallError(f"the body is no JSON: {error!s:.200}") from error
 
 
 @web.middleware
@@ -152,10 +241,16 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     try:
         return await handler(request)
     except CallError as error:
-        return web.json_response(error.body, status=error.status)
+        rejected = error
     except web.HTTPException as error:
         rejected = CallError(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
-        return web.json_response(rejected.body, status=error.status)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        print(f"warning  agents: {request.method} {request.path!r:.80} failed: {reason}", file=sys.stderr, flush=True)
+        rejected = CallError(f"the endpoint failed: {reason}", 500)
+    return web.json_response(rejected.body, status=rejected.status)
 
 
 def _digest(key: str) -> bytes:

@@ -11,10 +11,18 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message, message_keys
+from megatron_dppo.engines.agents.request_bodies import (
+    AgentRequest,
+    CallError,
+    ContextLengthError,
+    Message,
+    message_keys,
+)
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.engines.agents.tool_calls import split_tool_calls
 from megatron_dppo.rollout.response_text import decode_response
@@ -63,16 +71,28 @@ class _Conversation:
     """Number of sampled tokens."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PreparedCall:
+    """A call that is parsed, rendered and tokenized."""
+
+    request: AgentRequest
+    token_ids: list[int]
+    """Tokens to append to the conversation."""
+    conversation: _Conversation | None
+    """Conversation that the call continues. None if it starts one."""
+
+
 class Episode:
-    """Calls of an agent for one sample. Belongs to one event loop.
+    """Calls of an agent for one sample. Belongs to one event loop, except for what the endpoint counts.
 
     Args:
         turns: turns of the response.
         template: chat template of the model.
-        max_calls: maximum number of calls; further ones are rejected.
+        max_calls: maximum number of calls, rejected ones included; further ones are rejected.
+        executor: Threads that parse, render and tokenize. An episode uses one at a time.
     """
 
-    def __init__(self, turns: Turns, template: ChatTemplate, max_calls: int) -> None:
+    def __init__(self, turns: Turns, template: ChatTemplate, max_calls: int, executor: Executor) -> None:
         self.loop = asyncio.get_running_loop()
         self.interrupted: asyncio.Future[None] = self.loop.create_future()
         """Raises the exception that ends the episode from the policy's side: a cancellation or a server error."""
@@ -82,39 +102,54 @@ class Episode:
         """True if a call was rejected because the sequence or the number of calls reached its limit."""
         self._turns = turns
         self._template = template
-        self._max_calls = max_calls
+        self.max_calls = max_calls
+        self.executor = executor
         self._conversations: list[_Conversation] = []
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._num_calls = 0
+        self._num_admitted = 0
+        self._num_answered = 0
         self._num_ignored = 0
         self._start_time = time.monotonic()
         self._waiting_seconds = 0.0
-        """Time in which the agent has waited for responses, without the current wait."""
-        self._wait_start = 0.0
+        """Time in which the agent has waited for responses. The processing of a rejected call is the agent's time."""
+        self._wait_start: float | None = None
+        """Start of the call that is processed. None if there is none."""
 
     def agent_seconds(self) -> float:
         """Return the duration of the episode so far, without the time in which the agent waited for responses."""
         now = time.monotonic()
-        current_wait = now - self._wait_start if self._tasks else 0.0
+        current_wait = 0.0 if self._wait_start is None else now - self._wait_start
         return now - self._start_time - self._waiting_seconds - current_wait
 
-    async def respond(self, call: AgentRequest) -> AgentResponse:
+    def admit_call(self) -> None:
+        """Count a call, before its body is read.
+
+        Raises:
+            CallError: the episode has made all its calls.
+        """
+        if self._num_admitted >= self.max_calls:
+            self.is_cut_off = True
+            raise CallError(f"the episode has made its {self.max_calls} calls (agent.max_calls)", 400, "max_calls")
+        self._num_admitted += 1
+
+    async def respond(self, read: Callable[[], AgentRequest]) -> AgentResponse:
         """Return the policy's response to a call; concurrent calls are processed one after the other.
+
+        Args:
+            read: Parses the body of the call. Runs in a thread.
 
         Raises:
             CallError: the call is rejected, or the episode has ended.
         """
         task = asyncio.current_task()
         assert task is not None
-        # Concurrent calls are one wait, from the first call to the last response.
-        self._wait_start = self._wait_start if self._tasks else time.monotonic()
         self._tasks.add(task)
         try:
             async with self._lock:
                 if self.interrupted.done():
                     raise CallError("the episode has ended", 503, "episode_over")
-                return await self._sample_response(call)
+                return await self._process(read)
         except (CallError, asyncio.CancelledError):
             raise
         except BaseException as error:
@@ -123,8 +158,6 @@ class Episode:
             raise CallError("the episode has ended", 503, "episode_over") from error
         finally:
             self._tasks.discard(task)
-            if not self._tasks:
-                self._waiting_seconds += time.monotonic() - self._wait_start
 
     def close(self) -> None:
         """Cancel the calls in progress."""
@@ -153,7 +186,8 @@ class Episode:
             text=decode_response(turns.tokenizer, turns.token_ids[best.prompt_tokens :]),
             failure=failure,
             counts={
-                "agent/calls": self._num_calls,
+                "agent/calls": self._num_answered,
+                "agent/rejected_calls": self._num_admitted - self._num_answered,
                 "agent/sequences": len(self._conversations),
                 "agent/untrained_fraction": 1 - best.num_sampled / sampled,
                 "agent/ignored_settings": self._num_ignored,
@@ -168,13 +202,45 @@ class Episode:
         conversation.num_sampled = len((await turns.sample(1)).token_ids)
         self._conversations.append(conversation)
 
-    async def _sample_response(self, call: AgentRequest) -> AgentResponse:
-        if self._num_calls >= self._max_calls:
+    async def _process(self, read: Callable[[], AgentRequest]) -> AgentResponse:
+        self._wait_start = time.monotonic()
+        try:
+            prepared = await self.loop.run_in_executor(self.executor, self._prepare, read)
+            response = await self._sample_response(prepared)
+            self._waiting_seconds += time.monotonic() - self._wait_start
+            return response
+        finally:
+            self._wait_start = None
+
+    def _prepare(self, read: Callable[[], AgentRequest]) -> _PreparedCall:
+        """Parse, render and tokenize a call. Runs in a thread and changes no conversation."""
+        try:
+            return self._tokenize(read())
+        except ContextLengthError:
             self.is_cut_off = True
-            raise CallError(f"the episode has made its {self._max_calls} calls (agent.max_calls)", 400, "max_calls")
-        conversation = self._continue_chat(call) if call.is_chat else self._continue_text(call)
-        conversation = conversation or self._start_conversation(call)
-        self._num_calls += 1
+            raise
+        except CallError:
+            raise
+        except BaseException as error:
+            # Everything here depends on the text of the call alone, which must not end the run. A panic of the
+            # tokenizer is no ``Exception``.
+            raise CallError(f"the call cannot be processed: {type(error).__name__}: {error!s:.200}") from error
+
+    def _tokenize(self, call: AgentRequest) -> _PreparedCall:
+        self._template.check_size(call, self._turns.params.max_new_tokens)
+        prepared = self._continue_chat(call) if call.is_chat else self._continue_text(call)
+        if prepared is not None:
+            return prepared
+        if call.is_chat:
+            tokens = self._template.opening(call.messages, call.tools)
+        else:
+            tokens = self._template.encode(call.text, add_special_tokens=True)
+        return _PreparedCall(request=call, token_ids=tokens, conversation=None)
+
+    async def _sample_response(self, prepared: _PreparedCall) -> AgentResponse:
+        call = prepared.request
+        conversation = self._append(prepared)
+        self._num_answered += 1
         self._num_ignored += call.ignored
         before = len(self._turns.token_ids)
         starts_in_thought = self._starts_in_thought()
@@ -193,11 +259,12 @@ class Episode:
         tail = decode_response(self._turns.tokenizer, self._turns.token_ids[-_TAIL_TOKENS:])
         return tail.rstrip().endswith("<think>")
 
-    def _start_conversation(self, call: AgentRequest) -> _Conversation:
-        if call.is_chat:
-            tokens = self._template.opening(call.messages, call.tools)
-        else:
-            tokens = self._template.encode(call.text, add_special_tokens=True)
+    def _append(self, prepared: _PreparedCall) -> _Conversation:
+        """Append the tokens of a call to its conversation, or start one."""
+        call = prepared.request
+        tokens = prepared.token_ids
+        if prepared.conversation is not None:
+            return self._extend(prepared.conversation, tokens, closes=call.is_chat)
         if len(tokens) >= self._turns.params.max_new_tokens or not tokens:
             raise self._too_long(len(tokens))
         # A response has one branch from the start; only further sequences need a new one.
@@ -207,8 +274,8 @@ class Episode:
         self._conversations.append(conversation)
         return conversation
 
-    def _continue_chat(self, call: AgentRequest) -> _Conversation | None:
-        """Extend the longest conversation that the messages of the call begin with; None if there is none."""
+    def _continue_chat(self, call: AgentRequest) -> _PreparedCall | None:
+        """Continue the longest conversation that the messages of the call begin with; None if there is none."""
         keys = message_keys(call.messages)
         tools = _tools_key(call)
         prefixes = [
@@ -220,25 +287,27 @@ class Episode:
             count = len(conversation.keys)
             text = self._template.continuation(conversation.messages, call.messages[count:], call.tools)
             if text is not None:
-                self._extend(conversation, self._template.encode(text), closes=True)
-                return conversation
+                return _PreparedCall(request=call, token_ids=self._template.encode(text), conversation=conversation)
         return None
 
-    def _continue_text(self, call: AgentRequest) -> _Conversation | None:
-        """Extend the newest sequence that the prompt of the call begins with; None if there is none."""
+    def _continue_text(self, call: AgentRequest) -> _PreparedCall | None:
+        """Continue the newest sequence that the prompt of the call begins with; None if there is none."""
         for conversation in reversed(self._conversations):
             if conversation.is_chat:
                 continue
             known = conversation.text
             branch = conversation.branch
             tokens = tuple(branch.response.tokens[: branch.position])
+            rest: str | tuple[int, ...] | None = None
             if isinstance(call.text, tuple) and call.text[: len(tokens)] == tokens:
-                return self._extend(conversation, self._template.encode(call.text[len(tokens) :]))
-            if isinstance(call.text, str) and known is not None and call.text.startswith(known):
-                return self._extend(conversation, self._template.encode(call.text[len(known) :]))
+                rest = call.text[len(tokens) :]
+            elif isinstance(call.text, str) and known is not None and call.text.startswith(known):
+                rest = call.text[len(known) :]
+            if rest is not None:
+                return _PreparedCall(request=call, token_ids=self._template.encode(rest), conversation=conversation)
         return None
 
-    def _extend(self, conversation: _Conversation, tokens: list[int], *, closes: bool = False) -> _Conversation:
+    def _extend(self, conversation: _Conversation, tokens: list[int], *, closes: bool) -> _Conversation:
         """Append the agent's tokens to a conversation.
 
         Args:
@@ -258,12 +327,7 @@ class Episode:
 
     def _too_long(self, tokens: int) -> CallError:
         self.is_cut_off = True
-        return CallError(
-            f"the conversation has {tokens} tokens, and together with a response it may have "
-            f"{self._turns.params.max_new_tokens} (rollout.max_new_tokens)",
-            400,
-            "context_length_exceeded",
-        )
+        return ContextLengthError(f"the conversation has {tokens} tokens", self._turns.params.max_new_tokens)
 
 
 def _tools_key(call: AgentRequest) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
@@ -28,6 +29,8 @@ from megatron_dppo.functions import check_arguments, load_function
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt
 
+_NUM_THREADS = 2
+"""Number of threads that parse, render and tokenize the calls of all episodes."""
 MAX_FAILURES = 64
 """Failed episodes in a row after which the agent itself counts as broken."""
 
@@ -68,6 +71,7 @@ class AgentFunction:
                 "give its path, or put it in PATH"
             )
         self._endpoint = Endpoint(config.host, config.max_body_bytes)
+        self._executor = ThreadPoolExecutor(_NUM_THREADS, "agent-calls")
         self._template: ChatTemplate | None = None
         self._failures = 0
         """Failed episodes in a row."""
@@ -76,6 +80,7 @@ class AgentFunction:
     def close(self) -> None:
         """Stop listening."""
         self._endpoint.close()
+        self._executor.shutdown(cancel_futures=True)
 
     async def __call__(self, prompt: Prompt, turns: Turns) -> Completion:
         """Run one episode.
@@ -86,7 +91,7 @@ class AgentFunction:
         """
         self._template = self._template or ChatTemplate(turns.tokenizer, self._variables, self._now())
         async with self._slots:
-            episode = Episode(turns, self._template, self._config.max_calls)
+            episode = Episode(turns, self._template, self._config.max_calls, self._executor)
             try:
                 agent_exit = await self._run_episode(prompt, episode)
             finally:

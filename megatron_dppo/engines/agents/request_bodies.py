@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.engines.agents.tool_calls import make_tool_call
 
 _ROLES = ("system", "user", "assistant", "tool")
+_MAX_MODEL_NAME = 256
+"""Maximum length of the model's name, which each chunk of a stream repeats."""
 _IGNORED_SETTINGS: Mapping[str, Any] = {
     "temperature": None,
     "top_p": None,
@@ -51,6 +53,22 @@ class CallError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
+class ContextLengthError(CallError):
+    """A call that does not fit into the sequence.
+
+    Args:
+        size: size of the conversation, as the beginning of the message.
+        max_tokens: maximum number of tokens.
+    """
+
+    def __init__(self, size: str, max_tokens: int) -> None:
+        super().__init__(
+            f"{size}, and together with a response it may have {max_tokens} tokens (rollout.max_new_tokens)",
+            400,
+            "context_length_exceeded",
+        )
+
+
 Message = dict[str, Any]
 """Message with ``role``, ``content`` (a string) and optionally ``tool_calls``, ``tool_call_id`` and ``name``.
 
@@ -76,6 +94,23 @@ class AgentRequest:
     stream_usage: bool = False
     ignored: int = 0
     """Number of settings that are ignored."""
+
+    @property
+    def min_tokens(self) -> int:
+        """Lower bound of the number of prompt tokens: a message or a token id has one at least."""
+        return max(len(self.messages), len(self.text) if isinstance(self.text, tuple) else 0)
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """All text that is rendered or encoded."""
+        if isinstance(self.text, str):
+            yield self.text
+        for message in self.messages:
+            yield message["content"]
+            if "tool_calls" in message:
+                yield json.dumps(message["tool_calls"], ensure_ascii=False)
+        if self.tools:
+            yield json.dumps(self.tools, ensure_ascii=False)
 
 
 def read_chat(data: object) -> AgentRequest:
@@ -147,15 +182,25 @@ def _require_object(data: object) -> dict[str, Any]:
 def _read_common(body: Mapping[str, Any]) -> _CommonFields:
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
-            raise CallError(f"{name!r} = {body[name]!r} is not supported, since an episode is one sequence; ask again")
+            raise CallError(
+                f"{name!r} = {body[name]!r:.80} is not supported, since an episode is one sequence; ask again"
+            )
     if body.get("logprobs") not in (None, False) or body.get("top_logprobs"):
         raise CallError("'logprobs' are not returned; leave them out")
+    model = body.get("model") or ""
+    if not isinstance(model, str) or len(model) > _MAX_MODEL_NAME:
+        raise CallError(f"'model' = {model!r:.80}, expected a string of at most {_MAX_MODEL_NAME} characters")
+    stream = body.get("stream") or False
+    if not isinstance(stream, bool):
+        raise CallError(f"'stream' = {stream!r:.80}, expected true or false")
     options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise CallError(f"'stream_options' = {options!r:.80}, expected an object")
     ignored = [name for name, neutral in _IGNORED_SETTINGS.items() if body.get(name) not in (None, neutral, [], {})]
     return _CommonFields(
-        model=str(body.get("model", "")),
-        stream=bool(body.get("stream")),
-        stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        model=model,
+        stream=stream,
+        stream_usage=bool(options.get("include_usage")),
         ignored=len(ignored),
     )
 
@@ -164,7 +209,7 @@ def _limit(body: Mapping[str, Any], *names: str) -> int | None:
     limits = [(name, body[name]) for name in names if body.get(name) is not None]
     for name, value in limits:
         if type(value) is not int or value < 1:
-            raise CallError(f"{name!r} = {value!r}, expected a whole number above 0")
+            raise CallError(f"{name!r} = {value!r:.80}, expected a whole number above 0")
     return min((value for _, value in limits), default=None)
 
 
@@ -172,9 +217,11 @@ def _read_message(message: Any, index: int) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
     if role not in _ROLES:
-        raise CallError(f"messages[{index}] has the role {role!r}; expected {', '.join(_ROLES)}")
+        raise CallError(f"messages[{index}] has the role {role!r:.80}; expected {', '.join(_ROLES)}")
     result: Message = {"role": role, "content": _read_content(message.get("content"), index)}
     calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise CallError(f"messages[{index}].tool_calls = {calls!r:.80}, expected a list")
     if calls:
         result["tool_calls"] = [_read_tool_call(call, index) for call in calls]
     result |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
@@ -196,7 +243,10 @@ def _read_tool_call(call: Any, index: int) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise CallError(f"messages[{index}].tool_calls has an entry without a function's name")
     arguments = function.get("arguments") or "{}"
-    return make_tool_call(str(call.get("id", "")), function["name"], arguments)
+    call_id = call.get("id") or ""
+    if not isinstance(arguments, str | dict) or not isinstance(call_id, str):
+        raise CallError(f"messages[{index}].tool_calls: 'id' and 'function.arguments' must be strings")
+    return make_tool_call(call_id, function["name"], arguments)
 
 
 def message_keys(messages: Sequence[Message]) -> list[str]:

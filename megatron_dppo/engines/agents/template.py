@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from megatron_dppo.data.chat_template import apply_chat_template
-from megatron_dppo.engines.agents.request_bodies import CallError, Message
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, ContextLengthError, Message
 
 
 class ChatTemplate:
@@ -26,6 +27,22 @@ class ChatTemplate:
         self._variables = variables
         self._marker = f"mark{secrets.token_hex(12)}"
         """Text that stands for a response in a rendered conversation."""
+
+    def check_size(self, call: AgentRequest, max_tokens: int) -> None:
+        """Check without rendering or encoding that a call may fit into a number of tokens.
+
+        Raises:
+            CallError: it has more characters than that many of the tokenizer's longest token.
+        """
+        # Unicode's normal form composes up to four characters into one.
+        size = sum(len(text) if text.isascii() else len(text) // 4 for text in call.texts)
+        if call.min_tokens > max_tokens or size > max_tokens * self._longest_token:
+            raise ContextLengthError(f"the conversation has {max(size, call.min_tokens)} characters", max_tokens)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Number of characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, which may contain special tokens; token ids are checked and returned.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from typing import Any
+
+from megatron_dppo.engines.agents.json_values import parse_json, parse_json_prefix
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -13,13 +14,14 @@ _TAG = re.compile("<tool_call>|<think>|</think>")
 _THINK = "<think>"
 _END_THINK = "</think>"
 _SPACE = re.compile(r"\s*")
+_OBJECT_OR_END = re.compile(r"\s*(\{|\Z)")
 
 
 def make_tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Return a tool call as chat templates expect it."""
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            parsed = parse_json(arguments)
             arguments = parsed if isinstance(parsed, dict) else arguments
         except ValueError:
             pass  # a model may have written it so; the template gets the text
@@ -48,7 +50,7 @@ def split_tool_calls(text: str, *, starts_in_thought: bool = False) -> tuple[str
             # The thought began in the prompt: everything before was thought.
             calls = []
             is_valid = True
-        elif text[position:].strip() == "" or text[position:].lstrip().startswith("{"):
+        elif _OBJECT_OR_END.match(text, position):
             first = first if calls else match.start()
             call, position = _read_call(text, position)
             is_valid = is_valid and call is not None
@@ -65,8 +67,8 @@ def _read_call(text: str, position: int) -> tuple[dict[str, Any] | None, int]:
     """Return the call whose JSON begins at a position, or None, and the position after it."""
     start = _skip_space(text, position)
     try:
-        value, end = _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError):
+        value, end = parse_json_prefix(text, start)
+    except ValueError:
         return None, position
     end = _skip_space(text, end)
     if not text.startswith(_CLOSE, end):
@@ -80,10 +82,3 @@ def _read_call(text: str, position: int) -> tuple[dict[str, Any] | None, int]:
 def _skip_space(text: str, position: int) -> int:
     match = _SPACE.match(text, position)
     return position if match is None else match.end()
-
-
-def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
