@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import resource
+import socket
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from megatron_dppo.engines.agents.request_bodies import CallError
+from megatron_dppo.engines.agents.episode import Episode
 
 _MAX_CONNECTIONS = 4096
 _MAX_DESCRIPTORS = 65536
+_GRACE_SECONDS = 1.0
+"""Time without a call after which a connection may be closed for another one."""
+_RETRY_SECONDS = 0.02
 
 
 class ConnectionLimit:
-    """Factory of a server's connections, which keeps their number within a limit.
+    """Accepts a server's connections and keeps their number within a limit.
 
-    A connection beyond the limit replaces the oldest one on which no call with a key is processed: first of those that
-    never had a key, then of those between two calls. If there is none, it is refused with status 503.
+    Beyond the limit a new connection replaces one on which no call with a key is processed: the oldest that never had a
+    key, or else the oldest of the episode that has the most. Until there is one, new connections wait in the queue of
+    the kernel, where they take no file descriptor.
 
     Args:
         server: makes and counts the connections.
@@ -30,51 +37,62 @@ class ConnectionLimit:
 
     def __init__(self, server: web.Server, max_connections: int) -> None:
         self._server = server
-        self._max_connections = max_connections
+        self.max_connections = max_connections
         self._busy: set[RequestHandler] = set()
         """Connections on which a call with a key is processed."""
-        self._with_key: set[RequestHandler] = set()
-        """Connections that had such a call."""
+        self._idle_since: dict[RequestHandler, float] = {}
+        """Time at which a connection was opened, or at which its last call with a key ended."""
+        self._owners: dict[RequestHandler, Episode] = {}
+        """Episode whose key a connection had last."""
 
-    def __call__(self) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection."""
+    async def accept(self, listener: socket.socket) -> None:
+        """Accept connections until the task is canceled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            while not self.make_room(time.monotonic()):
+                await asyncio.sleep(_RETRY_SECONDS)
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+                _, protocol = await loop.connect_accepted_socket(self._server, accepted)
+            except OSError:
+                # The client is gone, or other parts of the process use all file descriptors.
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            self._idle_since[protocol] = time.monotonic()
+
+    def make_room(self, now: float) -> bool:
+        """Return True if a connection can be accepted; close another one for it if that is necessary."""
         # A connection that is being closed has no transport.
         connections = [each for each in self._server.connections if each.transport is not None]
-        self._with_key.intersection_update(connections)
-        if len(connections) >= self._max_connections:
-            idle = [each for each in connections if each not in self._busy]
-            if not idle:
-                return _Refusal(self._max_connections)
-            # Of equal keys, ``min`` returns the first, and connections are in the order in which they were opened.
-            min(idle, key=lambda each: each in self._with_key).force_close()
-        return self._server()
+        if len(connections) < self.max_connections:
+            return True
+        self._idle_since = {each: self._idle_since.get(each, now) for each in connections}
+        self._owners = {each: self._owners[each] for each in connections if each in self._owners}
+        num_owned = Counter(self._owners.values())
+
+        def rank(connection: RequestHandler) -> float:
+            owner = self._owners.get(connection)
+            return math.inf if owner is None else num_owned[owner]
+
+        limit = now - _GRACE_SECONDS
+        idle = [each for each in connections if each not in self._busy and self._idle_since[each] < limit]
+        if not idle:
+            return False
+        # Of equal ones, ``max`` returns the first, and connections are in the order in which they were opened.
+        max(idle, key=rank).force_close()
+        return True
 
     @contextmanager
-    def processing(self, request: web.Request) -> Iterator[None]:
-        """Keep the connection of a call with a key open."""
+    def processing(self, request: web.Request, episode: Episode) -> Iterator[None]:
+        """Keep the connection of a call with an episode's key open."""
         protocol = request.protocol
         self._busy.add(protocol)
-        self._with_key.add(protocol)
+        self._owners[protocol] = episode
         try:
             yield
         finally:
             self._busy.discard(protocol)
-
-
-class _Refusal(asyncio.Protocol):
-    """Connection that is answered and closed before anything is read."""
-
-    def __init__(self, max_connections: int) -> None:
-        message = f"all {max_connections} connections wait for the policy; set agent.max_running, or raise ulimit -n"
-        self._error = CallError(message, 503, "too_many_connections")
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the error and close the connection."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        body = json.dumps(self._error.body).encode()
-        head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-        transport.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        transport.close()
+            self._idle_since[protocol] = time.monotonic()
 
 
 def reserve_descriptors() -> int:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,7 +27,7 @@ from megatron_dppo.engines.servers.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_IDLE_SECONDS = 30.0
+_IDLE_SECONDS = 60.0
 """Time until a request's headers must be complete, and for which a connection stays open between two calls."""
 _TRANSFER_SECONDS = 30.0
 """Time in which a body must arrive, and in which a response must be read."""
@@ -37,12 +38,11 @@ _MAX_HEADER_BYTES = 2048
 _READ_BUFFER_BYTES = 32768
 """Bytes of a body that a connection buffers before the handler reads them."""
 _MAX_CONCURRENT_OTHERS = 8
-"""Number of an episode's concurrent requests besides its calls."""
+"""Number of an episode's concurrent requests besides its calls. All together hold a quarter of the connections."""
 
 _logger = logging.getLogger(__name__)
 # aiohttp logs a traceback for each malformed request, and anybody can send those.
-_logger.addHandler(logging.NullHandler())
-_logger.propagate = False
+_logger.disabled = True
 
 
 class Endpoint:
@@ -63,7 +63,8 @@ class Endpoint:
         self._thread: LoopThread | None = None
         self._runner: web.AppRunner | None = None
         self._connections: ConnectionLimit | None = None
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._port = 0
 
     @property
@@ -130,12 +131,17 @@ class Endpoint:
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
-        self._server = await asyncio.get_running_loop().create_server(self._connections, self._host, 0)
-        self._port = self._server.sockets[0].getsockname()[1]
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = socket.create_server((self._host, 0), family=family, backlog=socket.SOMAXCONN)
+        self._listener.setblocking(False)
+        self._port = self._listener.getsockname()[1]
+        self._accepting = asyncio.create_task(self._connections.accept(self._listener))
 
     async def _stop_listening(self, runner: web.AppRunner) -> None:
-        if self._server is not None:
-            self._server.close()
+        assert self._accepting is not None and self._listener is not None
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
         await runner.cleanup()
 
     @contextmanager
@@ -145,13 +151,13 @@ class Endpoint:
         episode = self._episodes.get(_digest(key.strip()))
         if scheme.lower() != "bearer" or episode is None:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
-        limit = episode.max_calls + _MAX_CONCURRENT_OTHERS
+        assert self._connections is not None
+        limit = min(episode.max_calls + _MAX_CONCURRENT_OTHERS, self._connections.max_connections // 4)
         if self._num_requests[episode] >= limit:
             raise CallError(f"{limit} requests of the episode are in progress", 429, "too_many_requests")
         self._num_requests[episode] += 1
-        assert self._connections is not None
         try:
-            with self._connections.processing(request):
+            with self._connections.processing(request, episode):
                 yield episode
         finally:
             self._num_requests[episode] -= 1

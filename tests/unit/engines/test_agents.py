@@ -111,6 +111,7 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
     assert found.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not found.failure
     assert found.counts == {
         "agent/calls": 2,
+        "agent/rejected_calls": 0,
         "agent/sequences": 1,
         "agent/untrained_fraction": 0,
         "agent/ignored_settings": 0,

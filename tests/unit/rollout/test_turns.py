@@ -201,7 +201,7 @@ def test_errors_of_the_function_name_the_prompt_and_the_line(run: Any) -> None:
         (fails, r"fails failed on prompt row:0: KeyError: 'tool' \(.*test_turns.py, line \d+\)"),
         (nothing, r"nothing returned None; expected the result of turns.finish\(\)"),
         (never_sampled, "1 tokens, none of them sampled"),
-        (infinite, "reward = nan, expected a finite number"),
+        (infinite, "the reward must be a finite number, got nan"),
     ):
         with pytest.raises(GenerateError, match=words):
             run(function)
