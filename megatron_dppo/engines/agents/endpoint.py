@@ -37,7 +37,7 @@ _MAX_HEADERS = 64
 _MAX_HEADER_BYTES = 2048
 _READ_BUFFER_BYTES = 32768
 """Bytes of a body that a connection buffers before the handler reads them."""
-_MAX_CONCURRENT_OTHERS = 8
+_MAX_EXTRA_REQUESTS = 8
 """Number of an episode's concurrent requests besides its calls. All together hold a quarter of the connections."""
 
 _logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Endpoint:
         if scheme.lower() != "bearer" or episode is None:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
         assert self._connections is not None
-        limit = min(episode.max_calls + _MAX_CONCURRENT_OTHERS, self._connections.max_connections // 4)
+        limit = min(episode.max_calls + _MAX_EXTRA_REQUESTS, self._connections.max_connections // 4)
         if self._num_requests[episode] >= limit:
             raise CallError(f"{limit} requests of the episode are in progress", 429, "too_many_requests")
         self._num_requests[episode] += 1
@@ -217,20 +217,20 @@ class Endpoint:
 
 async def _respond_in_episode_loop(episode: Episode, read: Callable[[], AgentRequest]) -> AgentResponse:
     """Process a call in the event loop that the episode's samples belong to."""
-    ended = CallError("the episode has ended", 503, "episode_over")
+    error_at_end = CallError("the episode has ended", 503, "episode_over")
     coroutine = episode.respond(read)
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, episode.loop)
     except RuntimeError as error:  # the loop is closed
         coroutine.close()
-        raise ended from error
+        raise error_at_end from error
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise ended from error
+        raise error_at_end from error
 
 
 def _parse_body(content: bytes, encoding: str, max_bytes: int) -> object:

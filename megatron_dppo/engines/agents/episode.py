@@ -298,13 +298,13 @@ class Episode:
             known = conversation.text
             branch = conversation.branch
             tokens = tuple(branch.response.tokens[: branch.position])
-            rest: str | tuple[int, ...] | None = None
+            suffix: str | tuple[int, ...] | None = None
             if isinstance(call.text, tuple) and call.text[: len(tokens)] == tokens:
-                rest = call.text[len(tokens) :]
+                suffix = call.text[len(tokens) :]
             elif isinstance(call.text, str) and known is not None and call.text.startswith(known):
-                rest = call.text[len(known) :]
-            if rest is not None:
-                return _PreparedCall(request=call, token_ids=self._template.encode(rest), conversation=conversation)
+                suffix = call.text[len(known) :]
+            if suffix is not None:
+                return _PreparedCall(request=call, token_ids=self._template.encode(suffix), conversation=conversation)
         return None
 
     def _extend(self, conversation: _Conversation, tokens: list[int], *, closes: bool) -> _Conversation:
