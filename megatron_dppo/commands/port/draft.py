@@ -169,6 +169,7 @@ class Draft:
             for name in source_keys:
                 self.record(name, "unread", f"{path} also depends on {self.to_fill_in[path]}")
             return
+        # A default of the framework that equals ours is left out of the file. The loss is always written in full.
         is_default = not any(name in self.source for name in source_keys) and not note and not path.startswith("loss.")
         if not is_default or value != _package_default(path):
             self._insert(path, value)

@@ -94,7 +94,7 @@ def read_text(path: Path) -> str:
     try:
         return read_regular_file(path).decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}. Expected a UTF-8 text file") from error
 
 
 def first_argument(words: Sequence[str]) -> int | None:

@@ -39,7 +39,9 @@ def read_script(
     reader.expander.script = str(file.resolve()) if file is not None else None
     tree = parse(text)
     if tree.has_error and not tree.named_children:
-        raise ConfigError("The script cannot be parsed as bash")
+        raise ConfigError(
+            "The script cannot be parsed as bash. Fix: check it with bash -n, or give the training command alone"
+        )
     reader.walk_all(tree)
     return reader.script
 

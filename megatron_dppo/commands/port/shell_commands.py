@@ -79,6 +79,7 @@ class ScriptReader(ControlFlow):
         self._inner(lambda: self.walk(body))
         returns = self._returns.pop()
         self.expander.arguments = before
+        # Afterwards any state at a ``return``, or that at the end of the body, may be the current one.
         states = [replace(state, has_ended=False) for state in returns]
         if not self._state.has_ended:
             states.append(self._state)
@@ -132,6 +133,7 @@ class ScriptReader(ControlFlow):
             folders.append(str(Path(self.expander.script).parent))
         for folder in folders:
             path = Path(folder, word.text).resolve()
+            # After ``resolve``, so that no link leads out of the root.
             if path.is_relative_to(self._root) and path.is_file() and path.stat().st_size <= _MAX_FILE_SIZE:
                 return path
         return None

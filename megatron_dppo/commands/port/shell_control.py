@@ -121,6 +121,7 @@ class ControlFlow(ABC):
         word = self.expander.join(value) if value is not None else Word("")
         if is_added:
             word = join_words([variable.get(key, Word("")), word])
+        # ``X=v`` on an array sets its element 0 and keeps the others, as in bash.
         self._state.variables[name] = variable | {key: word} if key != "0" or len(variable) > 1 else {"0": word}
         return True
 
@@ -211,6 +212,7 @@ class ControlFlow(ABC):
             self.expander.state = start.copy()
             choice()
             if not self._state.has_ended:
+                # A branch that ends the script has no part in what follows.
                 ends.append(self._state)
         self._conditions.pop()
         self.expander.state = merge_states(ends, number) if ends else replace(start, has_ended=True)
@@ -226,6 +228,7 @@ class ControlFlow(ABC):
         condition = f"case {node_text(value)}"
         if word.unknown:
             choices: list[Callable[[], object]] = [lambda body=body: self.walk_each(body) for body in bodies]  # type: ignore[misc]
+            # Without a default it may be that no item matches.
             if not any(node_text(pattern) == "*" for item in items for pattern in patterns(item)):
                 choices.append(lambda: None)
             self._either(line(node), condition, choices)
@@ -249,6 +252,7 @@ class ControlFlow(ABC):
         if first is None:
             self._either(line(node), node_text(left)[:60], [lambda: self.walk(right), lambda: None])
             return None
+        # ``false && x`` and ``true || x`` do not run x.
         if first is not is_and:
             return first
         second: list[bool | None] = []
@@ -324,6 +328,7 @@ class ControlFlow(ABC):
                 break
             self.walk(body)
             self._arithmetic(update)
+        # The limit ended the loop, or its condition became unknown.
         if status is not False:
             self._unknown_loop(node, body, [])
         return None
@@ -340,6 +345,8 @@ class ControlFlow(ABC):
 
     def _unknown_loop(self, node: Node, body: Node, names: Sequence[str]) -> None:
         changed = [*names, *assigned_names(body)]
+        # Unknown before the body, which may read what an earlier pass has set; and unknown after it, because the body
+        # was read once.
         for name in changed:
             self._state.set(name, Word(f"${name}", f"${name} is set in a loop (line {line(node)})"))
         self._either(line(node), "a loop", [lambda: self.walk_all(body), lambda: None])

@@ -227,6 +227,7 @@ class Expander:
         if uncertain:
             raise UnknownValueError(uncertain)
         key = self._known(self.join(index))
+        # A subscript is arithmetic, where a name needs no ``$``.
         if key not in variable and key.isidentifier() and key in self.state.variables:
             key = self._known(self._variable(key))
         if re.fullmatch(r"-\d+", key) and all(name.isdigit() for name in variable):
@@ -241,6 +242,7 @@ class Expander:
         is_set = value is not None and not (sign.startswith(":") and value.text == "" and not value.unknown)
         if value is None and self.state.changed_by:
             raise UnknownValueError(f"${name} {self.state.changed_by}")
+        # With a colon the default replaces an empty value too, so a value that may be empty decides nothing.
         if value is not None and value.unknown and sign.startswith(":") and _may_be_empty(value):
             raise UnknownValueError(value.unknown)
         text = join_words([self.join(child) for child in arguments if child.is_named])
@@ -270,6 +272,7 @@ class Expander:
         if sign in ("%", "%%", "#", "##"):
             return Word(_strip(text, argument.strip("\"'"), sign))
         if sign in ("/", "//"):
+            # An escaped slash separates nothing.
             pattern, _, replacement = argument.replace("\\/", "\0").partition("/")
             return Word(
                 _substitute(text, pattern.replace("\0", "/"), replacement.replace("\0", "/").strip("\"'"), sign)
@@ -341,6 +344,7 @@ def _join_parts(parts: Sequence[Word], expanded: Sequence[bool]) -> Word:
 def _strip(text: str, pattern: str, sign: str) -> str:
     """Remove the shortest or longest prefix (``#``, ``##``) or suffix (``%``, ``%%``) that matches a pattern."""
     lengths = range(len(text) + 1) if len(sign) == 1 else range(len(text), -1, -1)
+    # The first match wins: the shortest for one sign, the longest for two.
     for length in lengths:
         part = text[:length] if sign[0] == "#" else text[len(text) - length :]
         if fnmatch.fnmatchcase(part, pattern):
@@ -349,6 +353,7 @@ def _strip(text: str, pattern: str, sign: str) -> str:
 
 
 def _substitute(text: str, pattern: str, replacement: str, sign: str) -> str:
+    # ``translate`` anchors the end, but a substitution may be anywhere.
     expression = fnmatch.translate(pattern.strip("\"'")).removesuffix("\\Z").removesuffix("\\z")
     return re.sub(expression, lambda match: replacement, text, count=1 if sign == "/" else 0)
 

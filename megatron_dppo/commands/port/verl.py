@@ -170,6 +170,7 @@ NO_COUNTERPARTS = {
 
 def combine(draft: Draft) -> None:
     """Translate settings that depend on each other."""
+    # Sizes come before the optimizer, whose warm-up may be a fraction of the steps.
     leave_without_counterpart(draft, NO_COUNTERPARTS)
     _sizes(draft)
     _optimizer(draft)

@@ -55,6 +55,47 @@ def plan_of_30b(rehearsals: RehearsalPool) -> Plan:
     return make_plan(big(), 32, H100, rehearsals, kinds=["all"], few_layers=True)
 
 
+def memory_rows(text: str) -> dict[str, dict[str, float]]:
+    """Return GiB by column of each rank of a printed memory table."""
+    lines = iter(text.splitlines())
+    header = next(line for line in lines if line.startswith("| rank, GiB"))
+    columns = [cell.strip() for cell in header.split("|")[1:-1]]
+    next(lines)
+    rows = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rank, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        values = zip(columns[1:], cells, strict=True)
+        rows[rank] = {name: float(value) for name, value in values if name not in ("peak phase", "fits")}
+    return rows
+
+
+PLAN_PAGE = (EXAMPLES.parent / "docs/plan.md").read_text(encoding="utf-8")
+
+
+def test_the_memory_on_the_page_adds_up() -> None:
+    parts = ("weights", "gradients", "optimizer", "activations", "head", "row", "replay", "other")
+    rows = memory_rows(PLAN_PAGE)
+    assert list(rows) == ["0 (all)", "0 (hot, experts x 3)"]
+    for row in rows.values():
+        assert sum(row[part] for part in parts) == pytest.approx(row["peak"], abs=0.02)
+        assert row["total"] == pytest.approx(row["peak"] + 4.0, abs=0.005)  # CUDA context and NCCL
+        assert f"yes, {79.10 - row['total']:.2f} left" in PLAN_PAGE
+    fullest = f"{rows['0 (hot, experts x 3)']['total']:.1f}"
+    assert f"| 32 | {fullest} | yes," in PLAN_PAGE, "the table of other numbers of GPUs has the same run"
+
+
+@pytest.mark.slow
+def test_the_page_has_the_memory_that_the_command_prints(plan_of_30b: Plan) -> None:
+    """The columns of at least 0.01 GiB: what is smaller depends on how many layers are rehearsed."""
+    quoted = memory_rows(PLAN_PAGE)["0 (all)"]
+    printed = memory_rows(format_plan(plan_of_30b))["0 (all)"]
+    large = {name: value for name, value in quoted.items() if value >= 0.01}
+    assert list(large) == ["weights", "gradients", "optimizer", "activations", "peak", "total"]
+    assert {name: printed[name] for name in large} == pytest.approx(large, rel=0.01)
+
+
 @pytest.mark.slow
 def test_static_memory_of_the_30b_example_matches_the_formula(plan_of_30b: Plan) -> None:
     """TP2 EP8 on 32 GPUs: dense weights are split by 2, experts by 8; optimizer state by 16 and by 4."""
@@ -126,8 +167,8 @@ def test_the_30b_example_fits_32_h100(plan_of_30b: Plan) -> None:
     assert "alltoall_base" in format_plan(plan, verbose=True)
     log = plan.config.log.model_copy(update={"rollouts_every": 5})
     recorded = format_plan(replace(plan, config=plan.config.model_copy(update={"log": log})))
-    rollout, found = plan.config.rollout, plan.token_bytes
-    tokens = rollout.max_new_tokens * (17 + found.total - found.sampled)
+    rollout, result = plan.config.rollout, plan.token_bytes
+    tokens = rollout.max_new_tokens * (17 + result.total - result.sampled)
     size = rollout.prompts_per_step * rollout.samples_per_prompt * (1000 + tokens) / 2**30
     assert f"at most {size:.2f} GiB on disk per recorded step (log.rollouts_every = 5)" in recorded
 
@@ -267,9 +308,9 @@ def test_minimum_static_bytes_of_a_rank() -> None:
 
 def test_rank_kinds_of_a_pipeline() -> None:
     layout = layout_of(big("--pipeline-model-parallel-size", "4"), 64)
-    found = rank_roles(layout, has_experts=True)
-    assert {name: role.rank for name, role in found.items()} == {"first": 0, "middle": 32, "last": 48, "hot": 0}
-    assert found["hot"].expert_load == 3.0 and found["first"].micro_batches == 4
+    result = rank_roles(layout, has_experts=True)
+    assert {name: role.rank for name, role in result.items()} == {"first": 0, "middle": 32, "last": 48, "hot": 0}
+    assert result["hot"].expert_load == 3.0 and result["first"].micro_batches == 4
     assert list(rank_roles(layout, has_experts=True, kinds=["last"])) == ["last"]
     with pytest.raises(PlanError, match="--rank-kinds all: this layout has first, middle, last, hot"):
         rank_roles(layout, has_experts=True, kinds=["all"])
@@ -277,10 +318,10 @@ def test_rank_kinds_of_a_pipeline() -> None:
 
 def test_the_key_value_cache_of_the_30b_example() -> None:
     config = big()
-    found = plan_kv_cache(config, load_model_config(config.model.path)[0], PARAMETERS, H100)
-    assert found.bytes_per_token == 2 * 48 * 4 * 128 * 2 == 98304
+    planned = plan_kv_cache(config, load_model_config(config.model.path)[0], PARAMETERS, H100)
+    assert planned.bytes_per_token == 2 * 48 * 4 * 128 * 2 == 98304
     cache_bytes = round(H100.memory * 0.85 - PARAMETERS)  # two GPUs, two bytes
-    assert (found.gpus_per_server, found.cache_bytes, found.tokens_in_flight) == (
+    assert (planned.gpus_per_server, planned.cache_bytes, planned.tokens_in_flight) == (
         2,
         cache_bytes,
         2 * cache_bytes // 98304,
@@ -294,8 +335,8 @@ def test_quantized_weights_leave_more_cache(tmp_path: Path) -> None:
         file.truncate(PARAMETERS + 1000)  # a sparse file of the size of FP8
     config = big("--rollout.servers.model", str(tmp_path), "--rollout.weight_sync.method", "disk")
     hf_config, layout = load_model_config(config.model.path)[0], layout_of(config, 32)
-    found = plan_kv_cache(config, hf_config, PARAMETERS, H100)
-    assert found.cache_bytes == round(H100.memory * 0.85 - (PARAMETERS + 1000) / 2)
+    planned = plan_kv_cache(config, hf_config, PARAMETERS, H100)
+    assert planned.cache_bytes == round(H100.memory * 0.85 - (PARAMETERS + 1000) / 2)
     trained = PARAMETERS, PlannedModel.from_config(big()).expert_parameters
     assert plan_transfers(config, PARAMETERS, trained, layout, H100).sync == PARAMETERS + 1000
     away = big("--rollout.servers.model", str(tmp_path / "away"), "--rollout.weight_sync.method", "disk")
@@ -305,10 +346,10 @@ def test_quantized_weights_leave_more_cache(tmp_path: Path) -> None:
 def test_sync_and_checkpoint_bytes() -> None:
     config, model = big(), PlannedModel.from_config(big())
     layout, experts = layout_of(config, 32), model.expert_parameters
-    found = plan_transfers(config, PARAMETERS, (PARAMETERS, experts), layout, H100)
-    assert (found.sync, found.checkpoint, found.sync_buffer) == (2 * PARAMETERS, 14 * PARAMETERS, 2 * GIB)
-    assert found.save_host == 14 * PARAMETERS // 32  # copied, to be written in the background
-    assert found.sync_seconds == pytest.approx(2 * PARAMETERS / (0.7 * 50e9)) and not found.sync_by_handle
+    planned = plan_transfers(config, PARAMETERS, (PARAMETERS, experts), layout, H100)
+    assert (planned.sync, planned.checkpoint, planned.sync_buffer) == (2 * PARAMETERS, 14 * PARAMETERS, 2 * GIB)
+    assert planned.save_host == 14 * PARAMETERS // 32  # copied, to be written in the background
+    assert planned.sync_seconds == pytest.approx(2 * PARAMETERS / (0.7 * 50e9)) and not planned.sync_by_handle
     shared = big("--rollout.servers.colocated", "true", "--rollout.weight_sync.method", "ipc")
     handed = plan_transfers(shared, PARAMETERS, (PARAMETERS, experts), layout, H100)
     assert handed.sync_seconds == pytest.approx(4 * 2 * PARAMETERS / (0.7 * 3.35e12)) and handed.sync_by_handle
@@ -326,8 +367,8 @@ def test_adapters_alone_have_gradients_and_optimizer() -> None:
     attention = 48 * 32 * (2 * (4096 + 2048) + 2 * (512 + 2048))
     assert model.trained == (attention + experts, experts)
     layout = layout_of(config, 32)
-    found = plan_transfers(config, model.parameters, model.trained, layout, H100)
-    assert (found.sync, found.checkpoint) == (2 * PARAMETERS, 14 * (attention + experts))
+    planned = plan_transfers(config, model.parameters, model.trained, layout, H100)
+    assert (planned.sync, planned.checkpoint) == (2 * PARAMETERS, 14 * (attention + experts))
     dense = PARAMETERS - model.expert_parameters
     adapters = 4 * (attention / 2 + experts / 8) + 12 * (attention + experts) / 32
     expected = 2 * (dense / 2 + model.expert_parameters / 8) + adapters
@@ -336,9 +377,9 @@ def test_adapters_alone_have_gradients_and_optimizer() -> None:
 
 def test_the_batch_arithmetic() -> None:
     config = big()
-    found = plan_batch(config, layout_of(config, 32))
-    assert (found.samples, found.samples_per_update, found.updates) == (4096, 32, 8)
-    assert found.micro_batches == -(-32 * found.mean_tokens // 17408)
+    planned = plan_batch(config, layout_of(config, 32))
+    assert (planned.samples, planned.samples_per_update, planned.updates) == (4096, 32, 8)
+    assert planned.micro_batches == -(-32 * planned.mean_tokens // 17408)
 
 
 def test_the_parameters_of_the_known_model() -> None:
