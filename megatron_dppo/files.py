@@ -102,6 +102,18 @@ def is_lfs_pointer(file: Path) -> bool:
         return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
+@contextmanager
+def usual_rights(file: Path) -> Iterator[None]:
+    """Give a file that is written within the rights of any other file of this process.
+
+    The library of safetensors writes a temporary file that only its owner can read, and renames it.
+    """
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    yield
+    file.chmod(mode)
+
+
 def free_bytes(path: Path) -> int:
     """Return the free bytes for this user on the file system of ``path``, which need not exist."""
     return shutil.disk_usage(existing_parent(path)).free

@@ -14,6 +14,7 @@ from megatron_dppo.config.layout import format_layout, unchecked_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.run.contents import read_contents
+from megatron_dppo.report.printable import printable
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 
@@ -52,7 +53,7 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
             print(dump_toml(start.config))
         if world_size is None and "WORLD_SIZE" not in os.environ:
             print(f"for {size} process(es), the fewest of this layout; --world-size N checks it for N")
-        print("\n".join(_summary(start, size, with_reward=not problems.errors)))
+        print(printable("\n".join(_summary(start, size, with_reward=not problems.errors))))
         if resume_point is not None:
             print("\n".join(_resume_lines(resume_point)))
     problems.raise_if_any()

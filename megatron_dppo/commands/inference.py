@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import require_new, write_new
 from megatron_dppo.run.named_functions import OPTION_HELP, SAMPLING, require_permission
+from megatron_dppo.report.printable import printable
 
 if TYPE_CHECKING:
     from megatron_dppo.run.offline import Offline
@@ -89,7 +91,9 @@ def run_generate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _print_responses(rows: Iterator[dict[str, Any]]) -> None:
     for row in rows:
         reward = f" [{row['reward']:.4g}]" if "reward" in row else ""
-        print(f"--- {row['prompt_id']} ({row['finish_reason']}){reward}\n{row['response']}", flush=True)
+        text = f"--- {row['prompt_id']} ({row['finish_reason']}){reward}\n{row['response']}"
+        # A pipe or a file gets the response as it is.
+        print(printable(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def _add_weights_arguments(parser: argparse.ArgumentParser) -> None:

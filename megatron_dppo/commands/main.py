@@ -31,11 +31,14 @@ from megatron_dppo.commands.replay.command import add_replay_arguments, run_repl
 from megatron_dppo.commands.report import add_report_arguments, run_report
 from megatron_dppo.commands.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.commands.serve import add_serve_arguments, run_serve
+from megatron_dppo.commands.streams import prepare_streams, raise_file_limit
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.report.printable import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code (docs/launch.md lists them)."""
+    prepare_streams()
     parser = argparse.ArgumentParser(prog="megatron-dppo", description=__doc__)
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -127,6 +130,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m megatron_dppo.train CONFIG``, the same as ``megatron-dppo train CONFIG``."""
+    prepare_streams()
     parser = argparse.ArgumentParser(prog="python -m megatron_dppo.train", epilog=_OVERRIDES)
     add_train_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
@@ -140,6 +144,7 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     try:
         check_launcher_variables()
+        raise_file_limit()
         if options.world_size is not None and not options.dry_run:
             raise ConfigError(
                 f"--world-size {options.world_size} needs --dry-run. Fix: remove it; torchrun or srun sets the number "
@@ -174,7 +179,7 @@ def report_error(error: UserError) -> int:
     if rank == "0" or not error.on_every_rank:
         is_single_process = os.environ.get("WORLD_SIZE", "1") == "1"
         prefix = "" if error.on_every_rank or is_single_process else f"[rank {rank}] "
-        print(f"\n{prefix}error: {error}", file=sys.stderr, flush=True)
+        print(f"\n{prefix}error: {printable(str(error))}", file=sys.stderr, flush=True)
     else:
         # torchrun ends all processes when the first one exits: leave rank 0 the time to print the error.
         time.sleep(2.0)

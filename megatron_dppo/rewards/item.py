@@ -123,6 +123,8 @@ _SCORES = ("score", "reward")
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 """Advantages are computed in float32."""
 _MAX_ERROR_LENGTH = 2000
+MAX_PARTS = 256
+"""Named parts of one reward, and of all rewards of a step: each is a metric of every step."""
 
 
 def read_reward(value: object) -> tuple[float, dict[str, float]]:
@@ -146,6 +148,8 @@ def read_reward(value: object) -> tuple[float, dict[str, float]]:
         for name, part in value.items()
         if name not in _SCORES and _is_number(part)
     }
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"expected a reward table with at most {MAX_PARTS} parts that are numbers, got {len(parts)}")
     return _finite(f"the {present[0]}", value[present[0]]), parts
 
 

@@ -57,6 +57,8 @@ class FunctionPool:
         self._queue = deque(self._chunks([index for index in range(len(items)) if index not in self.outcomes]))
         self._idle = list(self._workers)
         self.busy = []
+        for worker in self._workers:
+            worker.begin_step()
         # Start processes before the first submit, so that several functions start concurrently.
         for worker in self._idle[: len(self._queue)]:
             worker.launch()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -124,19 +126,28 @@ class StopSignals:
         return score()
 
 
-def run_worker(spec: FunctionSpec, timeout: float, connection: Connection) -> None:
+def run_worker(
+    spec: FunctionSpec, timeout: float, connection: Connection, writers: tuple[Connection, Connection]
+) -> None:
     """Run the process until the trainer closes the connection.
 
     Args:
         spec: Reward function.
         timeout: Seconds for one sample of an async function. The trainer enforces the limit of other functions.
         connection: Connection for chunks and ``Reply``.
+        writers: Pipes that become stdout and stderr, of which the trainer passes on a limited part.
     """
     # A session of its own: signals to the trainer's group do not arrive, and the trainer can kill the session.
     os.setsid()
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)  # A function must not read from the trainer's terminal.
     os.close(empty)
+    for stream, writer in zip((1, 2), writers, strict=True):
+        os.dup2(writer.fileno(), stream)
+        writer.close()
+    for text in (sys.stdout, sys.stderr):
+        if isinstance(text, io.TextIOWrapper):
+            text.reconfigure(line_buffering=True)  # The process may be killed after any line.
     score_chunks(spec, timeout, TrainerConnection(connection), StopSignals())
     os._exit(0)  # Do not wait for threads and processes that a function has left.
 

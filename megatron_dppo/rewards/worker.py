@@ -17,6 +17,7 @@ from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.process_tree import kill_process_tree
 from megatron_dppo.rewards.scoring import Reply, ScoringOutcome, run_worker, too_slow
 from megatron_dppo.rewards.time_limit import TimeLimit
+from megatron_dppo.rewards.worker_output import WorkerOutput
 
 _START_SECONDS = 120.0
 """Time limit in seconds for the start of the process with the import of the function, and for unpickling a chunk."""
@@ -59,6 +60,7 @@ class Worker:
         self._process: Any = None
         self._connection: Connection | None = None
         self._at_exit: Any = None
+        self._output: WorkerOutput | None = None
         self._chunk = SampleChunk(0, [])
         self._started = False
         self._time_limit: TimeLimit
@@ -75,12 +77,19 @@ class Worker:
         assert self._connection is not None
         return self._connection
 
+    def begin_step(self) -> None:
+        """Allow the process the output of another step."""
+        if self._output is not None:
+            self._output.begin_step()
+
     def submit(self, indices: list[int], items: Sequence[RewardItem]) -> None:
         """Start to score a chunk; call ``receive`` until it returns the chunk."""
         # The time limit of a sample must not include the start of the process.
         self.launch()
         self._await_start()
         self._chunk = SampleChunk(self._chunk.number + 1, indices)
+        assert self._output is not None
+        self._output.begin_samples(len(indices))
         self.connection.send((self._chunk.number, [items[index] for index in indices]))
         self._time_limit = TimeLimit(self._process.pid, _START_SECONDS)
 
@@ -129,9 +138,13 @@ class Worker:
         context = mp.get_context("spawn")
         self._connection, worker_end = context.Pipe()
         # Not a daemon in multiprocessing's sense, because daemons may not use multiprocessing themselves.
-        self._process = context.Process(target=run_worker, args=(self._spec, self._timeout, worker_end))
+        pipes = [context.Pipe(duplex=False) for _ in ("stdout", "stderr")]
+        writers = tuple(writer for _, writer in pipes)
+        self._process = context.Process(target=run_worker, args=(self._spec, self._timeout, worker_end, writers))
         self._process.start()
-        worker_end.close()
+        for end in (worker_end, *writers):
+            end.close()
+        self._output = WorkerOutput((pipes[0][0], pipes[1][0]))
         # Without a call of close, multiprocessing would wait for the process at exit.
         self._at_exit = util.Finalize(None, kill_process_tree, args=(self._process,), exitpriority=10)
         self._started = False

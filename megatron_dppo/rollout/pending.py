@@ -11,6 +11,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from megatron_dppo.report.clock import Clock
+from megatron_dppo.report.printable import printable
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import SampledFuture
@@ -139,8 +140,9 @@ class GroupScoring:
             return
         self._has_warned = True
         print(
-            f"warning  rewards: {len(failed)} of {num_results} samples failed. First error: {failed[0].error}. Failed "
-            "samples give no gradient; rollout/reward_failed_fraction counts them",
+            f"warning  rewards: {len(failed)} of {num_results} samples failed. First error: "
+            f"{printable(failed[0].error)}. Failed samples give no gradient; rollout/reward_failed_fraction counts "
+            "them",
             file=sys.stderr,
             flush=True,
         )

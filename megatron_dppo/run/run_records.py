@@ -25,6 +25,7 @@ from megatron_dppo.report.metrics import MetricsWriter, add_prefix, reduce_over_
 from megatron_dppo.report.printable import printable
 from megatron_dppo.report.records import before_after_table, compare_responses, list_output_files, summarize
 from megatron_dppo.report.trackers import RunLabels
+from megatron_dppo.rewards.item import MAX_PARTS
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.sampling_sums import RankSums
@@ -291,4 +292,12 @@ def _part_metrics(scored: Sequence[Rollout]) -> dict[str, Metric]:
     for rollout in scored:
         for name, value in rollout.reward_parts.items():
             values.setdefault(name, []).append(value)
-    return {f"reward/{name}": Metric(sum(values[name]), len(values[name])) for name in sorted(values)}
+    shown = sorted(values)[:MAX_PARTS]
+    if len(values) > MAX_PARTS:
+        print(
+            f"warning  the rewards of this step have {len(values)} differently named parts; the metrics have the first "
+            f"{MAX_PARTS} of them. Name a part after what it scores, not after the sample",
+            file=sys.stderr,
+            flush=True,
+        )
+    return {f"reward/{name}": Metric(sum(values[name]), len(values[name])) for name in shown}

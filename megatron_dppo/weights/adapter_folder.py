@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files import disk_errors, fsync
+from megatron_dppo.files import disk_errors, fsync, usual_rights
 from megatron_dppo.hf.folder import WeightStream, drain
 from megatron_dppo.hf.weight_files import ADAPTER_FILE
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
@@ -118,7 +118,8 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(dict(tensors), partial / ADAPTER_FILE, metadata={"format": "pt"})
+        with usual_rights(partial / ADAPTER_FILE):
+            save_file(dict(tensors), partial / ADAPTER_FILE, metadata={"format": "pt"})
         for file in partial.iterdir():
             fsync(file)
         fsync(partial)

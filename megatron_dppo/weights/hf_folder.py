@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dppo.errors import DiskError
-from megatron_dppo.files import disk_errors, fsync
+from megatron_dppo.files import disk_errors, fsync, usual_rights
 from megatron_dppo.hf.folder import WeightStream, drain, stored_dtype
 from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
 from megatron_dppo.weights.quantization import Quantization, is_quantized, quantize_stream
@@ -183,7 +183,8 @@ class _FileWriter:
 
     def _write_file(self, number: int, tensors: dict[str, Tensor]) -> None:
         file = self._part(number)
-        save_file(tensors, file, metadata={"format": "pt"})
+        with usual_rights(file):
+            save_file(tensors, file, metadata={"format": "pt"})
         fsync(file)
 
     def _wait(self) -> None:

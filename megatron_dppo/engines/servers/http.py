@@ -8,6 +8,7 @@ import io
 import json
 import math
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -29,6 +30,12 @@ _MAX_DETAIL = 2000
 """Characters of a server's error text in an error message."""
 _RETRY_STATUSES = (408, 425, 429)
 """HTTP statuses of a request that was not processed and may be sent again soon."""
+MAX_RESPONSE_BYTES = 256 << 20
+"""Largest response to a call without a limit of its own. The digests of all tensors of a large model take some MiB."""
+_MAX_ERROR_BYTES = 1 << 20
+"""Bytes of an error's response that are read; the rest is cut off."""
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+"""Compressions of a response that are read, and limited by their inflated size."""
 _CHUNKED_BYTES = 1 << 20
 """Size above which a body is sent in chunks: one write of many megabytes would block the event loop."""
 
@@ -108,7 +115,13 @@ class HttpClient:
         return await self._call("GET", path, None, timeout, repeat=True)
 
     async def post(
-        self, path: str, body: Mapping[str, object] | None = None, *, timeout: float, repeat: bool = False
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        timeout: float,
+        repeat: bool = False,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> object:
         """Return the JSON of the response, its text if it is not JSON, or None if it is empty.
 
@@ -118,11 +131,12 @@ class HttpClient:
             timeout: seconds for all attempts and the waits between them.
             repeat: the call may run twice on the server. If False, it is repeated only if no connection could be
                 opened, so that it never reached the server.
+            max_bytes: largest response, inflated. No more is read or kept in memory.
 
         Raises:
-            ServerError: no connection, no response in time, or a response that is not 2xx.
+            ServerError: no connection, no response in time, a response that is not 2xx or too large.
         """
-        return await self._call("POST", path, {} if body is None else body, timeout, repeat)
+        return await self._call("POST", path, {} if body is None else body, timeout, repeat, max_bytes)
 
     async def close(self) -> None:
         """Close all connections; a later call opens new ones."""
@@ -131,7 +145,13 @@ class HttpClient:
             await session.close()
 
     async def _call(
-        self, method: str, path: str, body: Mapping[str, object] | None, timeout: float, repeat: bool
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        timeout: float,
+        repeat: bool,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> object:
         end = time.monotonic() + timeout
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
@@ -141,7 +161,7 @@ class HttpClient:
         for attempt in range(_ATTEMPTS):
             is_last = attempt + 1 == _ATTEMPTS
             try:
-                return await self._send(method, path, data, end - time.monotonic())
+                return await self._send(method, path, data, end - time.monotonic(), max_bytes)
             except aiohttp.ConnectionTimeoutError:
                 raise ServerError(self.url + path, f"no connection within {self._connect_timeout:g} seconds") from None
             except TimeoutError:
@@ -160,7 +180,7 @@ class HttpClient:
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _send(self, method: str, path: str, data: bytes | None, timeout: float) -> object:
+    async def _send(self, method: str, path: str, data: bytes | None, timeout: float, max_bytes: int) -> object:
         """Send one attempt."""
         if timeout <= 0:
             raise TimeoutError
@@ -174,18 +194,64 @@ class HttpClient:
             # A redirect would send the API key to another host.
             allow_redirects=False,
         ) as response:
-            content = await response.read()
             if not 200 <= response.status < 300:
+                content, _ = await read_limited(response, _MAX_ERROR_BYTES)
                 retry_after = _parse_retry_after(response.headers.get("Retry-After"))
                 raise ServerError(self.url + path, _error_detail(content), response.status, retry_after=retry_after)
+            content, is_complete = await read_limited(response, max_bytes)
+            if not is_complete:
+                raise ServerError(
+                    self.url + path,
+                    f"the response has more than {max_bytes:,} bytes, the most that this call can need; the rest was "
+                    "not read. Something that is no server of this run answers, or the server is broken",
+                    response.status,
+                )
             return decode_body(content)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             reuse: dict[str, Any] = {"keepalive_timeout": _KEEP_ALIVE} if self._keep_alive else {"force_close": True}
             connector = aiohttp.TCPConnector(limit=self._connections, **reuse)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            headers = {"Accept-Encoding": "gzip, deflate", **self._headers}
+            # Inflated here, where the size is limited: a megabyte of gzip can hold a gigabyte.
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
         return self._session
+
+
+async def read_limited(response: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, bool]:
+    """Read a response up to a size.
+
+    Args:
+        response: response of a session without ``auto_decompress``.
+        max_bytes: size of the inflated body, after which nothing more is read.
+
+    Returns:
+        The inflated body, and False if it is longer than ``max_bytes`` and was cut off.
+
+    Raises:
+        ServerError: the body is compressed in a way that was not asked for, or not as its header says.
+    """
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    inflate = None
+    if encoding in _ENCODINGS:
+        # 32: a header of gzip or zlib is recognized by itself.
+        inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+    elif encoding != "identity":
+        raise ServerError(
+            str(response.url), f"expected a response without compression, got {encoding!r}", response.status
+        )
+    chunks: list[bytes] = []
+    size = 0
+    async for data in response.content.iter_any():
+        try:
+            chunk = data if inflate is None else inflate.decompress(data, max_bytes + 1 - size)
+        except zlib.error as error:
+            raise ServerError(str(response.url), f"the response is no {encoding}: {error}", response.status) from None
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > max_bytes:
+            return b"".join(chunks)[:max_bytes], False
+    return b"".join(chunks), True
 
 
 def decode_body(content: bytes) -> object:

@@ -95,6 +95,32 @@ class GenerationReader(ResponseFields, ABC):
             self.reject(field, str(error).removeprefix(f"{field}: "))
 
 
+_BASE_BYTES = 4 << 20
+"""Bytes of a response that do not grow with it: fields beside the columns, or a gateway's page."""
+_TOKEN_BYTES = 2048
+"""Bytes of one token in all fields but those below: its id and text, in several places, and its log-probability."""
+_NUMBER_BYTES = 64
+"""Bytes of one number as JSON, with its brackets and blanks, or of one Top-K entry with its id."""
+_ROUTE_BYTES = 8
+"""Bytes of one expert's number: 5.3 as an int32 in base64, and as many as JSON."""
+_MAX_VOCAB = 1 << 20
+"""Ids of a sampling mask without top-k; more than the vocabulary of any model."""
+
+
+def max_response_bytes(request: GenerateRequest) -> int:
+    """Return the size that the response to a request cannot exceed, several times what servers send."""
+    params = request.params
+    num_new = params.max_new_tokens
+    num_tokens = len(request.token_ids) + num_new
+    numbers = num_new * (params.topk_logprobs + 2)
+    num_routes = 0
+    if request.routing is not None:
+        num_routes = (num_tokens - request.routing_start) * request.routing.num_layers * request.routing.topk
+    if params.return_sampling_mask:
+        numbers += num_new * (params.top_k or _MAX_VOCAB)
+    return _BASE_BYTES + num_tokens * _TOKEN_BYTES + numbers * _NUMBER_BYTES + num_routes * _ROUTE_BYTES
+
+
 def common_sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """Return the sampling parameters that both engines name alike.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_dppo.engines.servers.fields import parse_policy_version, require_integer, require_object
 from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.servers.wire import max_response_bytes
 from megatron_dppo.engines.sglang.weights import SGLangWeightUpdates
 from megatron_dppo.engines.sglang.wire import decode_generation, generate_body, parse_engine_version, wire_id
 from megatron_dppo.rollout.server import GenerateRequest, Generation, ServerInfo
@@ -70,7 +71,9 @@ class SGLangServer(SGLangWeightUpdates):
         """
         flat = await self._engine_version() >= _FLAT_TOPK_VERSION
         body = generate_body(request, flat=flat, adapter=self._adapter)
-        response = await self._http.post("/generate", body, timeout=self._deadlines.generate)
+        response = await self._http.post(
+            "/generate", body, timeout=self._deadlines.generate, max_bytes=max_response_bytes(request)
+        )
         return decode_generation(response, request, self.url + "/generate")
 
     async def abort(self, request_id: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_dppo.engines.servers.fields import parse_policy_version, require_integer, require_object
 from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.servers.wire import max_response_bytes
 from megatron_dppo.engines.vllm.weights import VLLMWeightUpdates
 from megatron_dppo.engines.vllm.wire import decode_generation, generate_body, wire_id
 from megatron_dppo.errors import ServerError
@@ -65,7 +66,9 @@ class VLLMServer(VLLMWeightUpdates):
             # A server with --return-sampling-mask rejects temperature 0: top-k 1 allows the same token.
             body["sampling_params"] |= {"temperature": 1.0, "top_k": 1}
         try:
-            response = await self._http.post(_GENERATE, body, timeout=self._deadlines.generate)
+            response = await self._http.post(
+                _GENERATE, body, timeout=self._deadlines.generate, max_bytes=max_response_bytes(request)
+            )
         except ServerError as error:
             fix = _suggest_fix(error, body["sampling_params"]["logprobs"])
             if fix is None:

@@ -31,6 +31,8 @@ _NEW_NETWORK = 0x40000000
 # Flags of mount(2).
 _NOSUID = 2
 _NODEV = 4
+_INODES_PER_MB = 256
+"""Files and folders in ``/box`` for each MiB, as many as there are pages of 4 KiB."""
 _BIND = 4096
 _REC = 16384
 _PRIVATE = 1 << 18
@@ -88,7 +90,9 @@ def _make_root(job: Job) -> None:
         os.symlink("box", f"{root}/tmp")
     read_only = _Attributes(_ATTR_READ_ONLY | _ATTR_NOSUID, 0, 0, 0)
     _check(_libc.syscall(_MOUNT_SETATTR, _CWD, root.encode(), _RECURSIVE, ctypes.byref(read_only), 32), "mount_setattr")
-    _mount("none", f"{root}/box", "tmpfs", _NOSUID | _NODEV, f"size={job['disk_mb']}m,mode=755")
+    # An inode takes about 1 KiB of kernel memory that ``size`` does not count.
+    inodes = _INODES_PER_MB * job["disk_mb"]
+    _mount("none", f"{root}/box", "tmpfs", _NOSUID | _NODEV, f"size={job['disk_mb']}m,nr_inodes={inodes},mode=755")
     os.chroot(root)
     os.chdir("/box")
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import itertools
+import json
 import time
+import tracemalloc
+import zlib
+from collections.abc import Iterator
 from email.utils import formatdate
 from typing import Any
 
@@ -13,11 +18,12 @@ import pytest
 from aiohttp import web
 
 from megatron_dppo.engines.servers.http import Deadlines, HttpClient
+from megatron_dppo.engines.servers.wire import max_response_bytes
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.server import GenerateRequest
-from megatron_dppo.types import SamplingParams
+from megatron_dppo.types import RoutingShape, SamplingParams
 from tests.unit.http_stub import Call, Stub, with_stub
 
 REQUEST = GenerateRequest(request_id="r", token_ids=(5, 6), params=SamplingParams(max_new_tokens=3))
@@ -194,3 +200,114 @@ def test_a_refusal_is_an_answer_too() -> None:
         await server.close()
 
     with_stub(Stub({"/model_info": (503, {})}), run)
+
+
+def _chunked(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def _call_raw(head: bytes, bodies: Iterator[bytes], max_bytes: int) -> tuple[Any, int, int]:
+    """The result or error of one call to a server that sends ``bodies``; the bytes that it sent, and the peak here."""
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            for body in bodies:
+                writer.write(_chunked(body))
+                await writer.drain()
+                sent += len(body)
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    tracemalloc.start()
+    try:
+        result: Any = await asyncio.wait_for(client.post("/x", timeout=60, max_bytes=max_bytes), 60)
+    except ServerError as error:
+        result = error
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        await client.close()
+        listener.close()
+    return result, sent, peak
+
+
+def test_a_response_is_read_up_to_its_limit_whatever_its_length_and_compression() -> None:
+    limit = 100_000
+    text = json.dumps("x" * (limit - 2)).encode()
+    long = text[:-1] + b'x"'
+    for name, compress in (("identity", bytes), ("gzip", gzip.compress), ("deflate", zlib.compress)):
+        head = _OK + b"Content-Encoding: %s\r\n" % name.encode()
+        result, *_ = asyncio.run(_call_raw(head, iter([compress(text)]), limit))
+        assert result == "x" * (limit - 2), name
+        result, *_ = asyncio.run(_call_raw(head, iter([compress(long)]), limit))
+        assert isinstance(result, ServerError) and "more than 100,000 bytes" in str(result) and result.is_transient
+        # Byte by byte, as a slow network brings it.
+        slow = (bytes([byte]) for byte in compress(json.dumps("y" * 100).encode()))
+        assert asyncio.run(_call_raw(head, slow, limit))[0] == "y" * 100
+    unasked, *_ = asyncio.run(_call_raw(_OK + b"Content-Encoding: br\r\n", iter([text]), limit))
+    assert isinstance(unasked, ServerError) and "without compression, got 'br'" in str(unasked)
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"500 Broken"])
+def test_a_response_without_end_costs_no_more_memory_than_its_limit(status: bytes) -> None:
+    limit = 4 << 20
+    head = b"HTTP/1.1 " + status + b"\r\n"
+    bomb = gzip.compress(bytes(400 << 20), 9)
+    assert len(bomb) < 1 << 20
+    for extra, bodies in ((b"", itertools.repeat(bytes(1 << 16))), (b"Content-Encoding: gzip\r\n", iter([bomb]))):
+        result, sent, peak = asyncio.run(_call_raw(head + extra, bodies, limit))
+        assert isinstance(result, ServerError)
+        assert ("more than 4,194,304 bytes" in str(result)) == (status == b"200 OK")
+        assert sent < 64 << 20 and peak < 40 << 20
+
+
+@pytest.mark.parametrize("kind", [SGLangServer, VLLMServer])
+def test_a_generation_is_limited_by_what_was_asked_for(kind: Any) -> None:
+    """The largest honest answers fit; one of a few tokens that never ends is left after some MiB."""
+    params = SamplingParams(max_new_tokens=500, topk_logprobs=20, routed_experts=True)
+    routing = RoutingShape(num_layers=48, num_experts=512, topk=10)
+    asked = GenerateRequest(request_id="r", token_ids=tuple(range(100_000, 100_300)), params=params, routing=routing)
+    entry = [-12.345678901234567, 151_935, "\u0645" * 20]
+    answer = {
+        "text": "\u0645" * 20 * 500,
+        "output_ids": [151_935] * 500,
+        "prompt_token_ids": list(asked.token_ids),
+        "output_token_logprobs": [entry] * 500,
+        "output_top_logprobs": [[entry] * 21] * 500,
+        "routed_experts": "A" * (4 * 800 * 48 * 10 * 4 // 3),
+    }
+    assert len(json.dumps(answer)) < max_response_bytes(asked) < 64 << 20
+    sent = 0
+
+    async def run() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal sent
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                head = await reader.readuntil(b"\r\n\r\n")
+                if b"/server_info" in head:
+                    writer.write(_OK + b'Content-Length: 21\r\n\r\n{"version": "0.5.23"}')
+                    await writer.drain()
+                else:
+                    writer.write(_OK + b"Transfer-Encoding: chunked\r\n\r\n")
+                    while True:
+                        writer.write(_chunked(b" " * (1 << 16)))
+                        await writer.drain()
+                        sent += 1 << 16
+            writer.close()
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = kind(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+        with pytest.raises(ServerError, match="the most that this call can need"):
+            await asyncio.wait_for(server.generate(REQUEST), 30)
+        await server.close()
+        listener.close()
+
+    asyncio.run(run())
+    assert sent < 32 << 20

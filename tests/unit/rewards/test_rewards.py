@@ -12,8 +12,10 @@ import torch
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, extract_answer, math_reward, scoring
 from megatron_dppo.rewards import worker as worker_module
+from megatron_dppo.rewards.item import read_reward
 from megatron_dppo.rollout.pending import score_completions
-from megatron_dppo.types import Completion, FinishReason, Prompt
+from megatron_dppo.run.run_records import rollout_metrics
+from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup
 
 USER_FUNCTIONS = """
 import os, time
@@ -234,3 +236,30 @@ def test_importing_torch_does_not_count_against_the_time_limit(tmp_path: Path, m
     (group,) = score_completions(scorer, [prompt], [completion, completion])
     scorer.close()
     assert [rollout.reward_parts["torch"] for rollout in group.rollouts] == [0.0, 0.0]
+
+
+def test_a_reward_has_a_bounded_number_of_parts() -> None:
+    parts = {f"part{i}": 1.0 for i in range(256)}
+    assert read_reward({"score": 0.5, **parts, "answer": "text"}) == (0.5, parts)
+    with pytest.raises(ValueError, match="at most 256 parts that are numbers, got 257"):
+        read_reward({"score": 0.5, **parts, "one more": 0})
+
+
+def test_a_step_has_a_bounded_number_of_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each sample has a part of its own name, as a function that names parts after samples gives it."""
+    prompt = Prompt(prompt_id="0", text="", token_ids=(1,), label="")
+    completion = Completion(
+        token_ids=torch.tensor([5], dtype=torch.int32),
+        text="",
+        finish_reason=FinishReason.STOP,
+        logprobs=torch.zeros(1),
+        policy_version=0,
+    )
+    rollouts = [
+        Rollout(prompt=prompt, completion=completion, reward=1.0, reward_parts={f"part{i:03d}": float(i)})
+        for i in range(300)
+    ]
+    metrics = rollout_metrics([RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))], [])
+    parts = {name: metric.numerator for name, metric in metrics.items() if name.startswith("reward/")}
+    assert parts == {f"reward/part{i:03d}": float(i) for i in range(256)}
+    assert "300 differently named parts" in capsys.readouterr().err
