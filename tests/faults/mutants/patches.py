@@ -42,7 +42,13 @@ DRILLED = (
         "attempt.notes[url] = mismatch",
         first=1400,
     ),
-    Patch("the guard is off", "run/guard.py", "        if problems:\n", "        if False:\n", first=260),
+    Patch(
+        "the guard is off",
+        "run/guard.py",
+        '    raise TrainingStopped(\n        "the rollouts of this step',
+        '    TrainingStopped(\n        "the rollouts of this step',
+        first=260,
+    ),
     Patch(
         "requests are not aborted for a sync",
         "engines/servers/pool.py",
