@@ -9,9 +9,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 _SAMPLE_BYTES = 16 << 10
-"""Bytes that are passed on for each sample."""
+"""Bytes of each stream that are passed on for each sample."""
 _STEP_BYTES = 1 << 20
-"""Bytes that are passed on from one process in each step."""
+"""Bytes of each stream that are passed on from one process in each step."""
 _READ_BYTES = 1 << 16
 _STREAMS = (1, 2)
 
@@ -28,21 +28,21 @@ class WorkerOutput:
     def __init__(self, readers: tuple[Connection, Connection]) -> None:
         self._readers = readers
         self._lock = threading.Lock()
-        self._sample_left = _SAMPLE_BYTES
-        self._step_left = _STEP_BYTES
+        self._sample_left = dict.fromkeys(_STREAMS, _SAMPLE_BYTES)
+        self._step_left = dict.fromkeys(_STREAMS, _STEP_BYTES)
         self._is_noted = False
         threading.Thread(target=self._pass_on, name="reward-output", daemon=True).start()
 
     def begin_step(self) -> None:
         """Allow the output of another step."""
         with self._lock:
-            self._step_left = _STEP_BYTES
+            self._step_left = dict.fromkeys(_STREAMS, _STEP_BYTES)
             self._is_noted = False
 
     def begin_samples(self, count: int) -> None:
         """Allow the output of some samples, which are scored together."""
         with self._lock:
-            self._sample_left = _SAMPLE_BYTES * count
+            self._sample_left = dict.fromkeys(_STREAMS, _SAMPLE_BYTES * count)
 
     def _pass_on(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -61,9 +61,9 @@ class WorkerOutput:
 
     def _write(self, stream: int, data: bytes) -> None:
         with self._lock:
-            allowed = data[: max(0, min(self._sample_left, self._step_left))]
-            self._sample_left -= len(allowed)
-            self._step_left -= len(allowed)
+            allowed = data[: max(0, min(self._sample_left[stream], self._step_left[stream]))]
+            self._sample_left[stream] -= len(allowed)
+            self._step_left[stream] -= len(allowed)
             has_note = len(allowed) < len(data) and not self._is_noted
             self._is_noted = self._is_noted or has_note
         os.write(stream, allowed)
