@@ -495,3 +495,22 @@ def test_its_limits_and_labels_are_checked_at_the_start() -> None:
         open_scorer(config(data={"label_key": ""}, reward={"function": "code"}))
     settings = {"function": "code", "options": {"tests_key": "tests"}}
     open_scorer(config(data={"label_key": ""}, reward=settings)).close()
+
+
+EMPTY_FILES = """
+count = 0
+try:
+    while count < 5000:
+        open(f"file{count}", "w").close()
+        count += 1
+except OSError as error:
+    print(count, error.strerror)
+"""
+
+
+def test_a_program_creates_no_more_files_than_its_disk_has_pages(sandbox: Sandbox) -> None:
+    """Files without content take kernel memory that the size of the disk does not count."""
+    small = replace(sandbox, limits=replace(sandbox.limits, disk_mb=2))
+    count, _, reason = RunningProgram(small, {"main.py": EMPTY_FILES}).finish().output.strip().partition(" ")
+    # 2 MiB of 4 KiB; the folder and the program's own files count, too.
+    assert 480 < int(count) < 512 and reason == "No space left on device"
