@@ -13,8 +13,8 @@ from megatron_dppo.config.io import LoadedConfig, dump_toml, invalid_config
 from megatron_dppo.config.layout import format_layout, unchecked_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.run.contents import read_contents
 from megatron_dppo.report.printable import printable
+from megatron_dppo.run.contents import read_contents
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import require_new, write_new
-from megatron_dppo.run.named_functions import OPTION_HELP, SAMPLING, require_permission
 from megatron_dppo.report.printable import printable
+from megatron_dppo.run.named_functions import OPTION_HELP, SAMPLING, require_permission
 
 if TYPE_CHECKING:
     from megatron_dppo.run.offline import Offline
