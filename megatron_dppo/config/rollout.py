@@ -15,15 +15,25 @@ class AgentConfig(Section):
 
     command: list[str] | None = None
     """Program and arguments, started once per episode. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` are in its
-    environment, the task is JSON on its standard input. null starts no program."""
+    environment, the task is JSON on its standard input, with ``base_url`` and ``api_key``. null starts no program."""
     function: str | None = None
     """Python function instead of a program: ``module:function`` or ``path/to/file.py:function``. It runs in the
     trainer's process with the task as its argument, as a coroutine (``async``) or in a thread. null calls no
     function."""
     reward: Literal["function", "call", "exit"] = "function"
-    """Source of the rewards. ``function``: ``[reward]``, unless the agent called ``POST /v1/reward``. ``call``: only
-    that call; an episode without one counts as failed. ``exit``: 1 if the program exits with status 0, otherwise 0; or
-    the number that the function returns."""
+    """Source of the rewards. ``function``: the run's ``[reward]``. With the others the agent gives its own reward.
+    ``call``: by ``POST /v1/reward``; an episode without one counts as failed. ``exit``: 1 if the program exits with
+    status 0, otherwise 0; or the number that the function returns."""
+    max_failed_fraction: float = Field(0.1, ge=0, le=1)
+    """Largest fraction of a step's episodes that may fail, over all ranks. A step with more stops the run after a save.
+    A single failed episode never does. 1 allows all failures but 64 in a row."""
+    pass_env: list[str] = Field(default_factory=list)
+    """Names of environment variables that a program gets from the trainer, besides those of paths, language and
+    certificates (docs/agents.md). A program could send any of them elsewhere."""
+    isolation: Literal["landlock", "none"] = "landlock"
+    """``landlock``: a program can neither read environment and memory of processes other than its children, such as
+    other agents and the trainer, nor signal them. It needs Linux 5.13. ``none``: nothing of this, and no
+    ``OPENAI_API_KEY`` in the environment: programs read ``api_key`` from the task."""
     timeout_seconds: float = Field(300.0, gt=0)
     """Time limit of an episode in seconds, without the time it waits for the policy. After that the program is killed
     and the sample counts as failed."""

@@ -21,20 +21,39 @@ _COLUMNS = (
     ("train/entropy", "entropy", "{:.3f}"),
     ("perf/tokens_per_second", "tok/s", "{:,.0f}"),
 )
+_MAX_ERROR = 160
+"""Characters of an error in the line of a step."""
+_ROUNDING = 1e-6
 _IDLE = ("perf/waiting_seconds", "perf/prefetch_wait_seconds")
 """Seconds in which the trainer waited, for rollouts or for the slowest rank."""
 
 
-def format_step_line(step: int, total: int, values: Mapping[str, float | None]) -> str:
-    """Return one line with the main numbers of a step; ``-`` for a value that was not measured."""
+def format_step_line(step: int, total: int, values: Mapping[str, float | None], agent_error: str = "") -> str:
+    """Return one line with the main numbers of a step; ``-`` for a value that was not measured.
+
+    Args:
+        step: Rollout steps done.
+        total: Rollout steps of the run.
+        values: Metrics of the step.
+        agent_error: First error of the step's failed episodes.
+    """
     width = len(str(total))
     cells = [
         f"{label} {'-' if values.get(key) is None else pattern.format(values[key]):<{7}}"
         for key, label, pattern in _COLUMNS
     ]
-    failed = values.get("rollout/reward_failed_fraction")
-    note = f"  rewards failed {failed:.0%}" if failed else ""
+    agents_failed = values.get("rollout/agent/failed_fraction") or 0.0
+    # The rewards of failed episodes count as failed, too.
+    rewards_failed = (values.get("rollout/reward_failed_fraction") or 0.0) - agents_failed
+    note = f"  rewards failed {rewards_failed:.0%}" if rewards_failed > _ROUNDING else ""
+    if agents_failed:
+        note += f"  agents failed {agents_failed:.0%}: {_one_line(agent_error)}"
     return f"step {step:>{width}}/{total}  " + " ".join(cells).rstrip() + note
+
+
+def _one_line(text: str) -> str:
+    """Return an error in one line, shortened."""
+    return " ".join(text.split())[:_MAX_ERROR]
 
 
 def idle_fraction(values: Mapping[str, float]) -> float | None:
@@ -121,11 +140,11 @@ class Console:
         if self._live is not None and self._progress is not None:
             self._progress.advance(self._progress.task_ids[0])
 
-    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, total: int, values: Mapping[str, float], agent_error: str = "") -> None:
         """Print the line of one training step and update the live view."""
         self.advance()
         self.show(values)
-        self.print(format_step_line(step, total, values))
+        self.print(format_step_line(step, total, values, agent_error))
 
     def show(self, values: Mapping[str, float]) -> None:
         """Update the numbers of the live view; those of an evaluation stay until the next one."""

@@ -51,6 +51,7 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "agent.max_running": "free",
     "agent.host": "free",
     "agent.max_body_bytes": "free",
+    "agent.max_failed_fraction": "free",
     "agent.*": "results",
     "loss.*": "results",
     "distillation.teacher_urls": "free",

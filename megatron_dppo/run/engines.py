@@ -129,20 +129,13 @@ def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
         GenerateError: The function cannot be loaded.
     """
     if config.agent.is_set:
-        keys = [config.rollout.servers.api_key_env, config.rollout.servers.admin_api_key_env]
-        keys.append(config.distillation.teacher_api_key_env)
-        keys += [options.get("api_key_env") for options in (config.reward.options, *_reward_options(config))]
         # Read at the first episode: the folder of the run is opened after the agent.
         now = partial(first_start, Path(config.run.output_dir))
-        agents = AgentFunction(config.agent, config.data.chat_template_kwargs, [key for key in keys if key], now)
+        agents = AgentFunction(config.agent, config.data.chat_template_kwargs, now)
         with closing(agents):
             yield agents
     else:
         yield None if config.rollout.generate is None else load_generate(config.rollout.generate)
-
-
-def _reward_options(config: Config) -> list[dict[str, Any]]:
-    return [each.options for each in config.reward.functions.values()]
 
 
 def build_engine(

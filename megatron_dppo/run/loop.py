@@ -6,6 +6,7 @@ Every rank runs this loop. Almost every call in it is a collective, so all ranks
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_dppo.config.schema import Config
@@ -15,7 +16,7 @@ from megatron_dppo.report.console import Console
 from megatron_dppo.run.export import export_results
 from megatron_dppo.run.gpus import exclude_servers
 from megatron_dppo.run.orphans import no_orphans, stop_when_torchrun_dies
-from megatron_dppo.run.run_records import request_metrics, step_metrics, token_ranks
+from megatron_dppo.run.run_records import first_agent_error, request_metrics, step_metrics, token_ranks
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
@@ -114,14 +115,15 @@ def _train(session: Session, stop: StopSignal) -> None:
         if is_evaluating:
             metrics |= evaluator.evaluate(state.step)
         session.check_folder()
-        records.log(state.step, metrics)
+        agents_failed = metrics.get("rollout/agent/failed_fraction", 0.0)
+        records.log(state.step, metrics, first_agent_error(collected.groups, agents_failed, session.groups.world))
 
         # Save. `stop.requested` is a collective: all ranks agree on whether a signal came in this step.
         is_stopping = stop.requested()
         is_stuck = state.skipped_in_a_row >= config.train.max_skipped_updates
         is_best = state.is_new_best(metrics.get("eval/accuracy")) and config.checkpoint.keep_best
-        has_failed_rewards = _has_failed_rewards(metrics["rollout/reward_failed_fraction"], config)
-        is_last_save = is_stopping or is_stuck or has_failed_rewards
+        failures_error = _failures_error(state.step, metrics, config)
+        is_last_save = is_stopping or is_stuck or failures_error is not None
         is_due = is_best or is_last_save or checkpoints.is_due(state)
         is_due_by_time = checkpoints.is_due_by_time()
         if is_due or is_due_by_time:
@@ -134,8 +136,8 @@ def _train(session: Session, stop: StopSignal) -> None:
         checkpoints.finish(wait=is_last_save)
         if is_stuck:
             raise _stuck_error(state.skipped_in_a_row, config)
-        if has_failed_rewards:
-            raise _failed_rewards_error(state.step, metrics["rollout/reward_failed_fraction"], config)
+        if failures_error is not None:
+            raise failures_error
         if is_stopping:
             raise Stopped(f"by {stop.name} after step {state.step}. Rerun the same command to resume")
 
@@ -154,19 +156,29 @@ def _train(session: Session, stop: StopSignal) -> None:
         records.summarize(trainer.policy_version, evaluator.responses_before)
 
 
-def _has_failed_rewards(failed_fraction: float, config: Config) -> bool:
-    """Return whether more rewards of a step failed than ``reward.max_failed_fraction`` allows, and more than one."""
+def _failures_error(step: int, metrics: Mapping[str, float], config: Config) -> TrainingStopped | None:
+    """Return the error of a step in which too many rewards or agents failed, and more than one; None otherwise."""
+    agents = metrics.get("rollout/agent/failed_fraction", 0.0)
+    # The rewards of failed episodes count as failed, too.
+    rewards = metrics["rollout/reward_failed_fraction"] - agents
     num_rollouts = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    return failed_fraction > config.reward.max_failed_fraction and failed_fraction * num_rollouts > 1.5
 
+    def is_too_much(fraction: float, limit: float) -> bool:
+        return fraction > limit and fraction * num_rollouts > 1.5
 
-def _failed_rewards_error(step: int, failed_fraction: float, config: Config) -> TrainingStopped:
-    """Return the error of a run whose rewards fail."""
-    return TrainingStopped(
-        f"{failed_fraction:.0%} of the rewards of step {step} failed, more than reward.max_failed_fraction = "
-        f"{config.reward.max_failed_fraction:g}. The weights were saved. A warning above shows the first error. Fix "
-        "the reward and rerun the same command to resume, or raise the limit"
-    )
+    if is_too_much(rewards, config.reward.max_failed_fraction):
+        return TrainingStopped(
+            f"{rewards:.0%} of the rewards of step {step} failed, more than reward.max_failed_fraction = "
+            f"{config.reward.max_failed_fraction:g}. The weights were saved. A warning above shows the first error. "
+            "Fix the reward and rerun the same command to resume, or raise the limit"
+        )
+    if is_too_much(agents, config.agent.max_failed_fraction):
+        return TrainingStopped(
+            f"{agents:.0%} of the agent's episodes of step {step} failed, more than agent.max_failed_fraction = "
+            f"{config.agent.max_failed_fraction:g}. The weights were saved. The line of the step shows the first "
+            "error. Fix the agent and rerun the same command to resume, or raise the limit"
+        )
+    return None
 
 
 def _stuck_error(skipped: int, config: Config) -> TrainingStopped:

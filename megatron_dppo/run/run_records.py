@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
@@ -16,7 +17,7 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.pool import PoolCounts
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import run_on_leader
+from megatron_dppo.parallel.objects import gather_objects, run_on_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.curves import write_curves
@@ -179,8 +180,13 @@ class Records:
             resumed_step=resumed_step,
         )
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: dict[str, float], agent_error: str = "") -> None:
         """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing.
+
+        Args:
+            step: Rollout steps done.
+            values: Metrics of the step.
+            agent_error: Result of ``first_agent_error``.
 
         Raises:
             DiskError: On all ranks, if the metrics cannot be written. A run stops if it cannot record its metrics.
@@ -198,7 +204,7 @@ class Records:
 
         run_on_leader(write, self._groups.world)
         if "rollout/reward" in values:
-            self.console.step(step, self._config.run.num_steps, values)
+            self.console.step(step, self._config.run.num_steps, values, agent_error)
             if writer is not None:
                 for text in self._warnings.check_step(values):
                     print(f"warning  {text}", file=sys.stderr, flush=True)
@@ -275,8 +281,32 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         "dropped_token_fraction": Metric(sampled - num_trained, sampled),
         "given_token_fraction": Metric(sum(lengths) - sampled, sum(lengths)),
         **mask_metrics,
+        **_agent_metrics(rollouts),
         **_count_metrics(rollouts),
     }
+
+
+def _agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Return the fraction of failed episodes, if an agent played them."""
+    completions = [rollout.completion for rollout in rollouts]
+    if not any("agent/calls" in each.counts for each in completions):
+        return {}
+    return {"agent/failed_fraction": Metric(sum(bool(each.failure) for each in completions), len(completions))}
+
+
+def first_agent_error(groups: Sequence[RolloutGroup], failed_fraction: float, world: ProcessGroup | None) -> str:
+    """Return the first error of a step's failed episodes, on rank 0; a collective of all ranks.
+
+    Args:
+        groups: Rollouts of this rank.
+        failed_fraction: Fraction of the step's episodes that failed, on all ranks. 0 needs no communication.
+        world: All ranks.
+    """
+    if not failed_fraction:
+        return ""
+    failures = [rollout.completion.failure for group in groups for rollout in group.rollouts]
+    first = next(filter(None, failures), "")
+    return next(filter(None, gather_objects(first, world)), "")
 
 
 def _count_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:

@@ -33,6 +33,9 @@ _TRANSFER_SECONDS = 30.0
 """Time in which a body must arrive, and in which a response must be read."""
 _LINGER_SECONDS = 2.0
 """Time for which the rest of a rejected body is read and dropped, so that the client reads the error."""
+_REWARD_NOT_TAKEN = (
+    "the run computes the reward of this episode itself; set agent.reward = 'call' to let the program give it"
+)
 _MAX_HEADERS = 64
 _MAX_HEADER_BYTES = 2048
 _READ_BUFFER_BYTES = 32768
@@ -187,9 +190,12 @@ class Endpoint:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise CallError(f'expected {{"reward": NUMBER}}, got {body!r:.200}')
             try:
-                episode.reward = check_reward(value)
+                reward = check_reward(value)
             except ValueError as error:
                 raise CallError(str(error)) from error
+            if not episode.takes_reward:
+                raise CallError(_REWARD_NOT_TAKEN, 403, "reward_not_taken")
+            episode.reward = reward
             return web.json_response({"reward": episode.reward})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

@@ -96,6 +96,8 @@ class Episode:
         self.loop = asyncio.get_running_loop()
         self.interrupted: asyncio.Future[None] = self.loop.create_future()
         """Raises the exception that ends the episode from the policy's side: a cancellation or a server error."""
+        self.takes_reward = False
+        """True if the agent may send the reward."""
         self.reward: float | None = None
         """Last reward that the agent sent."""
         self.is_cut_off = False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime
@@ -14,6 +13,7 @@ from typing import Any
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.endpoint import Endpoint
 from megatron_dppo.engines.agents.episode import Episode
+from megatron_dppo.engines.agents.launcher import landlock_version
 from megatron_dppo.engines.agents.runner import (
     Agent,
     AgentExit,
@@ -26,9 +26,14 @@ from megatron_dppo.engines.agents.runner import (
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import FunctionError, GenerateError
 from megatron_dppo.functions import check_arguments, load_function
-from megatron_dppo.rollout.turns import Turns
+from megatron_dppo.rollout.turns import Turns, check_reward
 from megatron_dppo.types import Completion, Prompt
 
+_NO_LANDLOCK = (
+    "agent.isolation = 'landlock': Landlock is unavailable (Linux 5.13 or newer, not disabled by the container), so a "
+    "program could read the keys of other episodes. Use such a kernel, or set agent.isolation = 'none': programs then "
+    "take api_key from the task on their standard input, and are not kept from each other"
+)
 _NUM_THREADS = 2
 """Number of threads that parse, render and tokenize the calls of all episodes."""
 MAX_FAILURES = 64
@@ -41,11 +46,10 @@ class AgentFunction:
     Args:
         config: the section ``[agent]``.
         variables: variables of the chat template.
-        hidden: environment variables that a program does not get.
         now: Returns the date that the chat template sees. Called once, for the first episode.
 
     Raises:
-        GenerateError: the program does not exist, or the function cannot be used.
+        GenerateError: the program does not exist or cannot be isolated, or the function cannot be used.
     """
 
     __name__ = "[agent]"
@@ -54,7 +58,6 @@ class AgentFunction:
         self,
         config: AgentConfig,
         variables: Mapping[str, Any],
-        hidden: Collection[str] = (),
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._config = config
@@ -62,7 +65,10 @@ class AgentFunction:
         self._now = now
         self._agent: Agent
         if config.command:
-            self._agent = ProgramAgent(config.command, hidden)
+            is_isolated = config.isolation == "landlock"
+            if is_isolated and landlock_version() < 1:
+                raise GenerateError(_NO_LANDLOCK)
+            self._agent = ProgramAgent(config.command, config.pass_env, is_isolated=is_isolated)
         else:
             self._agent = FunctionAgent(_load_function(config))
         if config.command and shutil.which(config.command[0]) is None:
@@ -92,6 +98,7 @@ class AgentFunction:
         self._template = self._template or ChatTemplate(turns.tokenizer, self._variables, self._now())
         async with self._slots:
             episode = Episode(turns, self._template, self._config.max_calls, self._executor)
+            episode.takes_reward = self._config.reward == "call"
             try:
                 agent_exit = await self._run_episode(prompt, episode)
             finally:
@@ -132,10 +139,10 @@ class AgentFunction:
         A program that exits with an error after its token or call budget was used up has not failed.
         """
         if self._config.reward == "exit":
-            value = agent_exit.value
-            if isinstance(value, int | float) and math.isfinite(value):
-                return float(value), ""
-            return None, agent_exit.failure or f"agent.function returned {value!r:.200}, expected a finite number"
+            try:
+                return check_reward(agent_exit.value), ""
+            except (TypeError, ValueError) as error:
+                return None, agent_exit.failure or f"agent.function: {error}"
         if agent_exit.failure and (agent_exit.has_timed_out or not episode.is_cut_off):
             return None, agent_exit.failure
         if self._config.reward == "call" and episode.reward is None:

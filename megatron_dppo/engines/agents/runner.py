@@ -7,20 +7,26 @@ import inspect
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.engines.agents.episode import Episode
 
 T = TypeVar("T")
+_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _OUTPUT_SECONDS = 2.0
 """Time to wait for the remaining output of a program that has exited."""
 _MAX_OUTPUT = 2000
 """Last bytes of a program's output that an error message shows."""
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-_RANK_PREFIXES = ("TORCHELASTIC_", "MASTER_PORT")
+_ENVIRONMENT = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "LANG", "LANGUAGE", "TZ"),
+    *("PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""Variables of the trainer that programs get, besides ``LC_*`` and ``agent.pass_env``."""
 
 
 class AgentTimeout(Exception):
@@ -65,28 +71,30 @@ class ProgramAgent:
 
     Args:
         command: program and arguments.
-        hidden: names of environment variables that the program does not get.
+        pass_env: names of further environment variables that the program gets.
+        is_isolated: True to keep it from other processes (``launcher``). Its API key is in its environment only then,
+            because otherwise the agents of other episodes can read that.
     """
 
-    def __init__(self, command: Sequence[str], hidden: Collection[str]) -> None:
+    def __init__(self, command: Sequence[str], pass_env: Collection[str], *, is_isolated: bool) -> None:
         self._command = list(command)
-        self._hidden = {*hidden, *_RANK_VARIABLES}
+        self._names = {*_ENVIRONMENT, *pass_env}
+        self._is_isolated = is_isolated
 
     async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
         environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in self._hidden and not name.startswith(_RANK_PREFIXES)
-        } | {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
+            name: value for name, value in os.environ.items() if name in self._names or name.startswith("LC_")
+        } | {"OPENAI_BASE_URL": task.base_url}
+        if self._is_isolated:
+            environment["OPENAI_API_KEY"] = task.api_key
         output = bytearray()
         try:
             process = await self._start(environment)
         except OSError as error:
             return AgentExit(None, f"{self._command[0]} cannot be started: {error}")
         try:
-            fields = {name: value for name, value in asdict(task).items() if name not in ("base_url", "api_key")}
-            streams = asyncio.gather(_write_task(process, fields), _read_output(process, output))
+            streams = asyncio.gather(_write_task(process, asdict(task)), _read_output(process, output))
             try:
                 status = await process.wait()
                 with suppress(TimeoutError):  # a child process that is still running may hold the output open
@@ -109,7 +117,9 @@ class ProgramAgent:
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             pipe = asyncio.subprocess.PIPE
+            launcher = [sys.executable, "-I", "-S", _LAUNCHER] if self._is_isolated else []
             return await asyncio.create_subprocess_exec(
+                *launcher,
                 *self._command,
                 stdin=pipe,
                 stdout=pipe,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
+from megatron_dppo.engines.agents import generate
 from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
 from megatron_dppo.engines.agents.request_bodies import CallError, read_chat, read_completion
-from megatron_dppo.engines.agents.runner import AgentTask
+from megatron_dppo.engines.agents.runner import _ENVIRONMENT, AgentTask
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.engines.agents.tool_calls import split_tool_calls
 from megatron_dppo.errors import ConfigError, GenerateError
@@ -29,7 +32,6 @@ from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
-from megatron_dppo.run.engines import open_generate_function
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
 from tests.engines.tiny import byte_tokenizer
@@ -443,16 +445,20 @@ def test_a_failing_agent_loses_only_its_sample(world: World, settings: Any, fail
         if next(order) % 2:
             raise ValueError("bad luck")
         await chat(task, [user("a")])
-        await post(task, "/reward", {"reward": 2.0})
+        status, body = await post(task, "/reward", {"reward": 2.0})
+        is_taken = settings.get("reward") == "call"
+        assert status == (200 if is_taken else 403) and (is_taken or "agent.reward = 'call'" in str(body))
         return 2
 
     found = world.engine(agent, **settings).generate([TASK, TASK], SamplingParams(max_new_tokens=100))
     bad, good = sorted(found, key=lambda c: not c.failure)
-    assert bad.failure == failure and len(bad.token_ids) == 2 and (good.reward, good.failure) == (2.0, "")
+    given = 2.0 if settings else None
+    assert bad.failure == failure and len(bad.token_ids) == 2 and (good.reward, good.failure) == (given, "")
     groups = score_completions(Scorer(), [TASK], [bad, good])  # type: ignore[arg-type]
-    assert [(r.reward, r.reward_failed) for r in groups[0].rollouts] == [(0.0, True), (2.0, False)]
+    assert [(r.reward, r.reward_failed) for r in groups[0].rollouts] == [(0.0, True), (2.0 if settings else 0.0, False)]
     metrics = rollout_metrics(groups, to_samples(groups, [[0.0, 1.0]]))
-    assert metrics["reward_failed_fraction"].numerator == 1 and metrics["agent/calls"].numerator == 1
+    assert metrics["reward_failed_fraction"].numerator == metrics["agent/failed_fraction"].numerator == 1
+    assert metrics["agent/failed_fraction"].denominator == 2 and metrics["agent/calls"].numerator == 1
     save_groups(tmp_path / "f", [StoredRollouts(0, TASK, groups[0])])
     (stored,) = load_groups(tmp_path / "f", lambda index: TASK)
     assert isinstance(stored.content, RolloutGroup)
@@ -479,7 +485,7 @@ def call(path, body):
         {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
     return json.load(urllib.request.urlopen(request))
 answer = call("/chat/completions", {"messages": task["messages"]})["choices"][0]["message"]["content"]
-assert "RANK" not in os.environ and "SECRET" not in os.environ
+assert task["api_key"] == os.environ["OPENAI_API_KEY"] and task["base_url"] == os.environ["OPENAI_BASE_URL"]
 """
 
 
@@ -606,12 +612,59 @@ def test_invalid_agent_settings_are_rejected(index: int) -> None:
         make()
 
 
-def test_a_program_receives_no_server_key() -> None:
-    names = {"MY_SERVERS", "MY_ADMIN", "MY_TEACHER"}
-    found = config(
-        agent={"command": ["true"]},
-        rollout={"engine": "sglang", "servers": {"api_key_env": "MY_SERVERS", "admin_api_key_env": "MY_ADMIN"}},
-        distillation={"teacher_urls": ["http://127.0.0.1:9"], "teacher_api_key_env": "MY_TEACHER"},
-    )
-    with open_generate_function(found) as function:
-        assert isinstance(function, AgentFunction) and names <= function._agent._hidden  # type: ignore[attr-defined]
+SPY = """
+import json, os, sys
+task = json.load(sys.stdin)
+with open(task["metadata"]["file"], "w") as file:
+    json.dump([task["api_key"], dict(os.environ)], file)
+for path in (f"/proc/{task['metadata']['other']}/environ", f"/proc/{task['metadata']['other']}/mem"):
+    try:
+        open(path, "rb").read(1)
+        sys.exit(path)
+    except PermissionError:
+        pass
+try:
+    os.kill(task["metadata"]["other"], 0)
+    sys.exit("a signal")
+except PermissionError:
+    pass
+os.kill(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "9"), 9)  # a child of its own
+"""
+
+
+def test_a_program_gets_a_clean_environment_and_cannot_read_other_processes(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RANK", "WANDB_API_KEY", "MY_SERVERS", "LC_TIME", "WANTED"):
+        monkeypatch.setenv(name, "C")
+    file = tmp_path / "seen"
+    task = replace(TASK, metadata={"file": str(file), "other": os.getpid()})
+    failures = {}
+    for isolation in ("landlock", "none"):
+        engine = world.engine([sys.executable, "-c", SPY], reward="exit", isolation=isolation, pass_env=["WANTED"])
+        (completion,) = engine.generate([task], SamplingParams(max_new_tokens=100))
+        failures[isolation] = completion.reward
+        key, environment = json.loads(file.read_text())
+        own = {"OPENAI_BASE_URL"} | ({"OPENAI_API_KEY"} if isolation == "landlock" else set())
+        passed = {"PATH", "HOME", "LC_TIME", "WANTED", *own}
+        assert passed <= set(environment) and not set(environment) & {"RANK", "WANDB_API_KEY", "MY_SERVERS"}
+        assert set(environment) <= {*passed, *_ENVIRONMENT, "LC_CTYPE"}, "PEP 538: Python sets LC_CTYPE itself"
+        assert key.startswith("sk-") and environment.get("OPENAI_API_KEY") == (key if "OPENAI_API_KEY" in own else None)
+    # Without isolation the same program reads the environment of this process.
+    assert failures == {"landlock": 1.0, "none": 0.0}
+
+
+def test_a_kernel_without_landlock_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "landlock_version", lambda: -1)
+    with pytest.raises(GenerateError, match=r"Landlock is unavailable.*set agent.isolation = 'none'"):
+        AgentFunction(AgentConfig(command=["true"]), {})
+    AgentFunction(AgentConfig(command=["true"], isolation="none"), {}).close()
+
+
+@pytest.mark.parametrize("value", [1e39, float("nan"), None, "1", 10**400])
+def test_a_function_that_returns_no_reward_has_failed(world: World, value: Any) -> None:
+    async def agent(task: AgentTask) -> Any:
+        return value
+
+    (found,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=100))
+    assert found.reward is None and "agent.function: the reward must" in found.failure

@@ -47,6 +47,16 @@ def test_a_step_line_shows_what_was_measured_and_a_dash_elsewhere() -> None:
     assert "held-out - " in format_step_line(7, 100, values) and not format_step_line(7, 100, {}).endswith(" ")
 
 
+def test_a_step_line_shows_failed_agents_with_their_first_error_apart_from_failed_rewards() -> None:
+    values = {"rollout/reward_failed_fraction": 0.5, "rollout/agent/failed_fraction": 0.25}
+    assert format_step_line(1, 9, values, "agent.py ended:\n no tool").endswith(
+        "  rewards failed 25%  agents failed 25%: agent.py ended: no tool"
+    )
+    values["rollout/agent/failed_fraction"] = 0.5
+    assert "rewards failed" not in format_step_line(1, 9, values, "x" * 999)
+    assert len(format_step_line(1, 9, values, "x" * 999)) < 350
+
+
 def test_columns_of_steps_with_and_without_an_evaluation_line_up() -> None:
     with_evaluation = format_step_line(10, 100, {"rollout/reward": 0.5, "eval/accuracy": 0.5})
     without = format_step_line(9, 100, {"rollout/reward": 0.25})
