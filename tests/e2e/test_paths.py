@@ -101,9 +101,9 @@ def test_a_run_is_started_resumed_and_read_from_three_folders(project: Path, tmp
 
     for cwd, name in ((top, Path("runs/one")), (project, Path("../runs/one")), (far, folder)):
         scores = tmp_path / f"{cwd.name}.json"
-        run(cwd, "eval", name, "--json", scores)
+        run(cwd, "eval", name, "--run-functions", "--json", scores)
         assert json.loads(scores.read_text())["small/accuracy"] == lines[-1]["eval/small/accuracy"]
-        assert "mismatch of" in run(cwd, "diagnose", name).stdout
+        assert "mismatch of" in run(cwd, "diagnose", name, "--run-functions").stdout
         assert "identical to the run, bit for bit" in run(cwd, "replay", name, "--step", "3").stdout
         assert "report.html" in run(cwd, "report", name).stdout
 
