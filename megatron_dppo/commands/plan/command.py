@@ -94,8 +94,8 @@ def _without_functions(config: Config) -> Config:
     coefficients = {"kl_coef": loss.kl_coef, "entropy_coef": loss.entropy_coef}
     values = {"name": name, **topk, **coefficients}
     built_in = loss_class_for(values).model_validate(values)
-    functions = " and ".join(name for name in (loss.name, loss.mask) if name and ":" in name)
-    print(f"note     {functions} is not executed: planned as {built_in.name}", flush=True)
+    functions = " and ".join(dict.fromkeys(name for name in (loss.name, loss.mask) if name and ":" in name))
+    print(f"note     not executed: {functions}. The plan is that of the loss {built_in.name}", flush=True)
     return config.model_copy(update={"loss": built_in})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from megatron_dppo.commands.plan.command import _without_functions
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, FunctionError
@@ -95,6 +96,17 @@ def test_a_built_in_loss_is_complete_either_way(tmp_path: Path) -> None:
     assert not load_config(file).loss.has_text
     with pytest.raises(ConfigError, match="topk = 7 has no effect"):
         load_config(write(tmp_path, loss={"name": "grpo", "topk": 7}))
+
+
+def test_a_plan_rehearses_a_built_in_loss_with_the_declared_needs(
+    code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _without_functions(load_config(write(code.parent, **everything(code, topk=7, entropy_coef=0.1))))
+    assert (config.loss.name, config.loss.topk, config.loss.entropy_coef) == ("dppo_topk_tv", 7, 0.1)
+    assert not config.loss.has_text and capsys.readouterr().out.count("code.py:function") == 1
+    plain = load_config(write(code.parent, loss={"name": "grpo"}))
+    assert _without_functions(plain) is plain
+    assert not (code.parent / "executed").exists()
 
 
 def test_permission_names_what_is_needed(code: Path) -> None:
