@@ -79,7 +79,7 @@ class World:
     names: Iterator[int]
     """in place of random names"""
     foreign: dict[int, Any]
-    """answers that were given to another request, by their address"""
+    """answers that were given to another request, by the address of their tokens"""
     taken: list[str]
     """what our code took and should not have taken"""
 
@@ -148,12 +148,13 @@ def _decode(answer: Any, request: Any, url: str, decode: Any = client.decode_gen
     generation = decode(answer, request, url)
     name = answer["meta_info"].get("id")
     if name != client_wire.wire_id(request.request_id):
-        NOW.foreign[id(generation)] = generation
+        # By its tokens: the pool passes on a copy of the record, with the same columns.
+        NOW.foreign[id(generation.token_ids)] = generation
     return generation
 
 
 def _append(response: Any, generation: Any, append: Any = GrowingResponse.append_sampled) -> None:
-    if id(generation) in NOW.foreign and len(generation.token_ids):
+    if id(generation.token_ids) in NOW.foreign and len(generation.token_ids):
         NOW.taken.append("an answer to another request was taken")
     if len(generation.token_ids):
         NOW.taken += [f"an answer was taken with {text}" for text in invariants.check_consistent(generation)]
