@@ -12,7 +12,9 @@ from itertools import chain
 
 import pytest
 
-from tests.faults.simulation.faults import Fault, Plan, draw
+from tests.faults.mutants.__main__ import ROOT
+from tests.faults.mutants.patches import PATCHES
+from tests.faults.simulation.faults import BY_HAND, Fault, Plan, draw
 from tests.faults.simulation.mutations import MUTATIONS, OLD_WEIGHTS_AGAIN, Mutation
 from tests.faults.simulation.outcome import Outcome
 from tests.faults.simulation.run import run_many, shrunk
@@ -52,7 +54,7 @@ def wrong(outcome: Outcome) -> bool:
 
 
 def test_no_schedule_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = run_many(0, SCHEDULES, 2)
+    failed = run_many(-len(BY_HAND), SCHEDULES + len(BY_HAND), 2)
     with capsys.disabled():
         print("\n" + capsys.readouterr().out)
     assert not failed
@@ -101,3 +103,13 @@ def test_a_seed_gives_the_same_events_in_another_process() -> None:
     simulate(draw(seed + 1))
     simulate(draw(seed), events.append)
     assert len(events) == sum("  " in line and line[:10].strip()[:1].isdigit() for line in one.stdout.splitlines())
+
+
+def test_each_change_of_the_package_fits_its_file_and_a_sample_is_found() -> None:
+    for patch in PATCHES:
+        text = (ROOT / "megatron_dppo" / patch.path).read_text()
+        assert text.count(patch.old) == 1 and patch.old != patch.new, patch.name
+    command = [sys.executable, "-m", "tests.faults.mutants", "--count", "100", "--every", "13", "--skip", "2"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("killed  ") == len(PATCHES[2::13])

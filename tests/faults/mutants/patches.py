@@ -134,6 +134,7 @@ DRILLED = (
         "engines/servers/pool.py",
         "if task.cancelled() or server.evictions != evictions:",
         "if task.cancelled():",
+        first=-1,
     ),
     Patch(
         "a server that failed in a sync counts as good",

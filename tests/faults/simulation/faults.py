@@ -125,8 +125,30 @@ class Plan:
         )
 
 
+ABORTED_LIES = Plan(
+    seed=5,
+    servers=1,
+    steps=1,
+    prompts=3,
+    new_tokens=10,
+    token_seconds=1.0,
+    latency=0.3,
+    health_seconds=10.0,
+    faults=(
+        Fault("lie:nan_logprobs", 0, at=21.75115, span=2.0, choice=0),
+        Fault("abort_all", 0, at=22.05115, span=0.1, choice=0),
+    ),
+)
+"""Three answers come at one moment: two break the contract, so that the server is given up, and one is right."""
+
+BY_HAND = (ABORTED_LIES,)
+"""Schedules that few seeds give: seed -1, -2, ..."""
+
+
 def draw(seed: int) -> Plan:
     """The schedule of a seed."""
+    if seed < 0:
+        return BY_HAND[-1 - seed]
     rng = random.Random(seed)
     stopping = rng.random() < 0.4
     servers, steps = rng.choice((1, 2, 2, 2, 3)), rng.choice((1, 2, 2, 3))
