@@ -365,7 +365,7 @@ def _check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:
         raise ValueError(
             f"rollout.prompts_per_step * rollout.samples_per_prompt = {rollout.prompts_per_step} * "
             f"{rollout.samples_per_prompt} = {samples} samples cannot be split into train.mini_batches = "
-            f"{train.mini_batches} equal parts"
+            f"{train.mini_batches} equal parts; choose a divisor of {samples}"
         )
 
 
@@ -373,7 +373,7 @@ def _check_reference(model: ModelConfig, *, is_needed: bool) -> None:
     if model.reference_path is not None and not is_needed:
         raise ValueError(
             f"model.reference_path = {model.reference_path!r} has no effect without reward.kl_coef above 0, "
-            "or loss.kl_coef above 0 and loss.kl_target = 'reference'"
+            "or loss.kl_coef above 0 and loss.kl_target = 'reference'; set them, or remove it"
         )
 
 

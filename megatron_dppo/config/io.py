@@ -208,7 +208,9 @@ def _insert(values: TomlTable, section: str, key: str, value: object) -> None:
     for part in section.split("."):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--{section}.{key}: {part!r} is a key, not a section")
+            raise ConfigError(
+                f"--{section}.{key}: {part!r} is a key, not a section. `megatron-dppo help` lists the sections"
+            )
     if value is None:
         table.pop(key, None)
     else:

@@ -345,7 +345,7 @@ def _validated(values: object) -> LossConfig:
     if isinstance(values, LossConfig):
         return values
     if not isinstance(values, dict):
-        raise ValueError("expected a table of keys")
+        raise ValueError(f"expected a table of keys, got {type(values).__name__}; write [loss] name = ...")
     return loss_class_for(values).model_validate(values)
 
 

@@ -156,7 +156,9 @@ def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[
         content = file.read_bytes() if is_pipe else read_regular_file(file)
         values = tomllib.loads(content.decode())
     except FileNotFoundError as error:
-        raise ConfigError(f"configuration file {str(file)!r}{where} does not exist") from error
+        raise ConfigError(
+            f"configuration file {str(file)!r}{where} does not exist. Expected the path of a TOML file"
+        ) from error
     except OSError as error:
         raise ConfigError(f"configuration file {str(file)!r}{where} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

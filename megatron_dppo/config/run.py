@@ -59,9 +59,11 @@ class RunConfig(Section):
         timeout = self.timeout_minutes
         wait = self.wait_minutes
         if hang >= timeout:
-            raise ValueError(f"hang_minutes = {hang} must be below timeout_minutes = {timeout}")
+            raise ValueError(
+                f"hang_minutes = {hang} must be below timeout_minutes = {timeout}; lower it, or raise timeout_minutes"
+            )
         if wait < timeout:
-            raise ValueError(f"wait_minutes = {wait} must not be below timeout_minutes = {timeout}")
+            raise ValueError(f"wait_minutes = {wait} must not be below timeout_minutes = {timeout}; raise it")
         return self
 
 

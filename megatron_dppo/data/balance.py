@@ -73,6 +73,7 @@ def compute_makespan(rows: RowAssignment, costs: Sequence[float], lockstep: int)
     """Return the time of the slowest group of ``lockstep`` ranks; a micro-batch takes as long as its costliest row."""
     row_costs = [[sum(costs[i] for i in row) for row in rank_rows] for rank_rows in rows]
     groups = (row_costs[first : first + lockstep] for first in range(0, len(rows), lockstep))
+    # ``zip`` puts the i-th rows of a group's ranks together: they meet, so the costliest decides.
     return max(sum(map(max, zip(*group, strict=True))) for group in groups)
 
 
@@ -151,6 +152,7 @@ class _Filler:
         while lengths and len(levels) != count:
             top = max(limit, cost(lengths[-1], self._attention))
             num_rows = min(self._ranks, len(lengths))
+            # The longest samples, from the end: both lists are sorted by length.
             seeds = list(zip(ids[: -num_rows - 1 : -1], lengths[: -num_rows - 1 : -1], strict=True))
             del ids[-num_rows:], lengths[-num_rows:]
             levels.append([self._fill_row(first, length, top, ids, lengths) for first, length in seeds])
@@ -171,6 +173,7 @@ class _Filler:
     def _max_length(self, cost_left: float) -> float:
         """Return the length of a sequence that costs ``cost_left``, the inverse of ``cost``."""
         half = self._attention / 2
+        # The positive root of length + length**2 / attention = cost.
         if 0 < cost_left < math.inf:
             return math.sqrt(half * half + self._attention * cost_left) - half
         return cost_left

@@ -112,7 +112,10 @@ class ChatOptions:
                 tokenizer, messages, self.now, add_generation_prompt=True, variables=self.template_kwargs
             )
         except Exception as error:  # a template is a program of the model's authors and may raise anything
-            raise DataError(f"{row.location}: the chat template refuses the messages: {error}") from error
+            raise DataError(
+                f"{row.location}: the chat template refuses the messages: {error}. Change their roles or order, or use "
+                "a model folder with another template"
+            ) from error
         _check_complete(row.location, messages, text)
         return _continue_answer(text, begun)
 
@@ -154,14 +157,22 @@ def load_tokenizer(path: str | Path) -> Any:
     folder = Path(path)
     require_regular_files(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise CheckpointError(f"model.path = {str(path)!r} has no tokenizer; expected tokenizer.json in the folder")
+        raise CheckpointError(
+            f"model.path = {str(path)!r} has no tokenizer; expected tokenizer.json in the folder. Copy the tokenizer "
+            "files of the model there"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # transformers, tokenizers and huggingface_hub raise many kinds of errors.
     except Exception as error:
-        raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}. Copy its files again, or "
+            "use the version of transformers that wrote them"
+        ) from error
     if tokenizer.eos_token_id is None:
-        raise CheckpointError(f"the tokenizer in {folder} has no eos_token; rollouts would never end")
+        raise CheckpointError(
+            f"the tokenizer in {folder} has no eos_token; rollouts would never end. Set it in tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

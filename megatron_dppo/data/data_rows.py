@@ -25,21 +25,14 @@ from megatron_dppo.data.tasks import PREFIX, TASKS, Split
 from megatron_dppo.errors import DataError
 
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
-
-
+"""Columns with a bare problem, to which a chat template is applied."""
 PROMPT_COLUMNS = ("prompt", *PROBLEM_COLUMNS, "messages")
-
-
 LABEL_COLUMNS = ("label", "reward_model.ground_truth", "answer", "Answer", "solution")
-
-
 _ANSWER_COLUMNS = ("answer", "solution")
-
-
+"""Columns whose text may wrap the answer (``_answer``)."""
 _BOX = "\\boxed{"
 _LAST_LINE = "\n#### "
-
-
+"""Start of GSM8K's last line, which has the answer."""
 _SUPERVISED_COLUMN = "messages"
 """Column of prompts, or of prompts with their answers in supervised data."""
 
@@ -76,14 +69,14 @@ def iter_rows(
     """Yield the rows of one source, each checked.
 
     Args:
-        source: an embedded task (``tasks.TASKS``), ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
+        source: An embedded task (``tasks.TASKS``), ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
             ``hf:owner/name[/configuration][:split]``.
-        split: which part of a task; other sources are taken whole.
-        prompt_key: column of the prompt, ``a.b`` for a field inside a column; None = recognised.
-        label_key: column of the reference answer, likewise; empty = there is none, and each label is empty.
+        split: Part of a task. Other sources are read completely.
+        prompt_key: Column of the prompt, ``a.b`` for a field inside a column. None detects it.
+        label_key: Column of the reference answer, likewise. Empty: the data has no labels.
 
     Raises:
-        DataError: a source without rows, a bad row, or the first row of another layout; named by line and field.
+        DataError: A source without rows, a bad row, or the first row of another layout; named by line and field.
     """
     if source in TASKS:
         for i, (prompt, label) in enumerate(TASKS[source].rows(split)):
@@ -112,7 +105,7 @@ def detect_layout(location: str, record: Mapping[str, Any], prompt_key: str | No
     """Return the layout of a row.
 
     Raises:
-        DataError: a column is missing, or holds something else than a prompt.
+        DataError: A column is missing, or holds something else than a prompt.
     """
     is_detected = prompt_key is None
     prompt_key = prompt_key or _first(location, record, PROMPT_COLUMNS, "prompt")
@@ -219,12 +212,12 @@ def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], 
     """Return the first row of each problem, in order, and the number of rows read.
 
     Args:
-        rows: one after the other; only the returned ones stay in memory.
+        rows: One after the other; only the returned ones stay in memory.
         mode: ``auto`` or ``prompt`` (same prompt), ``off``, or a column whose value names the problem (``a.b`` for a
             field inside a column).
 
     Raises:
-        DataError: two rows of one problem with different labels, or a row without the column.
+        DataError: Two rows of one problem with different labels, or a row without the column.
     """
     unique: list[DataRow] = []
     by_key: dict[_Key, DataRow] = {}

@@ -18,15 +18,15 @@ _MAX_DEPTH = 64
 
 
 def parse_object(location: str, line: bytes, *, non_finite: bool = False) -> dict[str, Any]:
-    """One line of a JSONL file.
+    """Parse one line of a JSONL file.
 
     Args:
-        location: for the messages.
-        line: one row.
-        non_finite: take NaN and infinities, as Python writes them; for readers that look at every number themselves.
+        location: Source and line of the row, for messages.
+        line: One row.
+        non_finite: Take NaN and infinities, as Python writes them; for readers that look at every number themselves.
 
     Raises:
-        DataError: it is no JSON object, or holds a value that is refused (see ``check_values``).
+        DataError: It is no JSON object, or holds a value that is refused (see ``check_values``).
     """
     record = _parse(location, line, non_finite=non_finite)
     if not isinstance(record, dict):
@@ -73,7 +73,7 @@ def _parse(location: str, content: bytes, *, non_finite: bool = False) -> Any:
     except RecursionError as error:
         raise DataError(f"{location}: nested more than {_MAX_DEPTH} levels deep; flatten the row") from error
     except ValueError as error:  # of the hooks, or a number with more digits than Python converts
-        raise DataError(f"{location}: not usable JSON ({error})") from error
+        raise DataError(f"{location}: not usable JSON ({error}); correct the row") from error
 
 
 def _refuse_constant(name: str) -> None:
@@ -93,7 +93,7 @@ def check_values(location: str, record: Mapping[str, Any]) -> None:
     """Refuse text that has no UTF-8 form and nesting without end, anywhere in a row.
 
     Raises:
-        DataError: naming the column.
+        DataError: A value is refused; the message names its column.
     """
     for column, value in record.items():
         _check_text(location, column, column)
@@ -128,7 +128,7 @@ def number_to_text(location: str, key: str, value: float) -> str:
     """Return a number as the text of a label.
 
     Raises:
-        DataError: it is not finite, or has more digits than Python writes.
+        DataError: It is not finite, or has more digits than Python writes.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{location}: field {key!r} must be a string or a finite number, got {value!r}")

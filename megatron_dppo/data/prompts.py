@@ -89,7 +89,7 @@ def load_rows(
     See ``iter_rows`` for sources and keys, ``drop_duplicates`` for ``deduplicate``.
 
     Raises:
-        DataError: see both; or two files with one name, whose rows could not be told apart.
+        DataError: See both; or two files with one name, whose rows could not be told apart.
     """
     listed = [sources] if isinstance(sources, str) else list(sources)
     names = [source if source.startswith(HUB) else Path(source).name for source in listed]
@@ -106,20 +106,20 @@ class PromptDataset:
     prompt that is there has ``longest`` tokens.
 
     Args:
-        rows: at least one.
-        tokenizer: a transformers tokenizer.
-        max_prompt_tokens: longest prompt that is allowed.
-        max_new_tokens: longest response; prompt and response must fit the context.
-        max_new_tokens_key: the setting that it comes from, for messages.
-        are_tasks: they are for agents, see ``Prompt.is_task``; each has messages then.
-        context_length: the model's ``max_position_embeddings``.
-        seed: order of the stream; None keeps the order of the rows (for evaluation).
-        chat: how a prompt becomes text.
-        overlong: what becomes of a prompt that is too long: ``error``, ``drop``, or ``truncate_left``, which keeps its
+        rows: At least one.
+        tokenizer: A transformers tokenizer.
+        max_prompt_tokens: Longest prompt that is allowed.
+        max_new_tokens: Longest response; prompt and response must fit the context.
+        max_new_tokens_key: The setting that it comes from, for messages.
+        are_tasks: True if the prompts are tasks of an agent (``Prompt.is_task``), which have messages.
+        context_length: The model's ``max_position_embeddings``.
+        seed: Order of the stream; None keeps the order of the rows (for evaluation).
+        chat: Options that turn a prompt into text.
+        overlong: Handling of a prompt that is too long: ``error``, ``drop``, or ``truncate_left``, which keeps its
             last tokens.
 
     Raises:
-        DataError: a prompt is too long, none is left, or a prompt does not go with the chat template.
+        DataError: A prompt is too long, none is left, or a prompt does not go with the chat template.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PromptDataset:
         are_tasks: bool = False,
     ) -> None:
         if not rows:
-            raise DataError("the data set has no rows")
+            raise DataError("the data set has no rows; expected at least one prompt")
         chat = chat or ChatOptions()
         chat.check(tokenizer)
         limits = {"data.max_prompt_tokens": max_prompt_tokens, "the context": context_length - max_new_tokens}
@@ -151,15 +151,18 @@ class PromptDataset:
         def iter_prompts() -> Iterator[Prompt]:
             nonlocal location
             for row in rows:
+                # For the error below: ``PackedList`` knows nothing of rows.
                 location = row.location
                 prompt = _to_prompt(row, tokenizer, chat)
                 prompt = _as_task(prompt, row) if are_tasks else prompt
                 exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
+                # If the response may fill the context, no prompt fits, however short.
                 if exceeded and overlong == "truncate_left" and max_new_tokens < context_length:
                     prompt = replace(prompt, token_ids=prompt.token_ids[-min(limits.values()) :])
                     self.num_truncated, exceeded = self.num_truncated + 1, []
                 if not exceeded:
                     self.longest = max(self.longest, len(prompt.token_ids))
+                    # Not the name of the file: a renamed file is the same stream.
                     digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
                     yield prompt
                 elif overlong == "error" or max_new_tokens >= context_length:
@@ -229,7 +232,7 @@ def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions) -> Prompt:
     text, is_templated = chat.render(row, tokenizer)
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:
-        raise DataError(f"{row.location}: the prompt has no tokens")
+        raise DataError(f"{row.location}: the prompt has no tokens; write a text, or remove the row")
     return Prompt(
         prompt_id=row.location,
         text=text,

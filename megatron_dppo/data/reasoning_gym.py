@@ -28,7 +28,7 @@ def problems(source: str, split: Literal["train", "eval"]) -> list[Problem]:
         split: ``train`` or ``eval``.
 
     Raises:
-        DataError: the package is missing, there is no such task, or it refuses its options.
+        DataError: The package is missing, there is no such task, or it refuses its options.
     """
     name, _, query = source.removeprefix(PREFIX).partition("?")
     options = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
@@ -79,4 +79,6 @@ def _entries(source: str, name: str, options: dict[str, Any]) -> Iterator[Mappin
     try:
         yield from reasoning_gym.create_dataset(name, **options)
     except Exception as error:
-        raise DataError(f"{source!r}: reasoning-gym refuses it: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{source!r}: reasoning-gym refuses it: {type(error).__name__}: {error}. Change the options in its name"
+        ) from error

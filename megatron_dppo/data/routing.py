@@ -37,17 +37,18 @@ def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request:
     Checks their shape and range. ``check_routes`` checks the contents.
 
     Args:
-        values: integers ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for
+        values: Integers ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for
             dense layers, so what stands there is not looked at.
-        shape: of the model, without weights.
-        tokens: rows that there must be.
-        request: a name for error messages.
+        shape: Shape of the model's routes, without weights.
+        tokens: Expected number of rows.
+        request: A name for error messages.
 
     Raises:
-        ValueError: another shape, or numbers that are no experts.
+        ValueError: Another shape, or numbers that are no experts.
     """
     if values.dtype != shape.dtype:
         values = _narrowed(values, shape, request)
+    # An engine reports all layers, or only those with routers. Both become all layers.
     routers = [layer for layer in range(shape.num_layers) if layer not in shape.dense_layers]
     if shape.dense_layers and values.dim() == 3:
         if values.shape[1] == shape.num_layers:
@@ -82,12 +83,12 @@ def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: s
 
     Args:
         routes: ``[tokens, L, k]``, or with weights ``[tokens, L, width]``.
-        shape: of the model.
-        tokens: how many input tokens there are.
-        request: a name for the error message.
+        shape: Shape of the model's routes.
+        tokens: Number of input tokens.
+        request: A name for the error message.
 
     Raises:
-        ValueError: another dtype, number of rows, layers or experts a token; an expert that does not exist; an expert
+        ValueError: Another dtype, number of rows, layers or experts a token; an expert that does not exist; an expert
             that stands twice in a row; a row that is missing in part; with the place and the value. Weights that
             cannot be those of a router (``_check_weights``).
     """
@@ -106,13 +107,14 @@ def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
     """Check that the weights of routes ``[N, L, width]`` with valid experts can come from a router.
 
     Raises:
-        ValueError: weights beside a missing expert, a missing or non-finite one beside an expert, one outside of 0 to
+        ValueError: Weights beside a missing expert, a missing or non-finite one beside an expert, one outside of 0 to
             1, or a row with another sum than the model's (``norm_topk_prob``: one; else at most one); with the place.
             Both are multiplied by the model's scale.
     """
     absent = routes[..., 0] == MISSING_EXPERT[routes.dtype]
     weights, scale = select_weights(routes, shape), shape.weights_scale
     sums, most = f"at most {scale:g}", scale * (1 + _SLACK)
+    # NaN fails every comparison, so it counts as wrong beside an expert.
     good = (weights >= 0) & (weights <= most)
     total = weights.sum(-1)
     adds = total <= most
@@ -173,6 +175,7 @@ def _first_problem(routes: Tensor, shape: RoutingShape, request: str) -> str:
     holes = absent & ~absent.all(-1, keepdim=True)
     if bool(holes.any()):
         return _at(routes, holes, shape, request, "a hole in a row")
+    # Each expert equals itself once.
     twice = ((routes[..., :, None] == routes[..., None, :]).sum(-1) > 1) & ~absent
     return _at(routes, twice, shape, request, "an expert that stands twice in its row")
 
@@ -195,7 +198,7 @@ def with_all_routes(
     of the model or of this rank (``rank_shape``).
 
     Raises:
-        ValueError: not one sample has routes, or some are of another model or length.
+        ValueError: Not one sample has routes, or some are of another model or length.
     """
     if samples and all(sample.routed_experts is None for sample in samples):
         raise ValueError(
@@ -227,6 +230,7 @@ def count_differences(left: Tensor, right: Tensor) -> Tensor:
     counts = []
     for one, other in shifts:
         known = ~is_missing(one) & ~is_missing(other)
+        # Sorted, because the order within a row has no meaning.
         differ = (one.sort(-1).values != other.sort(-1).values).any(-1)
         counts.append(torch.stack([known.sum(0), (known & differ).sum(0)], dim=-1))
     return torch.stack(counts, dim=1)

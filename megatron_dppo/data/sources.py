@@ -39,17 +39,19 @@ def read_records(source: str) -> Iterator[Record]:
     Every value is one that can be tokenized, sent and written later (``values.check_values``).
 
     Args:
-        source: the path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
+        source: The path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
 
     Raises:
-        DataError: no such source, a missing optional package, or a file or row that cannot be read.
+        DataError: No such source, a missing optional package, or a file or row that cannot be read.
     """
     try:
         for location, record in _open(source):
             check_values(location, record)
             yield location, record
     except OSError as error:
-        raise DataError(f"data file {source!r} cannot be read: {error}") from error
+        raise DataError(
+            f"data file {source!r} cannot be read: {error}. Check its permissions, and that its disk is mounted"
+        ) from error
 
 
 def _open(source: str) -> Iterator[Record]:
@@ -80,7 +82,7 @@ def require(location: str, record: Mapping[str, Any], key: str) -> Any:
     """Return the value of a column; ``a.b`` is the field ``b`` inside the column ``a``.
 
     Raises:
-        DataError: there is none; the message says which columns there are.
+        DataError: There is none; the message says which columns there are.
     """
     if key in record:  # also a column whose own name has a dot
         return record[key]
@@ -136,11 +138,11 @@ def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str
     """Yield the rows of a Parquet file.
 
     Args:
-        file: that exists.
-        batch_rows: that are in memory at a time.
+        file: Existing file.
+        batch_rows: Number of rows in memory at a time.
 
     Raises:
-        DataError: no pyarrow, or the file is damaged, cut short or of another format.
+        DataError: No pyarrow, or the file is damaged, cut short or of another format.
     """
     parquet = _optional("pyarrow.parquet", f"{file} is a Parquet file")
     arrow_error = import_module("pyarrow").ArrowException
@@ -152,7 +154,9 @@ def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str
                     number += 1
                     yield record
     except (arrow_error, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
-        raise DataError(f"{file}: not readable as Parquet after {number} rows: {error}") from error
+        raise DataError(
+            f"{file}: not readable as Parquet after {number} rows: {error}. Copy the file again, or write it anew"
+        ) from error
 
 
 def _read_hub(source: str) -> Iterator[Record]:

@@ -13,9 +13,7 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.types import TrainingSample
 
 Pairs = PackedList[tuple[str, str, str]]
-"""(location, prompt, response) of each row"""
-
-
+"""(location, prompt, response) of each row."""
 _CACHE_SIZE = 100_000
 """Texts of a task whose tokens are cached."""
 
@@ -24,14 +22,14 @@ class SupervisedDataset:
     """An endless stream of supervised samples; sample ``i`` depends on the seed and ``i`` alone.
 
     Args:
-        source: an embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
+        source: An embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
             ``hf:`` name (see ``read_records``) with ``prompt`` and ``response`` strings.
-        tokenizer: a transformers tokenizer.
-        seed: draws problems and responses.
+        tokenizer: A transformers tokenizer.
+        seed: Seed of problems and responses.
         pairs: ``pairs`` of the rank that has read the source; None = it is read here.
 
     Raises:
-        DataError: a missing or empty file, or a bad row.
+        DataError: A missing or empty file, or a bad row.
     """
 
     def __init__(self, source: str, tokenizer: Any, seed: int, pairs: Pairs | None = None) -> None:
@@ -49,12 +47,12 @@ class SupervisedDataset:
         """Check that all samples fit into the context. Those of a task always do.
 
         Raises:
-            DataError: naming the first one.
+            DataError: A sample is too long or empty; the message names the first one.
         """
         for location, prompt, response in self.pairs:
             prompt_ids, response_ids = self._ids(prompt, response)
             if not prompt_ids:
-                raise DataError(f"{location}: the prompt has no tokens")
+                raise DataError(f"{location}: the prompt has no tokens; write a text, or remove the row")
             length = len(prompt_ids) + len(response_ids)
             if length > context_length:
                 raise DataError(

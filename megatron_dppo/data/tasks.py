@@ -15,11 +15,9 @@ from typing import Any, Literal, Protocol
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 CAREFUL_SHARE = 0.4
-
-
+"""Share of the warm-up responses that show their work and are right."""
 _GUESS_ERROR = 5
-
-
+"""Largest error of the other responses, which guess."""
 Split = Literal["train", "eval"]
 
 
@@ -64,6 +62,7 @@ def problems(split: Split) -> list[Problem]:
     """Return all problems of a split in a fixed order; the splits are disjoint."""
     digits, signs = range(1, 10), (1, -1)
     every = (Problem((a, b, c), (s, t)) for a, b, c, s, t in product(digits, digits, digits, signs, signs))
+    # By a checksum of the text, so that the splits do not depend on any random numbers.
     return [p for p in every if (zlib.crc32(p.question.encode()) % 10 == 0) == (split == "eval")]
 
 
@@ -75,17 +74,12 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 
 
 NUM_KEYS, NUM_WORDS = 64, 4024
-
-
 KEYS = [f"k{i:03d}" for i in range(NUM_KEYS)]
-
-
+"""Prompts of the rare-word tasks."""
 WORDS = [f"w{i:04d}" for i in range(NUM_WORDS)]
-
-
+"""Words of the answers, by falling frequency in the warm-up corpus."""
 _FIRST_OF_TAIL = 200
-
-
+"""First word that a correct answer may use. The more frequent ones before it are never correct."""
 _ANSWER_SEED = 0
 
 
@@ -168,17 +162,10 @@ TASKS: Mapping[str, Task] = {
 
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
-
-
+"""Tokens 0, 1 and 2 of both tokenizers."""
 BOXED = "\\boxed{"
-
-
 CHARACTERS = "0123456789+-*=(),;:. ?}abcdefghijklmnopqrstuvwxyz"
-
-
 _UNKNOWN = "?"
-
-
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -244,11 +231,11 @@ def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
 
     Args:
         task: ``chain_sum``, ``rare_words`` or ``rare_chain``; the last two have one folder.
-        folder: is made.
-        head_dim: vLLM's CPU attention has no heads of 16, but of 32.
+        folder: Folder to create.
+        head_dim: Size of a head. vLLM's CPU attention has heads of 32, and none of 16.
 
     Raises:
-        ValueError: no such task.
+        ValueError: No such task.
     """
     if task not in ("chain_sum", "rare_words", "rare_chain"):
         raise ValueError(f"task {task!r}; expected chain_sum, rare_words or rare_chain")

@@ -39,19 +39,19 @@ def to_training_sample(
     A response token that was not sampled, or whose log mu is not finite, is outside of loss mask and denominators.
 
     Args:
-        prompt_ids: at least one token.
+        prompt_ids: At least one token.
         response_ids: R tokens, the end-of-sequence token included.
         rollout_logprobs: R natural log-probabilities; None for supervised samples.
-        advantage: one value for the whole response.
-        topk: the rollout's Top-K ids and log-probabilities, ``[R, K+1]`` each (see ``Completion``).
+        advantage: One value for the whole response.
+        topk: The rollout's Top-K ids and log-probabilities, ``[R, K+1]`` each (see ``Completion``).
         routed_experts: ``[P + R - 1, L, k]``, one row for each token of the sequence but the last.
         sampled: [R] False on tokens that were given to the policy, such as a tool's; None = it sampled all of them.
-        sampling_mask: of R tokens, the ids that the rollout's filters left; None = no filter.
-        columns: columns that a sample takes as they are (``TokenColumn.is_carried``), by name; the ones above may be
+        sampling_mask: Ids that the rollout's filters allowed for each of R tokens. None: no filter.
+        columns: Columns that a sample takes as they are (``TokenColumn.is_carried``), by name; the ones above may be
             given here too.
 
     Raises:
-        ValueError: an empty prompt or response, or a column of another length.
+        ValueError: An empty prompt or response, or a column of another length.
     """
     if not len(prompt_ids) or not len(response_ids):
         raise ValueError(f"a sample needs tokens, got {len(prompt_ids)} prompt and {len(response_ids)} response tokens")
@@ -59,6 +59,7 @@ def to_training_sample(
         if column is not None and len(column) != len(response_ids):
             raise ValueError(f"{len(column)} {name} for {len(response_ids)} response tokens")
     sequence = torch.cat([torch.as_tensor(ids, dtype=torch.int64) for ids in (prompt_ids, response_ids)])
+    # The last token has no label, and the last prompt token predicts the first response token.
     length, first = sequence.numel() - 1, len(prompt_ids) - 1
     loss_mask = torch.zeros(length, dtype=torch.bool)
     loss_mask[first:] = True if sampled is None else torch.as_tensor(sampled)
@@ -105,7 +106,7 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[flo
     """Return one training sample per rollout; a sample whose reward failed has advantage 0 and so no gradient.
 
     Args:
-        groups: scored groups.
+        groups: Scored groups.
         advantages: ``[groups][samples]``.
     """
     return [
@@ -165,18 +166,19 @@ def pack(
     sequence is causal: nothing before it can see it.
 
     Args:
-        samples: what goes into the row; may be empty, for a rank that only runs the collectives of its peers.
-        shape: multiples to pad to; None = no padding.
-        like: which optional fields an empty row has; needed only for that.
+        samples: Samples of the row. Empty on a rank that only runs the collectives of its peers.
+        shape: Multiples to pad to; None = no padding.
+        like: Sample whose optional fields an empty row gets. Needed only for an empty row.
 
     Raises:
-        ValueError: only some samples have an optional field, or they have it in different shapes or types.
+        ValueError: Only some samples have an optional field, or they have it in different shapes or types.
     """
     shape = shape or RowShape()
     like = samples[0] if samples else like
     if like is None:
         raise ValueError("an empty row needs a sample to be like: pass like=")
     lengths = [shape.padded(sample.num_tokens) for sample in samples]
+    # An empty row is one sequence of padding, since the model needs a token.
     row_padding = -sum(lengths) % shape.row_multiple if samples else max(shape.row_multiple, shape.sequence_multiple)
     starts = [0, *accumulate(lengths)][: len(samples)]
     lengths += [row_padding] if row_padding else []
@@ -237,7 +239,7 @@ def split_evenly(bins: list[list[int]], count: int) -> list[list[int]]:
     """Halve the bin with the most samples (the first of equals) until there are ``count``; too few give empty bins.
 
     Raises:
-        ValueError: there are more than ``count`` already.
+        ValueError: There are more than ``count`` already.
     """
     if len(bins) > count:
         raise ValueError(f"{len(bins)} micro-batches are needed, more than count = {count}")

@@ -59,7 +59,8 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{key} = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing"
+            f"{key} = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing. "
+            "Expected config.json, tokenizer files and *.safetensors"
         )
     require_regular_files(folder)
     try:
@@ -67,7 +68,10 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
     # transformers and huggingface_hub raise many kinds of errors.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read by transformers: {reason}") from error
+        raise CheckpointError(
+            f"{folder / 'config.json'} cannot be read by transformers: {reason}. Copy the folder again; a new model "
+            "needs a newer transformers"
+        ) from error
     _add_generation_end_tokens(folder, hf_config)
     return hf_config
 
@@ -79,7 +83,9 @@ def _add_generation_end_tokens(folder: Path, hf_config: Any) -> None:
     try:
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {type(error).__name__}: {error}. Copy the file again, or delete it"
+        ) from error
     configured = _token_ids(hf_config.eos_token_id, folder / "config.json", hf_config)
     tokens = list(dict.fromkeys([*configured, *_token_ids(listed, file, hf_config)]))
     if tokens != configured:
@@ -109,7 +115,8 @@ def model_shape(hf_config: Any) -> ModelShape:
     # A key that is missing, or of a type that no model has.
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"config.json of model_type {family.model_type!r} cannot be used: {type(error).__name__}: {error}"
+            f"config.json of model_type {family.model_type!r} cannot be used: {type(error).__name__}: {error}. "
+            "Compare its keys with those of a released model of that type"
         ) from error
 
 
@@ -199,7 +206,8 @@ def weight_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
     # transformers raises what its layers raise for sizes that do not fit together.
     except Exception as error:
         raise CheckpointError(
-            f"transformers cannot build the model of config.json: {type(error).__name__}: {error}"
+            f"transformers cannot build the model of config.json: {type(error).__name__}: {error}. "
+            "Its sizes must fit together"
         ) from error
     return {name: tuple(tensor.shape) for name, tensor in stream_model(model)}
 
@@ -218,6 +226,7 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
         CheckpointError: A name is unknown, a shape is wrong, or weights are missing.
     """
     targets = {**dict(model.named_parameters()), **router_biases(model)}
+    # Elements and not names: experts arrive one by one in a tensor that holds all of them.
     elements_left = {name: parameter.numel() for name, parameter in targets.items()}
     for name, tensor in weights:
         target, key = (targets[name], name) if name in targets else _expert_slice(targets, name)
@@ -328,7 +337,8 @@ def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path")
             detail = "does not belong to the model"
         raise CheckpointError(
             f"{key} = {str(path)!r}: the weights do not fit config.json: {name} {detail} ({len(missing)} missing, "
-            f"{len(other)} of other shapes or dtypes, {len(unexpected)} unexpected)"
+            f"{len(other)} of other shapes or dtypes, {len(unexpected)} unexpected). "
+            "Use the config.json and the weights of one model"
         )
     if tied:
         check_tied_output(weights)

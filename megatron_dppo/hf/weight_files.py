@@ -174,7 +174,7 @@ def open_weight_file(file: Path) -> Any:
         return safe_open(file, framework="pt")
     # torch maps the file and raises RuntimeError if the system refuses.
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+        raise CheckpointError(f"{file} is not a readable safetensors file: {error}. Copy the file again") from error
 
 
 class FolderWeights:
@@ -207,11 +207,14 @@ class FolderWeights:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
-            raise CheckpointError(f"weight {name} is missing; the folder holds {sorted(self._files)[:3]}, ...")
+            raise CheckpointError(
+                f"weight {name} is missing; the folder holds {sorted(self._files)[:3]}, ... Use a folder "
+                "of this model, with all of its files"
+            )
         try:
             tensor: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"weight {name} cannot be read: {error}") from error
+            raise CheckpointError(f"weight {name} cannot be read: {error}. Copy the folder again") from error
         return tensor
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:

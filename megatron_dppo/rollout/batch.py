@@ -16,7 +16,7 @@ class PolicyAges:
     """Step at which each recent policy version was published, to compute the age of tokens.
 
     Args:
-        oldest: maximum age of a token in steps.
+        oldest: Maximum age of a token in steps.
     """
 
     def __init__(self, oldest: int) -> None:
@@ -107,11 +107,11 @@ def select_rollouts(
     """Select the groups that a step trains on.
 
     Args:
-        sampled: complete groups in the order of their prompts.
-        count: number of groups that the step needs.
-        ages: ages in this step.
-        canceled: number of groups that were canceled for good.
-        num_carried: number of groups that were canceled and continue in the next step.
+        sampled: Complete groups in the order of their prompts.
+        count: Number of groups that the step needs.
+        ages: Ages in this step.
+        canceled: Number of groups that were canceled for good.
+        num_carried: Number of groups that were canceled and continue in the next step.
     """
     signals = [has_signal(group) for group in sampled]
     selected = select_indices(signals, count)
@@ -142,13 +142,14 @@ def select_indices(signals: Sequence[bool], count: int) -> list[int]:
 
     Args:
         signals: True for each group with signal.
-        count: number of groups to select.
+        count: Number of groups to select.
 
     Returns:
         Indices in increasing order.
     """
     with_signal = [i for i, signal in enumerate(signals) if signal][:count]
     without_signal = [i for i, signal in enumerate(signals) if not signal]
+    # From ``len - n`` and not ``-n``: for n = 0 the slice must be empty.
     return sorted(with_signal + without_signal[len(without_signal) - (count - len(with_signal)) :])
 
 

@@ -47,11 +47,11 @@ class RolloutEngine(Protocol):
         sampling failed.
 
         Args:
-            groups: groups whose keys are not in flight.
-            params: sampling of the new tokens. Each response has its own random numbers: they depend on
+            groups: Groups whose keys are not in flight.
+            params: Sampling of the new tokens. Each response has its own random numbers: they depend on
                 ``params.seed``, on its index in this call, and on how often it was continued.
-            enough: number of complete groups that are wanted; ``len(groups)`` waits for all.
-            keep: keys of groups whose tokens are held when they are canceled.
+            enough: Number of complete groups that are wanted; ``len(groups)`` waits for all.
+            keep: Keys of groups whose tokens are held when they are canceled.
         """
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:

@@ -56,11 +56,11 @@ class Submission:
         """Wait for the groups and return them.
 
         Args:
-            clock: clock that measures the wait.
-            part: part of the clock that counts the wait for the engine; the wait for scores counts as ``reward``.
+            clock: Clock that measures the wait.
+            part: Part of the clock that counts the wait for the engine; the wait for scores counts as ``reward``.
 
         Raises:
-            Exception: the exception that sampling or scoring raised.
+            Exception: The exception that sampling or scoring raised.
         """
         assert self.scored is not None
         with clock.part(part):
@@ -80,6 +80,7 @@ class GroupScoring:
 
     def __init__(self, scorer: RewardScorer) -> None:
         self._scorer = scorer
+        # One thread, so that submissions are numbered in the order in which they are scored.
         self._thread = ThreadPoolExecutor(1, "scoring")
         self._numbers = itertools.count()
         self._order = WeakKeyDictionary[ScoredFuture, int]()
@@ -118,6 +119,7 @@ class GroupScoring:
         self._order[scored] = next(self._numbers)
         try:
             scored.set_result(self._score(prompts, [future.result() for future in sampled]))
+        # SystemExit of a reward function too: a future without a result would be waited for forever.
         except BaseException as error:
             scored.set_exception(error)
 
@@ -161,14 +163,14 @@ def score_completions(
     A completion that has a reward keeps it: the reward function and its shaping apply to the others only.
 
     Args:
-        scorer: reward of the run.
-        prompts: one prompt per group.
-        completions: the same number for each prompt, siblings side by side.
-        is_batch: see ``RewardScorer.score``.
+        scorer: Reward of the run.
+        prompts: One prompt per group.
+        completions: The same number for each prompt, siblings side by side.
+        is_batch: See ``RewardScorer.score``.
         on_failure: Called with the failed results and the number of all results, if any failed.
 
     Raises:
-        RewardError: see ``RewardScorer.score``.
+        RewardError: See ``RewardScorer.score``.
     """
     siblings = len(completions) // max(1, len(prompts))
     repeated_prompts = [prompt for prompt in prompts for _ in range(siblings)]

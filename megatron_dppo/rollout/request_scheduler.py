@@ -22,10 +22,10 @@ def sampling_params(
     """Return the sampling parameters of ``[rollout]`` or ``[eval]``.
 
     Args:
-        settings: section of the configuration.
-        max_new_tokens: limit of a response.
-        seed: seed of the run.
-        recorded: fields of ``SamplingParams`` that select what is recorded beside tokens and log-probabilities.
+        settings: Section of the configuration.
+        max_new_tokens: Limit of a response.
+        seed: Seed of the run.
+        recorded: Fields of ``SamplingParams`` that select what is recorded beside tokens and log-probabilities.
     """
     return SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -43,10 +43,11 @@ def sampling_seed(seed: int, purpose: str, step: int, dp_rank: int) -> int:
 
     Args:
         seed: ``run.seed``.
-        purpose: name that distinguishes the random numbers of one step.
-        step: rollout step.
-        dp_rank: data-parallel rank.
+        purpose: Name that distinguishes the random numbers of one step.
+        step: Rollout step.
+        dp_rank: Data-parallel rank.
     """
+    # A string is seeded by its SHA-512, equal in every process; ``hash`` of a string is not.
     return random.Random(f"{seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)
 
 
@@ -61,13 +62,13 @@ class RequestScheduler:
     """Submits groups to this rank's engine.
 
     Args:
-        rollout: group sizes, and which groups may be canceled or carried to a later step.
-        params: sampling parameters of the run; the seeds of requests derive from its seed.
-        prompts: prompt stream of the run.
+        rollout: Group sizes, and which groups may be canceled or carried to a later step.
+        params: Sampling parameters of the run; the seeds of requests derive from its seed.
+        prompts: Prompt stream of the run.
         engine: None on ranks that receive their rollouts from the leader of their model-parallel group.
-        scoring: thread that scores sampled groups.
-        dp_rank: data-parallel rank.
-        one_by_one: submit each group by itself, so that a step may take single groups.
+        scoring: Thread that scores sampled groups.
+        dp_rank: Data-parallel rank.
+        one_by_one: Submit each group by itself, so that a step may take single groups.
         leads: False where the engine belongs to another rank too, which then scores the groups of both.
     """
 
@@ -102,10 +103,10 @@ class RequestScheduler:
         """Submit the groups of some prompts.
 
         Args:
-            step: rollout step that the groups are for.
-            sampled_at: number of rollout steps done.
+            step: Rollout step that the groups are for.
+            sampled_at: Number of rollout steps done.
             slots: prompts.
-            enough: number of complete groups that are needed; the configuration decides if the others are canceled.
+            enough: Number of complete groups that are needed; the configuration decides if the others are canceled.
             attempt: 0, or the number of the refill round.
         """
         if not self._one_by_one:

@@ -72,6 +72,7 @@ class GrowingColumn:
         """All rows so far."""
         if not self._parts:
             return self._empty
+        # Joined on access only: a response of many turns would otherwise copy all of its rows at each turn.
         self._parts = [self.column.join(self._parts)]
         return self._parts[0]
 
@@ -145,11 +146,11 @@ class GrowingResponse:
     """The response to one prompt as far as it is known. Appended tokens never change.
 
     Args:
-        prompt: token ids of the prompt. Shape [P].
-        topk: number of recorded Top-K entries; 0 records none.
-        routing: shape of the recorded routes; None records none.
-        sampling_mask: record the token ids that the sampling filters allowed.
-        columns: shapes of further recorded columns, see ``types.token_columns.requested_columns``.
+        prompt: Token ids of the prompt. Shape [P].
+        topk: Number of recorded Top-K entries; 0 records none.
+        routing: Shape of the recorded routes; None records none.
+        sampling_mask: Record the token ids that the sampling filters allowed.
+        columns: Shapes of further recorded columns, see ``types.token_columns.requested_columns``.
     """
 
     def __init__(
@@ -206,10 +207,11 @@ class GrowingResponse:
         """Continue from a snapshot of a response to the same prompt.
 
         Raises:
-            ValueError: the snapshot lacks a column that is recorded here, or has it in another shape.
+            ValueError: The snapshot lacks a column that is recorded here, or has it in another shape.
         """
         columns = {name: getattr(state, name) for name in self._optional}
         missing = [column.column.title for name, column in self._optional.items() if not column.fits(columns[name])]
+        # A snapshot without tokens may come from a request that recorded other columns: nothing is lost.
         if len(state.token_ids) and missing:
             raise ValueError(
                 f"a response of {len(state.token_ids)} tokens without the Top-K, routes or sampling masks of this run; "
@@ -260,11 +262,11 @@ class GrowingResponse:
         """Return the request that continues this response.
 
         Args:
-            request_id: identifier of the request.
-            params: parameters of the response; ``seed`` is the seed of this request.
-            stop_token_ids: end tokens in addition to the server's own.
-            limit: maximum number of new tokens.
-            prompt_routes: request the routes of the prompt's tokens if none are known. Those of its last token are
+            request_id: Identifier of the request.
+            params: Parameters of the response; ``seed`` is the seed of this request.
+            stop_token_ids: End tokens in addition to the server's own.
+            limit: Maximum number of new tokens.
+            prompt_routes: Request the routes of the prompt's tokens if none are known. Those of its last token are
                 always requested: the model reads it anew for each response.
         """
         num_routes = self._num_routes()
@@ -281,9 +283,10 @@ class GrowingResponse:
         """Append a server's response to ``next_request``.
 
         Raises:
-            ValueError: the generation lacks the Top-K, the routes or the sampling masks of its tokens.
+            ValueError: The generation lacks the Top-K, the routes or the sampling masks of its tokens.
         """
         count = len(generation.token_ids)
+        # Counted without a token too, because the seed of the next request depends on it.
         self.parts += 1
         if not count:
             return
@@ -314,7 +317,7 @@ class GrowingResponse:
         """Return the response as a completion.
 
         Raises:
-            ValueError: none of its tokens was sampled.
+            ValueError: None of its tokens was sampled.
         """
         if not self._spans:
             raise ValueError(f"a response of {len(self.tokens)} tokens, none of them sampled")
@@ -324,6 +327,7 @@ class GrowingResponse:
             token_ids=self._token_ids(),
             logprobs=self._logprobs.tensor,
             finish_reason=reason,
+            # The newest version; ``policy_versions`` below has all of them.
             policy_version=max(span.policy_version for span in self._spans),
             text=decode_response(tokenizer, self.tokens.tolist()),
             policy_versions=tuple(self._spans),

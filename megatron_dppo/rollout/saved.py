@@ -99,6 +99,7 @@ class SchedulerState:
         for (step, sampled_at), alike in groupby(ordered, key=lambda each: (each.step, each.sampled_at)):
             merged = list(alike)
             slots = sorted(slot for each in merged for slot in each.slots)
+            # Submissions of single groups stay single, because a step takes them one by one.
             one_by_one = max(len(each.slots) for each in merged) == 1
             for rank, share in enumerate(_split_evenly(slots, dp)):
                 parts = [[slot] for slot in share] if one_by_one else [share]
@@ -133,13 +134,13 @@ def describe_incompatibility(
     """Return why this run cannot train on the groups of a checkpoint, or an empty string if it can.
 
     Args:
-        state: scheduler state of the checkpoint.
-        saved_config: configuration of the run that wrote it, as JSON.
-        train: staleness and routes of this run.
-        data: section of this run, which must equal the saved one, like the next three.
-        rollout: section of this run.
-        agent: section of this run.
-        reward: section of this run.
+        state: Scheduler state of the checkpoint.
+        saved_config: Configuration of the run that wrote it, as JSON.
+        train: Staleness and routes of this run.
+        data: Section of this run, which must equal the saved one, like the next three.
+        rollout: Section of this run.
+        agent: Section of this run.
+        reward: Section of this run.
     """
     submissions = [each for submissions in state.submissions for each in submissions]
     if any(each.step - each.sampled_at > train.max_staleness for each in submissions):
@@ -172,7 +173,7 @@ def load_rollouts(
     With the data-parallel size of the checkpoint, these are the rollouts of ``dp_rank``, otherwise those of all ranks.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the data set has changed.
+        CheckpointError: A file is missing or damaged, or the data set has changed.
     """
     saved_ranks = [dp_rank] if dp == state.dp else range(state.dp)
     rollouts: dict[int, StoredRollouts] = {}

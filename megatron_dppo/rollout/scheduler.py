@@ -32,18 +32,18 @@ class RolloutScheduler:
     """Submits prompts, has them sampled and scored, and returns the groups of each step.
 
     Args:
-        rollout: configuration of the rollouts.
-        params: see ``RequestScheduler``.
-        prompts: prompt stream of the run.
-        groups: process groups of this rank.
-        dp_rank: data-parallel rank.
-        dp: data-parallel size.
+        rollout: Configuration of the rollouts.
+        params: See ``RequestScheduler``.
+        prompts: Prompt stream of the run.
+        groups: Process groups of this rank.
+        dp_rank: Data-parallel rank.
+        dp: Data-parallel size.
         engine: None on ranks that receive their rollouts from the leader of their model-parallel group.
-        scorer: reward of the run.
-        num_steps: number of steps of the run; nothing is sampled for later ones.
-        max_staleness: maximum age of the weights in rollout steps.
-        rank_columns: columns that each rank of this replica reads.
-        leads: see ``RequestScheduler``.
+        scorer: Reward of the run.
+        num_steps: Number of steps of the run; nothing is sampled for later ones.
+        max_staleness: Maximum age of the weights in rollout steps.
+        rank_columns: Columns that each rank of this replica reads.
+        leads: See ``RequestScheduler``.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class RolloutScheduler:
             if not any(missing):
                 break
             sampled += self._finish(self._submit(step, step, missing, attempt), clock, "rollout")
+        # Requests that do not survive an update are sampled ahead only now, after everything that this step needs.
         self._submit_ahead(step)
         num_carried = len(self._waiting[self._dp_rank])
         return select_rollouts(sampled, self._share, self._ages, canceled=self._num_canceled, num_carried=num_carried)
@@ -153,7 +154,7 @@ class RolloutScheduler:
         Returns at once if requests continue with the new weights, and otherwise when nothing is in flight.
 
         Raises:
-            Exception: the exception that sampling or scoring raised in the background.
+            Exception: The exception that sampling or scoring raised in the background.
         """
         if self._survives_updates:
             return
@@ -185,6 +186,7 @@ class RolloutScheduler:
                 continue
             assert submission.scored is not None
             for position, group in zip(positions, submission.scored.result(), strict=True):
+                # None: the group was canceled. Its tokens are held if it is carried to a later step.
                 contents[position] = unfinished.get(position) if group is None else group
         contents |= {slot.position: unfinished.get(slot.position) for slot in self._waiting[self._dp_rank]}
         return [StoredRollouts(position, self._prompts[position], content) for position, content in contents.items()]
@@ -193,8 +195,8 @@ class RolloutScheduler:
         """Continue from a checkpoint, before the first step.
 
         Args:
-            state: state for the data-parallel size of this run.
-            contents: stored rollouts by position; empty on ranks without an engine.
+            state: State for the data-parallel size of this run.
+            contents: Stored rollouts by position; empty on ranks without an engine.
         """
         self.cursor = state.cursor
         self._next_step = state.next_step
@@ -202,6 +204,8 @@ class RolloutScheduler:
         self._ages.restore(state.ages)
         self._submissions = [_restored(saved, contents) for saved in state.submissions[self._dp_rank]]
         if self._engine is not None:
+            # ``collect`` submits these again, and the engine continues their tokens. Scored submissions need no
+            # engine.
             resubmitted = [slot for each in self._submissions if each.scored is None for slot in each.slots]
             positions = [slot.position for slot in (*resubmitted, *self._waiting[self._dp_rank])]
             states = {position: _group_state(contents[position]) for position in positions if position in contents}
@@ -251,7 +255,9 @@ class RolloutScheduler:
             canceled = [slot for slot, group in zip(slots, groups, strict=True) if group is None]
             carried = [slot for step, slot in canceled if self._requests.carried_positions(step, [slot])]
             self._num_canceled += len(canceled) - len(carried)
+            # A collective of the data-parallel ranks: they share one cursor, so each must know what the others carry.
             carried_by_rank = all_gather_objects(carried, self._groups.dp)
+            # Carried prompts go first: they hold tokens, which get older with each step.
             self._waiting = [[*new, *old] for new, old in zip(carried_by_rank, self._waiting, strict=True)]
         return [group for group in groups if group is not None]
 
@@ -262,6 +268,7 @@ class RolloutScheduler:
         later ones come in the order of the stream, or of completion. So each group is trained on in its step, or one
         later.
         """
+        # Which groups are scored by now is a matter of timing, so one rank of the replica decides for all.
         positions = broadcast_object(lambda: self._wait_for_positions(step, clock), self._groups.replica)
         by_position = {each.slots[0].position: each for each in self._submissions}
         taken = [by_position.pop(position) for position in positions]
@@ -288,6 +295,7 @@ class RolloutScheduler:
                 if not self._by_completion:
                     # In the order of the stream, a group is ready only if all before it are.
                     ready = list(takewhile(set(ready).__contains__, later))
+                # Due groups are taken whatever their rewards are, so that none waits for more than one step.
                 taken = list(due)
                 usable = sum(map(self._is_usable, due))
                 for submission in ready:
@@ -318,6 +326,7 @@ def _restored(saved: SavedSubmission, contents: Mapping[int, StoredRollouts]) ->
     """Return a submission of a checkpoint: scored if all its groups are complete, otherwise to be resubmitted."""
     stored = [contents.get(slot.position) for slot in saved.slots]
     groups = [each.content for each in stored if each is not None and isinstance(each.content, RolloutGroup)]
+    # One incomplete group reopens the submission; its complete groups become finished responses (``_group_state``).
     if not groups or len(groups) < len(stored):
         return Submission(saved.step, saved.sampled_at, saved.slots)
     scored: ScoredFuture = Future()

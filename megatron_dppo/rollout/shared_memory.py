@@ -54,11 +54,11 @@ class SharedBucket:
     """Bytes that other processes may read until ``free``.
 
     Args:
-        data: bytes that fill their whole storage and are not written any more. Shape [num_bytes], uint8.
-        readers: number of processes that open the memory on a CPU; on a GPU it is one.
+        data: Bytes that fill their whole storage and are not written any more. Shape [num_bytes], uint8.
+        readers: Number of processes that open the memory on a CPU; on a GPU it is one.
 
     Raises:
-        RuntimeError: this memory cannot be shared.
+        RuntimeError: This memory cannot be shared.
     """
 
     def __init__(self, data: Tensor, readers: int) -> None:
@@ -83,7 +83,7 @@ class SharedBucket:
         """Release the memory.
 
         Args:
-            taken: the reader has finished. On a GPU torch keeps the memory until the reader has reported so, which
+            taken: The reader has finished. On a GPU torch keeps the memory until the reader has reported so, which
                 never happens if it died before; with False this process reports it.
         """
         handle = self.handle

@@ -48,7 +48,7 @@ def save_groups(path: Path, groups: Sequence[StoredRollouts]) -> None:
     """Write groups with every field of every class, except for the prompts.
 
     Raises:
-        TypeError: a field has a type that cannot be saved.
+        TypeError: A field has a type that cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     tree = [
@@ -70,11 +70,11 @@ def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[StoredRo
     """Read what ``save_groups`` wrote.
 
     Args:
-        path: file to read.
-        prompt_at: returns the prompt at a position of the stream.
+        path: File to read.
+        prompt_at: Returns the prompt at a position of the stream.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or the prompts have changed.
+        CheckpointError: The file is missing or damaged, or the prompts have changed.
     """
     try:
         tensors = load_file(path)
@@ -170,6 +170,7 @@ def _as_tensor(value: tuple[Any, ...]) -> Tensor | None:
         if len({len(row) for row in value}) > 1:
             return None
         numbers = tuple(number for row in value for number in row)
+    # By exact type: 1, 1.0 and True are equal, and a tuple that mixes them would not come back as it was.
     kinds = {type(number) for number in numbers}
     dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None
     return None if dtype is None else torch.tensor(value, dtype=dtype)

@@ -67,11 +67,11 @@ class Turns:
     """One response in progress, as a user function sees it.
 
     Args:
-        prompt: prompt of the response.
-        response: tokens of the response; recorded ones are replayed.
-        params: sampling parameters; ``max_new_tokens`` limits the whole response, added tokens included.
-        tokenizer: tokenizer of the model.
-        sample: function that extends the response.
+        prompt: Prompt of the response.
+        response: Tokens of the response; recorded ones are replayed.
+        params: Sampling parameters; ``max_new_tokens`` limits the whole response, added tokens included.
+        tokenizer: Tokenizer of the model.
+        sample: Function that extends the response.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Turns:
         Returns an empty turn with ``length`` if no token is left.
 
         Raises:
-            ServerError: no server responded.
+            ServerError: No server responded.
         """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
         start = self._branch.position
@@ -143,6 +143,7 @@ class Turns:
             end = start
         if recorded is None:
             reason = await self._sample(limit - (end - start), stop)
+            # Canceled. The exception unwinds the user's function, which runs anew when the response continues.
             if reason is None:
                 raise TurnsStopped
             recorded = (len(response.tokens), reason)
@@ -174,13 +175,14 @@ class Turns:
         """Return the response.
 
         Args:
-            reward: reward of the response. None: the reward function is called.
-            fields: other fields of ``Completion``.
+            reward: Reward of the response. None: the reward function is called.
+            fields: Other fields of ``Completion``.
 
         Raises:
-            ValueError, TypeError: nothing was sampled, or the reward is no finite float32.
+            ValueError, TypeError: Nothing was sampled, or the reward is no finite float32.
         """
         reward = None if reward is None else check_reward(reward)
+        # Recorded tokens that the function did not ask for this time are no part of the response.
         self.response.truncate(self._branch.position)
         completion = self.response.completion(self._branch.finish_reason, self.tokenizer)
         self.completion = replace(completion, reward=reward, **fields)
@@ -191,7 +193,7 @@ def check_reward(value: object) -> float:
     """Return a reward as a float.
 
     Raises:
-        ValueError, TypeError: it is no number, or not finite in float32, in which advantages are computed.
+        ValueError, TypeError: It is no number, or not finite in float32, in which advantages are computed.
     """
     if isinstance(value, Mapping):
         raise TypeError(f"the reward must be a number, got {short_repr(value)}")
@@ -202,7 +204,7 @@ def load_generate(name: str) -> GenerateFunction:
     """Return the function that ``rollout.generate`` names.
 
     Raises:
-        GenerateError: the function cannot be imported, is not ``async def``, or does not take two arguments.
+        GenerateError: The function cannot be imported, is not ``async def``, or does not take two arguments.
     """
     try:
         function = load_function(name, "rollout.generate")
@@ -223,8 +225,8 @@ async def call_generate(function: GenerateFunction, turns: Turns) -> Completion:
     """Run a user function.
 
     Raises:
-        GenerateError: it raised an exception, or did not return ``turns.finish()``.
-        ServerError: no server responded.
+        GenerateError: It raised an exception, or did not return ``turns.finish()``.
+        ServerError: No server responded.
     """
     name = f"rollout.generate: {getattr(function, '__name__', function)}"
     try:

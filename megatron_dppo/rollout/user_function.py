@@ -26,17 +26,17 @@ async def run_user_function(
     """Run a user function until its response is complete or canceled.
 
     Args:
-        function: the user function.
-        sample: the response; ``sample.response`` is replaced when the function starts another branch.
-        params: sampling parameters of the complete response.
-        tokenizer: decodes the tokens of each turn.
-        sample_tokens: extends ``sample.response`` by one turn.
+        function: The user function.
+        sample: The response; ``sample.response`` is replaced when the function starts another branch.
+        params: Sampling parameters of the complete response.
+        tokenizer: Decodes the tokens of each turn.
+        sample_tokens: Extends ``sample.response`` by one turn.
 
     Returns:
         The completion; None if a turn was canceled.
 
     Raises:
-        GenerateError: the function failed.
+        GenerateError: The function failed.
     """
     was_canceled = False
 

@@ -41,14 +41,14 @@ def save_adapter(
     The stream is consumed to its end in any case. The first rank holds all of it, and warns if PEFT cannot read it.
 
     Args:
-        target: folder to write.
-        adapters: full tensors by PEFT's names, the same on all ranks.
-        lora: rank, scale and targets.
-        base: folder of the base model, or its name on the hub.
-        group: ranks that call this together.
+        target: Folder to write.
+        adapters: Full tensors by PEFT's names, the same on all ranks.
+        lora: Rank, scale and targets.
+        base: Folder of the base model, or its name on the hub.
+        group: Ranks that call this together.
 
     Raises:
-        DiskError: on all ranks, if the first one cannot write.
+        DiskError: On all ranks, if the first one cannot write.
     """
     stream = iter(adapters)
     leads = is_leader(group)
@@ -111,7 +111,7 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
     """Write the two files and sync them to disk.
 
     Raises:
-        DiskError: the disk is full or cannot be written.
+        DiskError: The disk is full or cannot be written.
     """
     partial = target.with_name(target.name + ".partial")
     with disk_errors(target, _WHAT):
@@ -133,11 +133,11 @@ def fuse_adapter(source: Path, target: Path) -> None:
 
     Args:
         source: hf-adapter/ of a run.
-        target: new folder.
+        target: New folder.
 
     Raises:
         CheckpointError: ``source`` has no adapters.
-        DiskError: the folder cannot be written.
+        DiskError: The folder cannot be written.
     """
     weights = source / ADAPTER_FILE
     if not weights.is_file():
@@ -152,7 +152,7 @@ def fuse_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tu
     PEFT 0.18 expects ``[experts, in, out]`` but the parameter is ``[experts, out, in]``, so A and B change their names.
 
     Args:
-        tensors: adapters by PEFT's names, one pair per expert.
+        tensors: Adapters by PEFT's names, one pair per expert.
         config: PEFT configuration.
 
     Returns:
@@ -175,7 +175,9 @@ def fuse_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tu
             if projections & set(parts):
                 prefix = base_layer if "down" in projections else ""
                 fused = [_fuse_pairs({p: pairs[e, p] for p in parts if p in projections}, parts) for e in experts]
+                # B becomes PEFT's A, [experts * n * rank, out]: the expert varies slowest.
                 result[f"{layer}.{prefix}lora_A.weight"] = torch.cat([b.t() for b, _ in fused]).contiguous()
+                # A becomes PEFT's B, [in, n * rank * experts]: the expert varies fastest.
                 rows = torch.stack([a for _, a in fused]).permute(2, 1, 0)
                 result[f"{layer}.{prefix}lora_B.weight"] = rows.flatten(1).contiguous()
     modules = {name.split(".")[-3] for name in result}

@@ -35,10 +35,10 @@ class AdapterProof:
     """Proof for each server, repeated after a restart of the server.
 
     Args:
-        trainer: policy with adapters.
-        sync: weight sync on rank 0; None on all others.
-        probe: probe of the servers.
-        proves_base: also compare digests of the base model.
+        trainer: Policy with adapters.
+        sync: Weight sync on rank 0; None on all others.
+        probe: Probe of the servers.
+        proves_base: Also compare digests of the base model.
     """
 
     def __init__(self, trainer: PolicyTrainer, sync: WeightSync | None, probe: Probe, *, proves_base: bool) -> None:
@@ -52,7 +52,7 @@ class AdapterProof:
         """Prove the servers of an attempt that are not proved yet.
 
         Args:
-            result: result of the attempt, the same on all ranks.
+            result: Result of the attempt, the same on all ranks.
             new_urls: URLs of the servers that got the adapters in it.
 
         Returns:
@@ -79,6 +79,8 @@ class AdapterProof:
         return result, findings
 
     def _prove_base(self, urls: Sequence[str]) -> SyncResult:
+        # With an overlapped gather, Megatron completes the parameters only for the next forward pass. The export
+        # would read old ones.
         self._trainer.optimizer.finish_overlapped_gather()
         base = self._trainer.bridge.export(Tensor.detach)
         result = self._run_on_leader(base, lambda sync: sync.prove_base(base, urls))

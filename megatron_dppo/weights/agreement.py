@@ -98,12 +98,12 @@ def better_explanation(
     """Return the meaning that explains reported log-probabilities at least twice as well as the expected one, or None.
 
     Args:
-        reported: log-probabilities of each response. Shape [R] or [R, K].
-        computed: expected log-probabilities.
-        raw: log-probabilities at temperature 1.
-        neighbors: log-probabilities like ``computed`` whose rows are compared for neighboring tokens; a shift must fit
+        reported: Log-probabilities of each response. Shape [R] or [R, K].
+        computed: Expected log-probabilities.
+        raw: Log-probabilities at temperature 1.
+        neighbors: Log-probabilities like ``computed`` whose rows are compared for neighboring tokens; a shift must fit
             better than the rows of the tokens themselves.
-        floor: distances below it need no explanation.
+        floor: Distances below it need no explanation.
     """
     left = _flatten(reported)
     right = _flatten(computed)
@@ -146,8 +146,8 @@ def missing_from_best(computed: Array, best: Array) -> float:
     Ties, and ids that are equal except for rounding, make no difference.
 
     Args:
-        computed: the trainer's log-probabilities at the server's Top-K ids. Shape [R, K].
-        best: the trainer's own Top-K log-probabilities. Shape [R, K].
+        computed: The trainer's log-probabilities at the server's Top-K ids. Shape [R, K].
+        best: The trainer's own Top-K log-probabilities. Shape [R, K].
     """
     return float((np.sort(best, 1) - np.sort(computed, 1)).mean())
 

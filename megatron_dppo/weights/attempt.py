@@ -32,8 +32,8 @@ class Attempt:
     """State of one update of several servers.
 
     Args:
-        version: version of the new weights.
-        synced: servers that have these weights from an earlier attempt and are not called, by URL.
+        version: Version of the new weights.
+        synced: Servers that have these weights from an earlier attempt and are not called, by URL.
     """
 
     def __init__(self, version: int, synced: Mapping[str, ServerInfo]) -> None:
@@ -61,10 +61,10 @@ class Attempt:
         """Call all servers at once; record failures and each ``ServerInfo`` that a call returns.
 
         Args:
-            servers: servers to call.
-            call: the call.
-            absent: record a server that fails as absent instead of failed.
-            on_failure: called at each failure, while other calls may still be in flight.
+            servers: Servers to call.
+            call: The call.
+            absent: Record a server that fails as absent instead of failed.
+            on_failure: Called at each failure, while other calls may still be in flight.
         """
 
         async def call_one(server: InferenceServer) -> object:

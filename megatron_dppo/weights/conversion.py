@@ -98,6 +98,7 @@ class Converter:
             if name not in expected:
                 differences.append(f"{name} is not in {self.hf_folder}")
                 continue
+            # Exact if the model has the folder's dtype, or a wider one.
             original = source[name].to(tensor.dtype)
             if original.shape != tensor.shape:
                 differences.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(original.shape)}")
@@ -157,7 +158,7 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     """Build the model of a Hugging Face folder on the layout of the running processes (torchrun, or one process).
 
     Raises:
-        UserError: the folder is unusable, or the layout does not fit.
+        UserError: The folder is unusable, or the layout does not fit.
     """
     from megatron_dppo.mcore.compat.shims import apply_shims
 

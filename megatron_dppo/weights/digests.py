@@ -78,6 +78,7 @@ def _target_slot(name: str) -> _TargetSlot:
         kind = match["kind"]
         if match["part"] == "down":
             return _TargetSlot(f"{prefix}.w2_{kind}", f"{prefix}.*.down_proj.{kind}", index, None, "columns")
+        # gate and up alternate in w13: slot 0 is the gate of expert 0, slot 1 its up, slot 2 the gate of expert 1.
         slot = 2 * index + (match["part"] == "up")
         return _TargetSlot(f"{prefix}.w13_{kind}", f"{prefix}.*.{{gate,up}}_proj.{kind}", slot, None, "rows")
     if match := _MLP.fullmatch(name):
@@ -129,8 +130,8 @@ class StreamDigests:
     """Digests that servers of some layouts must have after a stream of weights.
 
     Args:
-        layouts: layouts of the servers; equal ones are computed once.
-        kv_heads: number of key and value heads of the model; a server with more ranks replicates them.
+        layouts: Layouts of the servers; equal ones are computed once.
+        kv_heads: Number of key and value heads of the model; a server with more ranks replicates them.
     """
 
     def __init__(self, layouts: Iterable[WeightLayout], kv_heads: int) -> None:
@@ -159,6 +160,7 @@ class StreamDigests:
                 parts.add(0, tensor.detach())
                 combined.update(f"{name} {parts.hexdigest()} ".encode())
         slot = _target_slot(name)
+        # A rank of a server reports its own shard, so each rank of each layout has a digest of its own.
         for algorithm, tp_size in self._kinds:
             for rank in range(tp_size):
                 part = self._part(tensor.detach(), slot.shard, rank, tp_size)
@@ -222,6 +224,7 @@ def _is_reordered(sent_as: str) -> bool:
 
 def _vocabulary_part(tensor: Tensor, rank: int, size: int) -> Tensor:
     """Return the vocabulary rows of one rank, with zeros as padding."""
+    # Below, -(-a // b) is a / b rounded up.
     multiple = _VOCABULARY_MULTIPLE
     # Servers pad to a multiple of the ranks as well, if the usual padding cannot be split evenly.
     if -(-len(tensor) // multiple) * multiple % size:

@@ -43,18 +43,18 @@ def save_hf_folder(
     quantized already keep their dtypes.
 
     Args:
-        target: folder on a file system that all ranks of ``group`` see.
-        source: folder with ``config.json`` and the tokenizer.
-        weights: full tensors by Hugging Face name, the same on all ranks.
-        dtype: dtype to write. None: every tensor keeps its dtype, and config.json its entry.
-        config: content of config.json. None: that of ``source``.
-        group: ranks that call this together; file k is written by rank k modulo their number. None: this rank alone.
-        max_shard_bytes: size of one file; a larger tensor gets a file of its own.
-        quantization: quantization of the weights after they are rounded to ``dtype``. None: not quantized.
+        target: Folder on a file system that all ranks of ``group`` see.
+        source: Folder with ``config.json`` and the tokenizer.
+        weights: Full tensors by Hugging Face name, the same on all ranks.
+        dtype: Dtype to write. None: every tensor keeps its dtype, and config.json its entry.
+        config: Content of config.json. None: that of ``source``.
+        group: Ranks that call this together; file k is written by rank k modulo their number. None: this rank alone.
+        max_shard_bytes: Size of one file; a larger tensor gets a file of its own.
+        quantization: Quantization of the weights after they are rounded to ``dtype``. None: not quantized.
 
     Raises:
-        DiskError: on all ranks, if one of them cannot write.
-        CheckpointError: the format of ``quantization`` cannot hold a weight.
+        DiskError: On all ranks, if one of them cannot write.
+        CheckpointError: The format of ``quantization`` cannot hold a weight.
     """
     target = Path(target)
     partial = target.with_name(target.name + ".partial")
@@ -68,6 +68,7 @@ def save_hf_folder(
         quantization_config = None if quantization is None else quantization.config(writer.names())
         run_on_leader(lambda: _publish(writer, partial, target, quantization_config), group)
     finally:
+        # The stream is a collective: a rank that failed must still take every tensor, or the others wait for it.
         drain(stream)
         writer.close()
 
@@ -104,6 +105,7 @@ def _write_config(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for file in source.iterdir():
+            # Not the index of the source's weights: ``write_index`` makes the one of the new files.
             if file.is_file() and file.suffix in COPIED and "safetensors" not in file.name:
                 shutil.copyfile(file, partial / file.name)
         written = dict(json.loads((partial / "config.json").read_text()) if config is None else config)
@@ -149,6 +151,7 @@ class _FileWriter:
 
     def write(self, weights: WeightStream) -> None:
         """Write the tensors of the stream that belong to this rank's files."""
+        # Every rank counts all files, so that numbers and index agree without communication.
         number = 0
         file_bytes = 0
         for name, tensor in weights:

@@ -43,7 +43,7 @@ class MemorySharing:
         """Return the stream of one attempt, a collective from its first tensor to ``SharedStream.end``.
 
         Args:
-            weights: full tensors by Hugging Face name, on all ranks.
+            weights: Full tensors by Hugging Face name, on all ranks.
         """
         rank = 0 if self.group is None else dist.get_rank(self.group)
         readers = [owner for owners in self.owners.values() for owner in owners].count(rank)
@@ -67,10 +67,10 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
     does that only runs the stream to its end. ``end`` is the last meeting.
 
     Args:
-        weights: tensors to send, the same on all ranks.
-        limit: maximum size of a bucket in bytes; a larger tensor is a bucket by itself.
-        readers: number of server ranks that read this rank's buckets; 0 shares none.
-        group: group of all ranks.
+        weights: Tensors to send, the same on all ranks.
+        limit: Maximum size of a bucket in bytes; a larger tensor is a bucket by itself.
+        readers: Number of server ranks that read this rank's buckets; 0 shares none.
+        group: Group of all ranks.
     """
 
     def __init__(self, weights: Weights, limit: int, readers: int, group: ProcessGroup | None) -> None:
@@ -108,7 +108,7 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
         The previous bucket is freed here, so rank 0 must call this only after the servers have read it.
 
         Args:
-            tensors: tensors of the bucket, the widest dtypes first; an empty list shares nothing.
+            tensors: Tensors of the bucket, the widest dtypes first; an empty list shares nothing.
 
         Returns:
             For each rank its handle, the reason why it has none, or None where no server reads it.
@@ -156,8 +156,8 @@ class SharedBuckets:
     """Buckets of a shared stream; after each tensor, the other tasks of the event loop run.
 
     Args:
-        weights: iterator over ``stream``, perhaps through another one that computes digests.
-        stream: shared stream, whose buckets are shared one by one.
+        weights: Iterator over ``stream``, perhaps through another one that computes digests.
+        stream: Shared stream, whose buckets are shared one by one.
     """
 
     def __init__(self, weights: Weights, stream: SharedStream) -> None:
@@ -181,8 +181,8 @@ class HandleTransfer:
     """Transfer on rank 0: the servers read one bucket while the next is gathered.
 
     Args:
-        servers: all servers of the run.
-        sharing: ranks whose memory each server reads.
+        servers: All servers of the run.
+        sharing: Ranks whose memory each server reads.
     """
 
     def __init__(self, servers: Sequence[InferenceServer], sharing: MemorySharing) -> None:
@@ -193,9 +193,9 @@ class HandleTransfer:
         """Send the weights to the paused servers, from ``begin_update`` to ``end_update``.
 
         Args:
-            weights: iterator over ``stream``, perhaps through another one that computes digests.
-            stream: shared stream.
-            attempt: records the servers that fail.
+            weights: Iterator over ``stream``, perhaps through another one that computes digests.
+            stream: Shared stream.
+            attempt: Records the servers that fail.
         """
         for server in attempt.remaining(self._servers):
             num_ranks = attempt.infos[server.url].world_size
@@ -226,6 +226,7 @@ class HandleTransfer:
         handles = stream.share(tensors)
         server_handles: dict[str, list[Handle]] = {}
         for server in attempt.remaining(self._servers):
+            # A handle is a NamedTuple. A string is the reason why a rank has none.
             shared = [(rank, handles[rank]) for rank in self._owners[server.url]]
             server_handles[server.url] = [handle for _, handle in shared if isinstance(handle, tuple)]
             if problems := sorted({f"rank {rank}: {why}" for rank, why in shared if not isinstance(why, tuple)}):

@@ -30,7 +30,7 @@ class WeightProofs:
     """Records of all servers of a run, by URL.
 
     Args:
-        num_kv_heads: number of key and value heads of the model.
+        num_kv_heads: Number of key and value heads of the model.
     """
 
     def __init__(self, num_kv_heads: int) -> None:
@@ -45,9 +45,9 @@ class WeightProofs:
         """Start the proof of a sync, before anything is sent to the paused servers.
 
         Args:
-            servers: servers that get the weights.
-            attempt: records the servers that fail.
-            is_retry: the previous attempt sent the same weights; a server that failed then is compared with its digests
+            servers: Servers that get the weights.
+            attempt: Records the servers that fail.
+            is_retry: The previous attempt sent the same weights; a server that failed then is compared with its digests
                 from before that attempt.
             sends: False if nothing will be sent; a server then has no digests of tensors as they were loaded.
         """
@@ -94,7 +94,7 @@ class SyncProof:
         """Pass the stream through and compute digests. Nothing may write into its tensors later.
 
         Args:
-            weights: tensors in the dtype that is sent.
+            weights: Tensors in the dtype that is sent.
         """
         return self._stream.watch(weights)
 

@@ -37,8 +37,8 @@ async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list
         Notes for the user about servers that may still hold memory.
 
     Raises:
-        PublishError: a server refuses, so that training beside it would run out of memory.
-        ConfigError: a server was started without the flags that this needs.
+        PublishError: A server refuses, so that training beside it would run out of memory.
+        ConfigError: A server was started without the flags that this needs.
     """
     pending = list(servers)
     failed = dict[str, ServerError]()
@@ -158,13 +158,13 @@ class ServerPublisher:
     ``rollout.servers.unavailable_timeout_seconds`` for one that is being restarted.
 
     Args:
-        trainer: policy whose weights are published.
-        engine: engine of this rank; None on ranks that receive their rollouts from another rank.
-        sync: weight sync on rank 0; None on all others.
-        rollout: attempts, probes and patience.
-        probe: probe of the servers after a sync.
-        sharing: shared memory of the method ``ipc``, the same on all ranks; None with other methods.
-        adapters: proof for the method ``adapter``; None with other methods.
+        trainer: Policy whose weights are published.
+        engine: Engine of this rank; None on ranks that receive their rollouts from another rank.
+        sync: Weight sync on rank 0; None on all others.
+        rollout: Attempts, probes and patience.
+        probe: Probe of the servers after a sync.
+        sharing: Shared memory of the method ``ipc``, the same on all ranks; None with other methods.
+        adapters: Proof for the method ``adapter``; None with other methods.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class ServerPublisher:
         """See ``Publisher``.
 
         Raises:
-            PublishError: no server got the weights, or those that did sample from other weights.
-            NoUsableServer: no server responds.
+            PublishError: No server got the weights, or those that did sample from other weights.
+            NoUsableServer: No server responds.
         """
         settings = self._rollout.weight_sync
         version = self._trainer.policy_version
@@ -238,8 +238,8 @@ class ServerPublisher:
         Servers get no requests until the next ``publish``.
 
         Raises:
-            PublishError: a server refuses.
-            ConfigError: a server was started without the flags that this needs.
+            PublishError: A server refuses.
+            ConfigError: A server was started without the flags that this needs.
         """
         world = self._trainer.groups.world
         attempts = self._rollout.weight_sync.attempts
@@ -283,6 +283,7 @@ class ServerPublisher:
             self._sharing.open(weights).run()
         else:
             drain(weights)
+        # Rank 0 alone knows who got the weights. The proofs below are collectives, so all ranks must agree on it.
         result = broadcast_object(lambda: result, self._trainer.groups.world)
 
         new_urls = [url for url in result.good if url not in synced]
@@ -301,6 +302,7 @@ class ServerPublisher:
                 raise PublishError("\n".join(findings.wrong.values()))
             self.exclude(findings.wrong)
 
+        # Absent servers are no reason to retry: they are left out at once, and tried again in the next sync.
         needs_retry = bool(result.failed or failed_probe or not result.good)
         return _AttemptOutcome(
             good,

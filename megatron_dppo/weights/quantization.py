@@ -49,8 +49,8 @@ class Quantization:
     """Format of quantized weights, and the weights that have it.
 
     Args:
-        format: format of the numbers.
-        names: weights to quantize, by Hugging Face name. None: the format's usual weights, which are all linear layers
+        format: Format of the numbers.
+        names: Weights to quantize, by Hugging Face name. None: the format's usual weights, which are all linear layers
             of the decoder for ``fp8`` and the routed experts for ``int4``.
     """
 
@@ -67,7 +67,7 @@ class Quantization:
         """Return the ``quantization_config`` of config.json.
 
         Args:
-            names: names of all weights of the model.
+            names: Names of all weights of the model.
         """
         if self.format == "int4":
             return _int4_config()
@@ -86,11 +86,11 @@ def quantize_stream(weights: WeightStream, quantization: Quantization) -> Iterat
     """Stream weights as a quantized folder holds them; other weights pass unchanged.
 
     Args:
-        weights: full tensors by Hugging Face name, ``[out, in]``.
-        quantization: format and weights.
+        weights: Full tensors by Hugging Face name, ``[out, in]``.
+        quantization: Format and weights.
 
     Raises:
-        CheckpointError: a weight is not finite, or the format cannot hold its shape.
+        CheckpointError: A weight is not finite, or the format cannot hold its shape.
     """
     quantize = _quantize_fp8 if quantization.format == "fp8" else _quantize_int4
     for name, tensor in weights:
@@ -120,7 +120,7 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a matrix to FP8 with one scale per block.
 
     Args:
-        weight: matrix ``[out, in]`` of any size; the last blocks may be smaller.
+        weight: Matrix ``[out, in]`` of any size; the last blocks may be smaller.
 
     Returns:
         Numbers ``[out, in]`` in float8_e4m3fn, and fp32 scales ``[ceil(out / 128), ceil(in / 128)]``: number times
@@ -141,7 +141,7 @@ def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a matrix to INT4 with one scale per group.
 
     Args:
-        weight: matrix ``[out, in]`` with ``in`` a multiple of 32.
+        weight: Matrix ``[out, in]`` with ``in`` a multiple of 32.
 
     Returns:
         int8 numbers from -7 to 7 ``[out, in]``, and scales ``[out, in / 32]`` in the dtype of ``weight``: number times

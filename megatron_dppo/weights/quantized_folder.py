@@ -17,13 +17,13 @@ def quantize_folder(source: Path, target: Path, form: Format, dtype: torch.dtype
     """Write a quantized copy, one tensor after the other, and return the number of quantized weights.
 
     Args:
-        source: folder of a model in bf16, fp16 or fp32.
-        target: new folder, written completely or not at all.
-        form: format, see ``Quantization``.
-        dtype: dtype that the weights are rounded to first; weights that are not quantized keep it.
+        source: Folder of a model in bf16, fp16 or fp32.
+        target: New folder, written completely or not at all.
+        form: Format, see ``Quantization``.
+        dtype: Dtype that the weights are rounded to first; weights that are not quantized keep it.
 
     Raises:
-        CheckpointError: the model is unknown or quantized already, or has no weights to quantize.
+        CheckpointError: The model is unknown or quantized already, or has no weights to quantize.
     """
     hf_config = read_hf_config(source)
     model_shape(hf_config)

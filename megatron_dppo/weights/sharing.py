@@ -34,14 +34,14 @@ def find_sharing(
     """Assign ranks to servers; a collective of all ranks.
 
     Args:
-        rollout: configuration with servers and the weight sync method ``ipc``.
-        gpus_per_server: number of GPUs of each server.
-        platform: device of this process.
-        world: group of all ranks.
-        tied: the model's output layer is its embedding.
+        rollout: Configuration with servers and the weight sync method ``ipc``.
+        gpus_per_server: Number of GPUs of each server.
+        platform: Device of this process.
+        world: Group of all ranks.
+        tied: The model's output layer is its embedding.
 
     Raises:
-        ConfigError: a server is not on the trainer's machines or not on its GPUs.
+        ConfigError: A server is not on the trainer's machines or not on its GPUs.
     """
     settings = rollout.weight_sync
     servers = rollout.servers
@@ -90,12 +90,12 @@ def find_owners(
 
     Args:
         urls: URLs of the servers.
-        size: number of GPUs of one server.
-        locations: locations of the trainer's ranks.
-        on_gpus: trainer and servers run on GPUs.
+        size: Number of GPUs of one server.
+        locations: Locations of the trainer's ranks.
+        on_gpus: Trainer and servers run on GPUs.
 
     Raises:
-        ConfigError: a server is on another machine, or there are fewer ranks than GPUs of servers.
+        ConfigError: A server is on another machine, or there are fewer ranks than GPUs of servers.
     """
     owners: dict[str, list[int]] = {}
     used: dict[str, int] = {}

@@ -42,18 +42,18 @@ class WeightSync:
     """Sends the trainer's weights to all servers.
 
     Args:
-        servers: clients that nothing else uses.
-        config: method and sizes.
+        servers: Clients that nothing else uses.
+        config: Method and sizes.
         model_folder: Hugging Face folder whose config and tokenizer ``disk`` copies.
-        weights_folder: folder that ``disk`` and ``adapter`` write to.
-        dtype: dtype that the weights are sent in.
-        device: device of the buckets; CUDA makes the broadcast group an NCCL one.
-        tied: the output layer is the embedding. It is sent under both names: SGLang has a separate output layer for a
+        weights_folder: Folder that ``disk`` and ``adapter`` write to.
+        dtype: Dtype that the weights are sent in.
+        device: Device of the buckets; CUDA makes the broadcast group an NCCL one.
+        tied: The output layer is the embedding. It is sent under both names: SGLang has a separate output layer for a
             tied Qwen3-MoE, which the weights of a tied model alone never fill.
-        transport: broadcast of a bucket to a group. None: a torch process group.
-        sharing: memory that the method ``ipc`` shares, for which all ranks run; None with other methods.
+        transport: Broadcast of a bucket to a group. None: a torch process group.
+        sharing: Memory that the method ``ipc`` shares, for which all ranks run; None with other methods.
         adapter: PEFT configuration of the method ``adapter``, which sends adapters; None with other methods.
-        quantization: quantization of ``model_folder``, which ``disk`` applies to each version. None: not quantized.
+        quantization: Quantization of ``model_folder``, which ``disk`` applies to each version. None: not quantized.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class WeightSync:
         """Run one attempt. Consumes the whole stream in any case, since the other ranks run it too.
 
         Args:
-            weights: full tensors by Hugging Face name.
-            version: version of these weights.
-            synced: servers that have this version from an earlier attempt and are not called.
+            weights: Full tensors by Hugging Face name.
+            version: Version of these weights.
+            synced: Servers that have this version from an earlier attempt and are not called.
         """
         return self._runner.run(self.send_async(weights, version, synced))
 
@@ -113,6 +113,7 @@ class WeightSync:
         """Run ``send`` on the caller's event loop. The methods ``disk`` and ``ipc`` use no thread."""
         attempt = Attempt(version, synced or {})
         attempt.absent |= self._excluded
+        # One call is one attempt, so the same version again is a retry.
         is_retry = self._versions[-1:] == [version]
         if not is_retry:
             self._versions.append(version)
@@ -244,6 +245,7 @@ class WeightSync:
         except (OSError, DiskError, CheckpointError) as error:
             servers = attempt.remaining(self._servers)
             return attempt.fail_all(servers, f"the weights could not be written to {folder}: {error}")
+        # Absolute, because a server has a working directory of its own.
         path = str(folder.resolve())
         is_adapter = self._adapter is not None
 
@@ -252,6 +254,7 @@ class WeightSync:
             return update(path, attempt.version)
 
         await attempt.call_each(attempt.remaining(self._servers), load)
+        # By name, which is by version, since the numbers are padded with zeros.
         for old in sorted(self._folder.glob("version_*"))[:-_RETAINED_FOLDERS]:
             shutil.rmtree(old)
 

@@ -84,10 +84,10 @@ class BroadcastTransfer:
     """The method ``distributed``. The broadcast group persists from sync to sync.
 
     Args:
-        servers: all servers of the run.
-        config: method and sizes.
-        device: device of the buckets; CUDA makes the group an NCCL one.
-        transport: broadcast of a bucket to a group.
+        servers: All servers of the run.
+        config: Method and sizes.
+        device: Device of the buckets; CUDA makes the group an NCCL one.
+        transport: Broadcast of a bucket to a group.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class BroadcastTransfer:
         """Send the weights to the paused servers, from ``begin_update`` to ``end_update``.
 
         Args:
-            weights: stream in the dtype that is sent.
-            attempt: records the servers that fail.
-            last_versions: version that each server got last, by URL.
+            weights: Stream in the dtype that is sent.
+            attempt: Records the servers that fail.
+            last_versions: Version that each server got last, by URL.
         """
         await self._join(attempt.remaining(self._servers), attempt, last_versions)
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.begin_update())

@@ -55,17 +55,17 @@ def open_transfer_group(
     rendezvous: under torchrun the rendezvous uses the launcher's store with a prefix, where servers are not found.
 
     Args:
-        host: address of rank 0, which all ranks can reach.
-        port: free port of rank 0.
-        name: name of the group, the same on all ranks.
-        rank: rank of this process; 0 creates the store.
-        world_size: number of trainer ranks and server ranks together.
+        host: Address of rank 0, which all ranks can reach.
+        port: Free port of rank 0.
+        name: Name of the group, the same on all ranks.
+        rank: Rank of this process; 0 creates the store.
+        world_size: Number of trainer ranks and server ranks together.
         backend: ``nccl`` or ``gloo``, the same on all ranks.
-        timeout: limit for joining and for each broadcast, in seconds.
-        listening: socket of rank 0 at ``host`` and ``port``, which the store takes over. None: a new socket.
+        timeout: Limit for joining and for each broadcast, in seconds.
+        listening: Socket of rank 0 at ``host`` and ``port``, which the store takes over. None: a new socket.
 
     Raises:
-        OSError: rank 0 cannot listen at this address.
+        OSError: Rank 0 cannot listen at this address.
         torch.distributed.DistStoreError: a rank did not join in time.
     """
     limit = timedelta(seconds=timeout)
@@ -113,7 +113,7 @@ def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> TensorBucket:
     """Copy tensors into one buffer, the widest dtypes first.
 
     Args:
-        tensors: at least one tensor, all on one device.
+        tensors: At least one tensor, all on one device.
     """
     ordered = sort_widest_first(tensors)
     return TensorBucket(*describe_tensors(ordered), data=torch.cat([as_bytes(tensor) for _, tensor in ordered]))
@@ -123,8 +123,8 @@ def broadcast_bucket(bucket: TensorBucket, group: ProcessGroup, stream: torch.cu
     """Send a bucket from rank 0; blocks until the servers, which must have been told to receive, have done so.
 
     Args:
-        bucket: bucket to send; its memory is free afterwards.
-        group: group with NCCL or gloo.
+        bucket: Bucket to send; its memory is free afterwards.
+        group: Group with NCCL or gloo.
         stream: CUDA stream of a bucket on a GPU; it must already wait for the bucket's bytes.
     """
     with torch.cuda.stream(stream):
@@ -161,14 +161,14 @@ class GroupTransport(Protocol):
         """Return the group when all members have joined.
 
         Raises:
-            RuntimeError: a member did not join in time.
+            RuntimeError: A member did not join in time.
         """
 
     async def broadcast(self, bucket: TensorBucket, group: Any) -> None:
         """Send a bucket to all members.
 
         Raises:
-            RuntimeError: the group is broken.
+            RuntimeError: The group is broken.
         """
 
     def close(self, group: Any) -> None:

@@ -35,7 +35,7 @@ class Upcycling:
     """Settings of one upcycling.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: A value outside its range.
     """
 
     num_experts: int
@@ -68,12 +68,12 @@ def upcycled_config(dense_config: Any, settings: Upcycling, source: Path) -> dic
     """Return the config.json of the mixture of experts.
 
     Args:
-        dense_config: transformers config of the dense model.
-        settings: experts of a layer, and of a token.
-        source: folder of the dense model.
+        dense_config: Transformers config of the dense model.
+        settings: Experts of a layer, and of a token.
+        source: Folder of the dense model.
 
     Raises:
-        CheckpointError: the target family cannot express the dense configuration.
+        CheckpointError: The target family cannot express the dense configuration.
     """
     file = source / "config.json"
     if dense_config.model_type not in TARGETS:

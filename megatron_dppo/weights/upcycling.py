@@ -49,14 +49,14 @@ def upcycle_folder(
     dense tensor and one file of the target are in memory at a time.
 
     Args:
-        source: dense model of a family in ``TARGETS``.
-        target: new folder. Its tensors have the dtypes of the dense ones, its tokenizer files are those of ``source``.
-        settings: experts, noise and seed.
-        max_shard_bytes: size of one file of the target. The tensors do not depend on it.
+        source: Dense model of a family in ``TARGETS``.
+        target: New folder. Its tensors have the dtypes of the dense ones, its tokenizer files are those of ``source``.
+        settings: Experts, noise and seed.
+        max_shard_bytes: Size of one file of the target. The tensors do not depend on it.
 
     Raises:
         CheckpointError: ``target`` exists, or ``source`` is incomplete or has no exact mixture of experts.
-        DiskError: the disk cannot hold ``target``.
+        DiskError: The disk cannot hold ``target``.
     """
     from transformers import AutoConfig
 
@@ -83,7 +83,7 @@ def _check_weights(
     """Return the dtype of every weight that the dense model has.
 
     Raises:
-        CheckpointError: a weight is missing, has another shape or a quantized dtype, or does not belong to the model.
+        CheckpointError: A weight is missing, has another shape or a quantized dtype, or does not belong to the model.
     """
     names = weights.names()
     missing = sorted(expected.keys() - names)

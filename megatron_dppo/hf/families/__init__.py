@@ -25,7 +25,8 @@ def get_family(model: Any) -> Family:
     model_type = model.family if isinstance(model, ModelShape) else model.model_type
     if model_type not in FAMILIES:
         raise CheckpointError(
-            f"model_type {model_type!r} has no mapping to Megatron; expected one of {', '.join(FAMILIES)}"
+            f"model_type {model_type!r} has no mapping to Megatron; expected one of {', '.join(FAMILIES)}. "
+            "docs/models.md lists their models"
         )
     return FAMILIES[model_type]
 

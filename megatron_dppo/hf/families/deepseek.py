@@ -21,6 +21,8 @@ from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
 
 _A, _S = M + "self_attention.", H + "self_attn."
+# With MLA the norm before attention is a module of its own. The norms of the latents are in the up projections that
+# read them.
 _LATENT = (
     Rule(M + "input_layernorm.weight", (H + "input_layernorm.weight",)),
     Rule(_A + "linear_kv_down_proj.weight", (_S + "kv_a_proj_with_mqa.weight",)),

@@ -68,6 +68,7 @@ def require_values(hf_config: Any, **expected: Any) -> None:
     """
     for key, values in expected.items():
         allowed = values if isinstance(values, tuple) else (values,)
+        # A missing key has the default of the model's class, which stands first.
         value = getattr(hf_config, key, allowed[0])
         if value not in allowed:
             raise_unsupported(hf_config, key, value, " or ".join(map(repr, allowed)))
@@ -107,6 +108,7 @@ def check_sizes(hf_config: Any) -> None:
     """
     for key in _SIZES:
         value = getattr(hf_config, key, None)
+        # By exact type, because True is an int.
         if value is not None and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
             raise_unsupported(hf_config, key, value, f"a whole number from 1 to {_LARGEST_SIZE}")
     eps = getattr(hf_config, "rms_norm_eps", 1e-6)
@@ -123,7 +125,7 @@ def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
     transformers 5 keeps them in ``rope_parameters``, transformers 4 in ``rope_scaling`` and ``rope_theta``.
 
     Args:
-        hf_config: transformers configuration.
+        hf_config: Transformers configuration.
         kinds: Values of ``rope_type`` that the family supports.
 
     Raises:

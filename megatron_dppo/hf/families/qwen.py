@@ -42,6 +42,7 @@ def _qwen2_moe_shape(hf_config: Any) -> ModelShape:
 def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     fields = grouped_fields(hf_config, shape) | expert_fields(hf_config, shape)
     if shape.num_experts is not None:
+        # Megatron's softmax after the choice makes the weights add up to 1; the one before it leaves them smaller.
         fields["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
     if shape.has_shared_expert:
         fields["moe_shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size

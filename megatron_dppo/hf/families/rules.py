@@ -113,6 +113,8 @@ QK_NORM = (
     Rule(M + "self_attention.q_layernorm.weight", (H + "self_attn.q_norm.weight",)),
     Rule(M + "self_attention.k_layernorm.weight", (H + "self_attn.k_norm.weight",)),
 )
+# Megatron keeps the norm before attention and before a dense MLP in the linear layer that reads it. Before experts it
+# is a module of its own, since the router reads it too.
 DENSE_MLP = (
     Rule(M + "mlp.linear_fc1.layer_norm_weight", (H + "post_attention_layernorm.weight",)),
     *gated("mlp", "mlp"),

@@ -54,6 +54,7 @@ def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return expert_fields(hf_config, shape) | dict(
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
+        # Megatron's default of 1e-3 would move the bias by load.
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=hf_config.routed_scaling_factor,
         moe_router_num_groups=hf_config.n_group if groups else None,
