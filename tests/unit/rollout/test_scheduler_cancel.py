@@ -18,7 +18,7 @@ from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import GroupRequest, SampledFuture
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.types import Completion, SamplingParams
+from megatron_dppo.types import Completion, SamplingParams, VersionSpan
 from tests.unit.columns import ids, logs
 from tests.unit.engines.test_server_engine import FakeTokenizer, publish
 from tests.unit.fake_servers import END, FakeServer
@@ -52,14 +52,14 @@ class Turtle:
 
     def _completion(self, key: int) -> Completion:
         versions = self.kept[key]
-        spans = tuple((version, 4 * i, 4 * i + 4) for i, version in enumerate(versions))
+        spans = tuple(VersionSpan(version, 4 * i, 4 * i + 4) for i, version in enumerate(versions))
         return Completion(
             token_ids=ids([5] * (4 * len(versions))),
             logprobs=logs([-1.0] * (4 * len(versions))),
             finish_reason="stop",  # type: ignore[arg-type]
             policy_version=max(versions),
             text="",
-            policy_versions=spans,  # type: ignore[arg-type]
+            policy_versions=spans,
         )
 
     def restore(self, groups: Any) -> None:
