@@ -1,6 +1,6 @@
 """Lies of a real SGLang server (fp32 or bf16), each in a run of a few steps: exit code, updates before it, words.
 
-    python benchmarks/lies.py [--dtype bf16] [--steps 4] [NAME ...]
+    python -m benchmarks.lies [--dtype bf16] [--steps 4] [NAME ...]
 
 The server is honest; a proxy changes its answers or its requests. *always*: the probe is lied to as well. *spared*: the
 probe is answered rightly. The table is that of docs/probe.md. Needs the environments of the engines (make engines).

@@ -1,6 +1,6 @@
 """How many tokens the sampling test needs to find a lie, and how often it stops honest runs.
 
-    python benchmarks/sampling_test.py [--runs 10000] [--steps 300]
+    python -m benchmarks.sampling_test [--runs 10000] [--steps 300]
 
 Simulated servers, with next-token distributions as of a language model (``tests/unit/run/test_sampling_test.py``).
 The table is that of docs/probe.md. Honest runs draw their steps from a pool of simulated ones, with replacement: 10,000

@@ -128,7 +128,7 @@ def test_a_run_with_a_corrupt_server_stops_before_it_trains(bf16: Engine, confid
     assert not records(tmp_path / "run")
 
 
-GUARDED = "nothing was learned from them", "bf16 allows 0.06 (train.max_first_prob_diff)"
+GUARDED = "nothing was learned from them", "in one layer the routers choose other experts", "bf16 allows 50%"
 
 
 @pytest.mark.parametrize(
