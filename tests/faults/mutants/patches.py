@@ -190,12 +190,6 @@ FURTHER = (
         "server.mark_synced(None)",
     ),
     Patch(
-        "a server is taken back with any weights",
-        "engines/servers/pooled_server.py",
-        "            version = (await server.server.info()).policy_version\n",
-        "            await server.server.info()\n            version = self._current_version()\n",
-    ),
-    Patch(
         "caches of the old weights are kept",
         "engines/sglang/weights.py",
         '        await self._control("/flush_cache", {}, repeat=True)\n',
@@ -219,12 +213,6 @@ FURTHER = (
         "        response.check_most_probable()\n        response.check_topk()\n",
         "",
     ),
-    Patch(
-        "log-probabilities are not checked",
-        "engines/servers/contract.py",
-        "        response.check_logprobs()\n",
-        "",
-    ),
     Patch("lengths are not checked", "engines/servers/contract.py", "    response.check_lengths()\n", ""),
     Patch("tokens are not checked", "engines/servers/contract.py", "        response.check_tokens()\n", ""),
     Patch(
@@ -232,12 +220,6 @@ FURTHER = (
         "engines/servers/http.py",
         "        if repeat:\n            retried",
         "        if True:\n            retried",
-    ),
-    Patch(
-        "a group restored from a checkpoint is sampled again",
-        "rollout/scheduler.py",
-        "    if not groups or len(groups) < len(stored):\n",
-        "    if True:\n",
     ),
 )
 
