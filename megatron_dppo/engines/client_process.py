@@ -34,7 +34,7 @@ class _RequestHandler:
     """The handler of the trainer's messages.
 
     Args:
-        closed: set when the connection to the trainer has ended.
+        closed: Set when the connection to the trainer has ended.
     """
 
     def __init__(self, closed: asyncio.Event) -> None:

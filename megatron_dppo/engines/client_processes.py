@@ -80,6 +80,7 @@ class _Process:
         self.pending[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "server": server, "request": _request_to_json(request)}
         self._frames.send(message, {"token_ids": torch.tensor(request.token_ids, dtype=torch.int32)})
+        # It may have exited before this request was pending, and then nothing else would end the wait.
         if self.has_exited:
             self._on_close()
         try:
@@ -138,8 +139,8 @@ class ClientProcesses:
     ``ResponseLost`` and are sent again by the pool.
 
     Args:
-        count: number of processes, at least one.
-        settings: settings of the clients.
+        count: Number of processes, at least one.
+        settings: Settings of the clients.
     """
 
     def __init__(self, count: int, settings: ClientProcessSettings) -> None:
@@ -153,8 +154,8 @@ class ClientProcesses:
         """Return the checked result of ``server.generate``.
 
         Raises:
-            ServerError: as ``generate``; ``ContractViolation`` if the response violates the contract.
-            ResponseLost: the process exited.
+            ServerError: As ``generate``; ``ContractViolation`` if the response violates the contract.
+            ResponseLost: The process exited.
         """
         await self._start()
         process = min(self._processes, key=lambda p: len(p.pending))

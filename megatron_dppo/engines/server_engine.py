@@ -57,15 +57,15 @@ class ServerEngine:
     sampled which token.
 
     Args:
-        servers: clients that were not used in another event loop; ``close`` closes them.
-        tokenizer: decodes responses and has the end-of-sequence token.
-        hf_config: transformers config of the model.
-        max_in_flight: see ``ServerPool``, as for the next three.
-        health_seconds: see ``ServerPool``.
-        unavailable_timeout_seconds: see ``ServerPool``.
-        first: see ``ServerPool``.
-        function: user function ``rollout.generate``; None for one response per prompt.
-        client_processes: processes that send the requests; ``close`` closes them. None sends them from this process.
+        servers: Clients that were not used in another event loop; ``close`` closes them.
+        tokenizer: Decodes responses and has the end-of-sequence token.
+        hf_config: Transformers config of the model.
+        max_in_flight: See ``ServerPool``, as for the next three.
+        health_seconds: See ``ServerPool``.
+        unavailable_timeout_seconds: See ``ServerPool``.
+        first: See ``ServerPool``.
+        function: User function ``rollout.generate``; None for one response per prompt.
+        client_processes: Processes that send the requests; ``close`` closes them. None sends them from this process.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class ServerEngine:
         """Return one completion per prompt, in order.
 
         Raises:
-            ServerError: see ``ServerPool.generate``.
-            GenerateError: the user function failed.
+            ServerError: See ``ServerPool.generate``.
+            GenerateError: The user function failed.
             ValueError: ``params`` ask a dense model for routed experts.
         """
         samples = [self._sample(prompt, params, i) for i, prompt in enumerate(prompts)]
@@ -179,6 +179,7 @@ class ServerEngine:
         """
         futures: list[SampledFuture] = [Future() for _ in groups]
         samples_by_group = []
+        # Counted over all groups of the call, because the seed of a response follows from its index.
         first_index = 0
         for group in groups:
             routes = self._prompt_routes(group, params)

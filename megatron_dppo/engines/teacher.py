@@ -36,10 +36,10 @@ class TeacherServers:
 
     Args:
         urls: ``http://host:port`` of each server.
-        engine: inference engine of the servers.
+        engine: Inference engine of the servers.
         api_key: API key of all servers.
-        timeout_seconds: deadline of one response, including the time in the server's queue.
-        max_in_flight: maximum number of requests in flight.
+        timeout_seconds: Deadline of one response, including the time in the server's queue.
+        max_in_flight: Maximum number of requests in flight.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TeacherServers:
         """Return float32 log-probabilities ``[T]`` of each sample, 0 before the first token of its loss mask.
 
         Raises:
-            ServerError: no server could score a sample, or a response is for other tokens.
+            ServerError: No server could score a sample, or a response is for other tokens.
         """
         return asyncio.run(self._score_all(samples))
 

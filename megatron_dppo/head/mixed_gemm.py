@@ -90,7 +90,7 @@ class WeightGradient:
 
     Args:
         weight: ``[W, H]``, for shape, dtype and device.
-        chunks: How many there will be; the sum of a single one needs no fp32 buffer.
+        chunks: Number of chunks; the sum of a single one needs no fp32 buffer.
         into: Add to this fp32 tensor instead (``weight.main_grad``).
         rounded: On the CPU multiply bf16 factors as bf16 and round each chunk's product to bf16 before it is added. The
             relative error is 2e-3, as that of ``weight.grad`` from autograd.

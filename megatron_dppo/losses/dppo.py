@@ -77,8 +77,8 @@ def dppo_reference(
     loss; tests compare ``policy_loss`` with it.
 
     Args:
-        logprobs: log pi. Shape [num_tokens].
-        rollout_logprobs: log mu, the anchor. Shape [num_tokens].
+        logprobs: Log pi. Shape [num_tokens].
+        rollout_logprobs: Log mu, the anchor. Shape [num_tokens].
         advantages: Shape [num_tokens].
         mask: The loss mask, bool. Shape [num_tokens].
         threshold: Trust region, a total variation.

@@ -36,9 +36,9 @@ def default_fusions(overrides: Mapping[str, Any], *, is_cuda: bool, engine: bool
 
     Args:
         overrides: ``model.transformer``; its own values of these fields come after the defaults.
-        is_cuda: whether the model computes on CUDA.
-        engine: whether it is built of Transformer Engine's layers.
-        experts: whether the model has experts.
+        is_cuda: True if the model computes on CUDA.
+        engine: True if it consists of Transformer Engine's layers.
+        experts: True if the model has experts.
 
     Raises:
         ConfigError: ``gradient_accumulation_fusion`` is asked for and nothing here can do it.
@@ -142,11 +142,11 @@ def check_fp8(fields: Mapping[str, Any], dtype: str, platform: Platform, *, tran
     Args:
         fields: ``model.transformer``.
         dtype: ``model.dtype``.
-        platform: where training runs.
-        transformer_engine: whether its layers are used.
+        platform: Where training runs.
+        transformer_engine: True if its layers are used.
 
     Raises:
-        ConfigError: it cannot, or other keys of FP8 are set without it.
+        ConfigError: It cannot, or other keys of FP8 are set without it.
     """
     keys = [key for key in fields if key.startswith("fp8_")]
     if not fields.get("fp8"):

@@ -161,7 +161,9 @@ def _sandbox(options: CodeOptions, table: str) -> Sandbox:
     try:
         python, visible = interpreter(options.python)
     except SandboxError as error:
-        raise RewardError(f"{table}.options.python = {options.python!r}: {error}") from error
+        raise RewardError(
+            f"{table}.options.python = {options.python!r}: {error}. Name a Python interpreter of this machine"
+        ) from error
     allowed = options.network == "allowed"
     sandbox = Sandbox(python, visible, True, allowed, limits)
     if not (problem := probe(sandbox)):
@@ -176,5 +178,8 @@ def _sandbox(options: CodeOptions, table: str) -> Sandbox:
     # The machine has no namespaces, and the options allow the network: use resource limits only.
     without_namespaces = replace(sandbox, namespaces=False)
     if problem := probe(without_namespaces):
-        raise RewardError(f"{setting}: programs cannot be run on this machine: {problem}")
+        raise RewardError(
+            f"{setting}: programs cannot be run on this machine: {problem}. Run `megatron-dppo doctor` there, or use "
+            "another reward function"
+        )
     return without_namespaces

@@ -121,7 +121,7 @@ def _read(file: str, table: str) -> str:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RewardError(f"{setting} cannot be read: {error}") from error
+        raise RewardError(f"{setting} cannot be read: {error}. Expected a UTF-8 text file") from error
     if "{completion}" not in text:
         raise RewardError(f"{setting} has no {{completion}}, so that every response would get the same score; add it")
     return text

@@ -141,7 +141,7 @@ def _load_tokenizer(folder: str, table: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
-        raise RewardError(f"{setting} cannot be loaded: {error}") from error
+        raise RewardError(f"{setting} cannot be loaded: {error}. Expected a folder with tokenizer files") from error
     if not getattr(tokenizer, "chat_template", None):
         raise RewardError(f"{setting} has no chat template; remove it to send the plain texts")
     return tokenizer

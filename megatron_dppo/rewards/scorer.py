@@ -101,7 +101,10 @@ class RewardScorer:
             for index, item in enumerate(items)
         ]
         if is_batch and len(final) > 1 and all(result.failed for result in final):
-            raise RewardError(f"the rewards of all {len(final)} samples failed; first error: {final[0].error}")
+            raise RewardError(
+                f"the rewards of all {len(final)} samples failed, so the step has no signal; first error: "
+                f"{final[0].error}. Fix the reward function, then run the same command to resume"
+            )
         return final
 
     @staticmethod
@@ -110,7 +113,7 @@ class RewardScorer:
             spec = function.pool.spec
             raise RewardError(
                 f"{spec.table}.function = {spec.name!r} failed on all {len(outcomes)} samples; first error: "
-                f"{outcomes[0].error}"
+                f"{outcomes[0].error}. Fix the function, then run the same command to resume"
             )
 
     def _result(self, item: RewardItem, outcomes: Sequence[ScoringOutcome]) -> RewardResult:

@@ -36,6 +36,7 @@ class TimeLimit:
         now = time.monotonic()
         use = read_cpu_use(self._pid)
         deadline = self._begin + self._seconds + use.waited - self._first.waited
+        # Hardly running: less than half of the time since the last check.
         is_waiting = use.is_runnable and use.ran - self._last.ran < (now - self._last_check) / 2
         self._last = use
         self._last_check = now

@@ -52,9 +52,9 @@ class Decoded:
         """Return the columns of one response as a ``Generation`` holds them.
 
         Args:
-            row: row of the batch.
-            length: number of response tokens.
-            routing_start: first position of prompt and response whose routes are returned.
+            row: Row of the batch.
+            length: Number of response tokens.
+            routing_start: First position of prompt and response whose routes are returned.
         """
         columns: dict[str, Any] = {
             "token_ids": self.tokens[row, :length].int(),
@@ -98,10 +98,10 @@ class DecodeRecord:
         """Record one token of each of some rows.
 
         Args:
-            step: index of the token in the responses.
-            rows: rows of the batch, [b].
-            sampled: their tokens, [b].
-            distribution: log-probabilities of all tokens, [b, V].
+            step: Index of the token in the responses.
+            rows: Rows of the batch, [b].
+            sampled: Their tokens, [b].
+            distribution: Log-probabilities of all tokens, [b, V].
         """
         logprobs = distribution.gather(1, sampled[:, None])
         self.tokens[rows, step] = sampled
@@ -112,6 +112,7 @@ class DecodeRecord:
                 is_cut = top_logprobs == -torch.inf
                 top_ids = top_ids.masked_fill(is_cut, -1)
                 top_logprobs = top_logprobs.masked_fill(is_cut, 0.0)
+            # The last slot holds the sampled token where it is not among the Top-K; -1 marks it as unused.
             is_outside = ~(top_ids == sampled[:, None]).any(-1, keepdim=True)
             ids = torch.cat([top_ids, torch.where(is_outside, sampled[:, None], -1)], -1)
             self.topk_ids[rows, step] = ids.int()
@@ -157,6 +158,7 @@ class StopCriteria:
         self._limits = None if min(limits) == self.longest else torch.tensor(limits, device=device)
         self._extra_end_tokens = None
         if extra_end_tokens is not None and (width := max(map(len, extra_end_tokens))):
+            # -1 is no token, so a padded entry never ends a response.
             padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in extra_end_tokens]
             self._extra_end_tokens = torch.tensor(padded, device=device)
 
@@ -164,9 +166,9 @@ class StopCriteria:
         """Return which rows continue after the tokens of ``step``, and their number.
 
         Args:
-            step: index of the tokens in the responses.
-            rows: rows of the batch, [b].
-            sampled: their tokens, [b].
+            step: Index of the tokens in the responses.
+            rows: Rows of the batch, [b].
+            sampled: Their tokens, [b].
             is_active: True for rows that had not ended before, [b].
 
         Returns:
@@ -210,20 +212,20 @@ def decode(
     """Continue every prompt up to an end token or ``max_new_tokens`` tokens.
 
     Args:
-        model: a transformers causal language model.
-        prompts: token ids of at least one prompt; equal prompts share their first forward pass.
-        sampler: samples the tokens.
-        max_new_tokens: longest response, for all rows or for each row.
-        end_tokens: tokens after which a response is complete.
-        pad_token: any valid token; pads prompts on the left.
-        extra_end_tokens: further end tokens of each row.
+        model: A transformers causal language model.
+        prompts: Token ids of at least one prompt; equal prompts share their first forward pass.
+        sampler: Samples the tokens.
+        max_new_tokens: Longest response, for all rows or for each row.
+        end_tokens: Tokens after which a response is complete.
+        pad_token: Any valid token; pads prompts on the left.
+        extra_end_tokens: Further end tokens of each row.
         topk: K of the recorded Top-K; 0 records none.
-        return_sampling_mask: record the ids that the filters allow, see ``SamplingParams``.
-        recorder: recorder of the model's routers; None records no routes.
-        should_stop: called with the rows that have just ended; True stops all other rows.
+        return_sampling_mask: Record the ids that the filters allow, see ``SamplingParams``.
+        recorder: Recorder of the model's routers; None records no routes.
+        should_stop: Called with the rows that have just ended; True stops all other rows.
 
     Raises:
-        ValueError: a limit is below 1.
+        ValueError: A limit is below 1.
     """
     device = next(model.parameters()).device
     criteria = StopCriteria(end_tokens, max_new_tokens, extra_end_tokens, should_stop, device)
@@ -235,6 +237,7 @@ def decode(
     is_padded = not bool(mask.all())
     # Rows of the batch that are still decoded: compaction removes rows, and results are stored by these numbers.
     rows = torch.arange(len(prompts), device=device)
+    # All True.
     is_active = rows >= 0
     record = DecodeRecord(len(prompts), criteria.longest, topk, device, routes, return_sampling_mask)
 
@@ -262,6 +265,7 @@ def decode(
         cache = output.past_key_values
         positions = positions + 1
         if recorder is not None:
+            # This pass has read the token of ``step``, so the routes belong to it and not to the next one.
             record.add_routes(step, rows, recorder.pop_routes(len(rows)))
     raise AssertionError("no row is left after the longest limit")
 
@@ -283,6 +287,7 @@ def _prefill(
     output = model(
         input_ids=ids,
         attention_mask=mask if not bool(mask.all()) else None,
+        # Positions count real tokens. Padding gets 0, and nothing attends to it.
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
         use_cache=True,
         logits_to_keep=1,

@@ -34,16 +34,16 @@ class LocalEngine:
     batch, and the tokens that the responses of the call had before. A user function has to be deterministic too.
 
     Args:
-        hf_config: transformers config of the model.
-        tokenizer: decodes responses and has the end-of-sequence and padding tokens.
-        dtype: dtype of this copy of the weights; another one than training's gives a real engine mismatch.
-        device: device of the copy.
-        max_batch: maximum number of sequences that are decoded together.
-        function: user function ``rollout.generate``; None for one response per prompt.
-        perturbation: deliberate differences between the engine and the policy.
+        hf_config: Transformers config of the model.
+        tokenizer: Decodes responses and has the end-of-sequence and padding tokens.
+        dtype: Dtype of this copy of the weights; another one than training's gives a real engine mismatch.
+        device: Device of the copy.
+        max_batch: Maximum number of sequences that are decoded together.
+        function: User function ``rollout.generate``; None for one response per prompt.
+        perturbation: Deliberate differences between the engine and the policy.
 
     Raises:
-        ConfigError: the perturbation needs a package that is not installed.
+        ConfigError: The perturbation needs a package that is not installed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LocalEngine:
         Raises:
             RuntimeError: ``update_weights`` was never called.
             ValueError: ``params`` ask a dense model for routed experts.
-            GenerateError: the user function failed.
+            GenerateError: The user function failed.
         """
         samples = [self._sample(prompt, params) for prompt in prompts]
         self._thread.submit(self._complete, samples, params, None).result()
@@ -117,11 +117,13 @@ class LocalEngine:
             samples = [self._restored_samples(group, params) for group in groups]
             target = CompletionTarget(samples, enough) if enough < len(groups) else None
             self._complete([s for group in samples for s in group if s.completion is None], params, target)
+        # SystemExit of a user's function too: the scheduler waits for these futures.
         except BaseException as error:
             for future in futures:
                 future.set_exception(error)
             return
         for request, group, future in zip(groups, samples, futures, strict=True):
+            # Only here, after success: a failed call leaves held responses as they were.
             self._held.pop(request.key, None)
             complete = [sample.completion for sample in group if sample.completion is not None]
             if len(complete) < len(group) and request.key in keep:
@@ -281,17 +283,18 @@ def build_generation(
     """Return one decoded row as the response to its request.
 
     Args:
-        decoded: the batch.
-        row: row of the request.
-        request: the request.
-        end_tokens: tokens that end any response, besides those of the request.
-        version: version of the weights.
+        decoded: The batch.
+        row: Row of the request.
+        request: The request.
+        end_tokens: Tokens that end any response, besides those of the request.
+        version: Version of the weights.
     """
     limit = request.params.max_new_tokens
     stops = {*end_tokens, *request.stop_token_ids}
     tokens = decoded.tokens[row, :limit].tolist()
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
     length = len(tokens) if end is None else end + 1
+    # Shorter than the limit and without an end token: other rows reached the target, which stopped this one.
     reason = FinishReason.LENGTH if length == limit else FinishReason.ABORT
     if end is not None:
         reason = FinishReason.STOP

@@ -64,11 +64,11 @@ class LockstepRunner:
     whatever else it waits for and for how long.
 
     Args:
-        function: user function ``rollout.generate``.
-        params: sampling parameters of complete responses.
-        tokenizer: tokenizer of the model.
-        decode: samples the turns of a round.
-        target: when to stop, checked between rounds; None to complete all responses.
+        function: User function ``rollout.generate``.
+        params: Sampling parameters of complete responses.
+        tokenizer: Tokenizer of the model.
+        decode: Samples the turns of a round.
+        target: When to stop, checked between rounds; None to complete all responses.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LockstepRunner:
         """Complete the samples, or extend them until the target is reached.
 
         Raises:
-            GenerateError: the function failed; its other runs have been canceled.
+            GenerateError: The function failed; its other runs have been canceled.
         """
         tasks = [asyncio.create_task(self._complete(i, sample)) for i, sample in enumerate(samples)]
         for task in tasks:

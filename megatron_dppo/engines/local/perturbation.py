@@ -30,7 +30,7 @@ class WeightQuantizer:
     """Fake quantization: rounds the weights of a model to a coarse type and stores them in the model's dtype.
 
     Args:
-        weights_format: key of ``CONFIGS``.
+        weights_format: Key of ``CONFIGS``.
 
     Raises:
         ConfigError: nvidia-modelopt is not installed.
@@ -76,7 +76,7 @@ def require_modelopt(weights_format: str) -> None:
     """Check that nvidia-modelopt is installed, without importing it.
 
     Raises:
-        ConfigError: it is not installed; the message states how to install it.
+        ConfigError: It is not installed; the message states how to install it.
     """
     if find_spec("modelopt") is None:
         raise ConfigError(_missing_modelopt(weights_format, "not installed"))
@@ -112,12 +112,12 @@ class PerturbedModel:
     """A transformers model with quantized weights and noisy routers.
 
     Args:
-        model: the model, which is changed in place.
-        perturbation: the changes.
-        routing: shape of its routes; None for a dense model.
+        model: The model, which is changed in place.
+        perturbation: The changes.
+        routing: Shape of its routes; None for a dense model.
 
     Raises:
-        ConfigError: the weights are to be quantized, and nvidia-modelopt is not installed.
+        ConfigError: The weights are to be quantized, and nvidia-modelopt is not installed.
         ValueError: ``router_noise`` is set for a dense model.
     """
 

@@ -26,8 +26,8 @@ class ForcedRoutes:
     """Replay of recorded experts, and of their combine weights, in the routers of a model.
 
     Args:
-        model: see ``RouteRecorder``.
-        shape: shape of the routes.
+        model: See ``RouteRecorder``.
+        shape: Shape of the routes.
     """
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
@@ -61,6 +61,7 @@ class ForcedRoutes:
         recorded = select_experts(layer_routes, self._shape).to(live.device)
         is_recorded = recorded != MISSING_EXPERT[recorded.dtype]
         experts = torch.where(is_recorded, recorded.to(live.dtype), live)
+        # Recorded experts get the live router's weights, unless weights are recorded too (NaN = not recorded).
         weights = combine_weights(router, logits, experts)
         weights = torch.where(is_recorded, weights.to(live_weights.dtype), live_weights)
         if self._shape.weights:
@@ -81,11 +82,11 @@ def rescore(
     """Return the fp32 log-probabilities ``[T]`` of the labels of each sample, in one pass over its complete sequence.
 
     Args:
-        model: a transformers causal language model.
-        samples: the samples. The softmax is over their sampling masks, if they have any.
-        temperature: divides the logits.
-        forced: replays the samples' routes; None leaves the routers live.
-        fp32_head: compute the output layer in fp32, on the hidden states and weights as they are.
+        model: A transformers causal language model.
+        samples: The samples. The softmax is over their sampling masks, if they have any.
+        temperature: Divides the logits.
+        forced: Replays the samples' routes; None leaves the routers live.
+        fp32_head: Compute the output layer in fp32, on the hidden states and weights as they are.
     """
     device = next(model.parameters()).device
     results = []
@@ -111,10 +112,10 @@ def with_filter(model: Any, sample: TrainingSample, params: SamplingParams, resp
     """Return a sample with the sampling mask that the filters of ``params`` give on the model's own distributions.
 
     Args:
-        model: a transformers causal language model.
-        sample: the sample; its labels are always allowed.
-        params: sampling parameters.
-        responses: number of response tokens, at the end of the sample.
+        model: A transformers causal language model.
+        sample: The sample; its labels are always allowed.
+        params: Sampling parameters.
+        responses: Number of response tokens, at the end of the sample.
     """
     device = next(model.parameters()).device
     scores = model(input_ids=sample.tokens[None].to(device), use_cache=False).logits[0, -responses:].float()

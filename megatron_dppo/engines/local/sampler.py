@@ -18,7 +18,7 @@ def build_filters(params: SamplingParams) -> list[Any]:
     """Return the transforms of fp32 logits in their order, each called with ``(None, scores)``.
 
     Args:
-        params: sampling parameters with a temperature above 0.
+        params: Sampling parameters with a temperature above 0.
     """
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -42,13 +42,13 @@ class Sampler:
     that the tokens of a row do not depend on when other rows finish.
 
     Args:
-        params: sampling parameters. At temperature 0 the sampler returns the most probable token and the
+        params: Sampling parameters. At temperature 0 the sampler returns the most probable token and the
             log-probabilities of the unchanged logits. Otherwise it applies temperature, top-k, top-p and min-p, in this
             order.
-        generator: random generator on the device of the logits.
-        batch: number of rows at the start.
-        unrecorded_top_p: top-p filter that the log-probabilities do not include (``rollout.perturbation``).
-        reveals_hidden_filter: include this filter in the log-probabilities after all; the samples stay the same.
+        generator: Random generator on the device of the logits.
+        batch: Number of rows at the start.
+        unrecorded_top_p: Top-p filter that the log-probabilities do not include (``rollout.perturbation``).
+        reveals_hidden_filter: Include this filter in the log-probabilities after all; the samples stay the same.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Sampler:
         """Return a token for each row, [b], and the log-probabilities of all tokens, [b, V].
 
         Args:
-            logits: logits of the rows that are left, [b, V].
-            rows: their indices in the complete batch, [b].
+            logits: Logits of the rows that are left, [b, V].
+            rows: Their indices in the complete batch, [b].
         """
         scores = logits.float()
         for apply_filter in self._filters:
@@ -121,10 +121,10 @@ class RouteRecorder:
     """Recorder of the experts that the routers choose in a forward pass.
 
     Args:
-        model: a transformers causal language model. Its routers (``layers[i].mlp.gate``) return
+        model: A transformers causal language model. Its routers (``layers[i].mlp.gate``) return
             ``(logits, weights [tokens, k], experts [tokens, k])``, as those of Qwen3-MoE and Qwen2-MoE do. The outputs
             of the experts are multiplied by the weights.
-        shape: shape of its routes.
+        shape: Shape of its routes.
     """
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
@@ -161,7 +161,7 @@ class RouteRecorder:
             missing.
 
         Raises:
-            RuntimeError: a router did not run.
+            RuntimeError: A router did not run.
         """
         if idle := self._routers.keys() - self._routes_by_layer.keys():
             raise RuntimeError(f"no choice of experts was seen in layers {sorted(idle)}; their routers did not run")
@@ -183,9 +183,9 @@ def combine_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     without it.
 
     Args:
-        router: a router of the model.
-        logits: its logits, [tokens, E].
-        experts: ids of the experts, [tokens, k].
+        router: A router of the model.
+        logits: Its logits, [tokens, E].
+        experts: Ids of the experts, [tokens, k].
     """
     scores = logits.float()
     scores = scores.sigmoid() if hasattr(router, "e_score_correction_bias") else scores.softmax(-1)

@@ -19,11 +19,11 @@ class ServerClient(FolderUpdates):
 
     Args:
         url: ``http://host:port``.
-        api_key: the server's ``--api-key``.
-        admin_api_key: key for control calls; None if it is ``api_key``.
-        deadlines: deadline of each kind of call.
+        api_key: The server's ``--api-key``.
+        admin_api_key: Key for control calls; None if it is ``api_key``.
+        deadlines: Deadline of each kind of call.
         adapter: True if requests are for the adapter of ``update_adapter``; False for the base weights.
-        keep_admin_alive: reuse the connections for control calls.
+        keep_admin_alive: Reuse the connections for control calls.
     """
 
     _liveness_path: str

@@ -30,8 +30,8 @@ class ResponseFields:
 
     Args:
         url: URL that was called.
-        request_id: name of the request.
-        missing_cause: likely cause of a missing field, for the error message.
+        request_id: Name of the request.
+        missing_cause: Likely cause of a missing field, for the error message.
     """
 
     def __init__(self, url: str, request_id: str, missing_cause: str) -> None:
@@ -174,7 +174,7 @@ def require_integer(value: object, url: str, field: str) -> int:
     """Return an integer from 0 to 2^31 - 1 in the response to a control call.
 
     Raises:
-        ServerError: the value is something else.
+        ServerError: The value is something else.
     """
     if type(value) is not int or not 0 <= value <= _MAX_INT:
         raise ServerError(url, f"{field} is {shorten(value)}, expected an integer of 0 to {_MAX_INT}")
@@ -185,7 +185,7 @@ def require_object(value: object, url: str, field: str = "the response") -> dict
     """Return a JSON object in the response to a control call.
 
     Raises:
-        ServerError: the value is something else.
+        ServerError: The value is something else.
     """
     if not isinstance(value, dict):
         raise ServerError(url, f"{field} is {shorten(value)}, expected an object")
@@ -196,7 +196,7 @@ def require_success(response: object, url: str) -> Mapping[str, Any]:
     """Return the response to a control call; an empty mapping if it is no JSON object.
 
     Raises:
-        ServerError: the status is 200, but the response says that the call failed.
+        ServerError: The status is 200, but the response says that the call failed.
     """
     if not isinstance(response, dict):
         return {}
@@ -209,7 +209,7 @@ def read_tokenize_response(response: object, url: str) -> tuple[int, ...] | None
     """Return the ids in the response to ``/tokenize``; None if it has none.
 
     Raises:
-        ServerError: they are not token ids.
+        ServerError: They are not token ids.
     """
     tokens = require_object(response, url).get("tokens")
     if tokens is None:

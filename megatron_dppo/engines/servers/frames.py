@@ -21,8 +21,8 @@ class Frames(asyncio.BufferedProtocol):
     """One end of a connection. Columns are received into their final memory, without a copy.
 
     Args:
-        on_message: called with each message and its columns.
-        on_close: called when the connection has ended.
+        on_message: Called with each message and its columns.
+        on_close: Called when the connection has ended.
     """
 
     def __init__(

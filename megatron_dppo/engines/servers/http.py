@@ -65,13 +65,13 @@ class HttpClient:
 
     Args:
         url: ``http://host:port``, without a path.
-        api_key: sent as ``Authorization: Bearer``; never part of an error message or a repr.
-        connections: maximum number of requests in flight; more wait for a free connection, within their deadline.
-        connect_timeout: seconds to open a connection.
-        keep_alive: reuse connections. A server may close one after an error without an announcement.
+        api_key: Sent as ``Authorization: Bearer``; never part of an error message or a repr.
+        connections: Maximum number of requests in flight; more wait for a free connection, within their deadline.
+        connect_timeout: Seconds to open a connection.
+        keep_alive: Reuse connections. A server may close one after an error without an announcement.
 
     Raises:
-        ConfigError: the URL has another form.
+        ConfigError: The URL has another form.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HttpClient:
         """Return the response to a cheap GET. While the server is silent, calls fail sooner.
 
         Raises:
-            ServerError: as ``get``.
+            ServerError: As ``get``.
         """
         try:
             response = await self.get(path, timeout=deadlines.silent if self._is_silent else deadlines.alive)
@@ -126,15 +126,15 @@ class HttpClient:
         """Return the JSON of the response, its text if it is not JSON, or None if it is empty.
 
         Args:
-            path: path with a leading slash.
-            body: sent as JSON.
-            timeout: seconds for all attempts and the waits between them.
-            repeat: the call may run twice on the server. If False, it is repeated only if no connection could be
+            path: Path with a leading slash.
+            body: Sent as JSON.
+            timeout: Seconds for all attempts and the waits between them.
+            repeat: The call may run twice on the server. If False, it is repeated only if no connection could be
                 opened, so that it never reached the server.
             max_bytes: largest response, inflated. No more is read or kept in memory.
 
         Raises:
-            ServerError: no connection, no response in time, a response that is not 2xx or too large.
+            ServerError: No connection, no response in time, a response that is not 2xx or too large.
         """
         return await self._call("POST", path, {} if body is None else body, timeout, repeat, max_bytes)
 
@@ -162,6 +162,7 @@ class HttpClient:
             is_last = attempt + 1 == _ATTEMPTS
             try:
                 return await self._send(method, path, data, end - time.monotonic(), max_bytes)
+            # Before TimeoutError, of which it is a subclass.
             except aiohttp.ConnectionTimeoutError:
                 raise ServerError(self.url + path, f"no connection within {self._connect_timeout:g} seconds") from None
             except TimeoutError:

@@ -47,13 +47,13 @@ class ServerPool:
     """Dispatch of requests to the least loaded server; requests with one affinity share a server where that is fair.
 
     Args:
-        servers: at least one; the caller closes them.
-        ask: sends a request to a server and checks the response.
-        max_in_flight: maximum number of requests in flight; further ones wait in order.
-        health_seconds: interval between two checks of each server while requests are in flight.
-        unavailable_timeout_seconds: time without a success on any server after which a request that fails everywhere
+        servers: At least one; the caller closes them.
+        ask: Sends a request to a server and checks the response.
+        max_in_flight: Maximum number of requests in flight; further ones wait in order.
+        health_seconds: Interval between two checks of each server while requests are in flight.
+        unavailable_timeout_seconds: Time without a success on any server after which a request that fails everywhere
             is given up.
-        first: index of the server that gets the first request. Each trainer rank has its own pool over the same servers
+        first: Index of the server that gets the first request. Each trainer rank has its own pool over the same servers
             and sees only its own load. Different numbers keep the ranks from all starting with server 0.
     """
 
@@ -102,7 +102,7 @@ class ServerPool:
         Call it after each publish, when the servers generate again.
 
         Raises:
-            ValueError: a URL is not one of the servers'.
+            ValueError: A URL is not one of the servers'.
         """
         servers = {server.url: server for server in self._servers}
         synced = {url.rstrip("/") for url in urls}
@@ -145,13 +145,13 @@ class ServerPool:
         In each case the whole request goes to another server.
 
         Args:
-            request: its ``request_id`` is unique among all pools over these servers.
-            affinity: equal for requests with a common prefix, such as siblings of one prompt.
+            request: Its ``request_id`` is unique among all pools over these servers.
+            affinity: Equal for requests with a common prefix, such as siblings of one prompt.
 
         Raises:
-            ServerError: a server rejects the request, or no server is usable. The message lists all servers. It is a
+            ServerError: A server rejects the request, or no server is usable. The message lists all servers. It is a
                 ``NoUsableServer`` unless each server violated the contract too often.
-            RuntimeError: called before the first ``use_version``.
+            RuntimeError: Called before the first ``use_version``.
         """
         if not self._versions:
             raise RuntimeError("ServerPool.generate before the first use_version: no server has weights")
@@ -212,8 +212,8 @@ class ServerPool:
         """Send a request to a server and check which weights responded.
 
         Raises:
-            _RetryElsewhere: the response is missing or must not be used.
-            ServerError: the server rejects the request itself.
+            _RetryElsewhere: The response is missing or must not be used.
+            ServerError: The server rejects the request itself.
         """
         version_index = len(self._versions) - 1
         evictions = server.evictions
@@ -265,6 +265,7 @@ class ServerPool:
         elif error.status is None:  # no HTTP response at all
             self._mark_unhealthy(server, error.detail)
         else:
+            # Any other status says that the request itself is wrong: it would fail on every server.
             raise error
 
     async def _select_server(
@@ -273,18 +274,19 @@ class ServerPool:
         """Return the server for the next attempt, if possible one that the request has not failed on.
 
         Args:
-            affinity: see ``generate``.
-            failed: servers that the request failed on.
-            first_failure: time of its first failure; None if it has not failed.
+            affinity: See ``generate``.
+            failed: Servers that the request failed on.
+            first_failure: Time of its first failure; None if it has not failed.
 
         Raises:
-            ServerError: no server is usable, also after rechecks for as long as the patience lasts.
+            ServerError: No server is usable, also after rechecks for as long as the patience lasts.
         """
         first_failure = self._now() if first_failure is None else first_failure
         while True:
             now = self._now()
             usable = self._usable()
             if ready := [server for server in usable if server.back_off_until <= now]:
+                # A request that failed on all of them is tried once more on any that is ready.
                 return self._least_loaded(affinity, [s for s in ready if s not in failed] or ready)
             wait = min((server.back_off_until for server in usable), default=now + _RECHECK_SECONDS) - now
             if not usable:

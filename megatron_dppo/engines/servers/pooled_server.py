@@ -62,7 +62,7 @@ class PooledServer:
         """Reset the state after a weight sync.
 
         Args:
-            problem: why the sync left the server out; None if it brought the server to the current version.
+            problem: Why the sync left the server out; None if it brought the server to the current version.
         """
         problem = self.exclusion or problem
         self.problem = problem
@@ -78,9 +78,9 @@ class PooledServer:
         """Send the server no requests for a while, longer after each further failure.
 
         Args:
-            now: time of the event loop.
-            reason: the failure.
-            retry_after: seconds that the server asked for; None if it named none.
+            now: Time of the event loop.
+            reason: The failure.
+            retry_after: Seconds that the server asked for; None if it named none.
         """
         self.last_failure = reason
         if now < self.back_off_until:  # a burst of requests that fail together counts once
@@ -151,10 +151,10 @@ class HealthMonitor:
     the whole engine and may take long.
 
     Args:
-        servers: the servers of the pool.
-        seconds: interval between two checks.
-        mark_unhealthy: called with a server and the reason.
-        current_version: returns the version that a server must have to be used again.
+        servers: The servers of the pool.
+        seconds: Interval between two checks.
+        mark_unhealthy: Called with a server and the reason.
+        current_version: Returns the version that a server must have to be used again.
     """
 
     def __init__(

@@ -81,11 +81,11 @@ class PromptRoutes:
     server's prefix cache.
 
     Args:
-        pool: the servers.
-        prompt: prompt of P tokens.
-        params: sampling parameters of the responses.
-        routing: shape of the routes.
-        end_tokens: tokens after which a response is complete.
+        pool: The servers.
+        prompt: Prompt of P tokens.
+        params: Sampling parameters of the responses.
+        routing: Shape of the routes.
+        end_tokens: Tokens after which a response is complete.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class PromptRoutes:
         The prompt's last token is not included: each response reads it anew.
 
         Args:
-            version: version of the weights.
-            request_id: prefix of the id of the request for the routes.
-            affinity: affinity of the siblings.
+            version: Version of the weights.
+            request_id: Prefix of the id of the request for the routes.
+            affinity: Affinity of the siblings.
 
         Returns:
             The routes; None if the version is no longer current or the request was aborted.
 
         Raises:
-            ServerError: see ``ServerPool.generate``.
+            ServerError: See ``ServerPool.generate``.
         """
         async with self._lock:  # the first sibling sends the request, the others wait for its result
             if version not in self._routes_by_version and version == self._pool.version:
@@ -171,10 +171,10 @@ class Responder:
     """Completion of responses by a pool of servers.
 
     Args:
-        pool: the servers.
-        tokenizer: decodes responses.
-        end_tokens: tokens after which a response is complete.
-        function: user function ``rollout.generate``; None for one response per prompt.
+        pool: The servers.
+        tokenizer: Decodes responses.
+        end_tokens: Tokens after which a response is complete.
+        function: User function ``rollout.generate``; None for one response per prompt.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Responder:
         """Continue a response until it is complete or ``is_stopping`` is set.
 
         Raises:
-            ServerError: see ``ServerPool.generate``.
-            GenerateError: the user function failed.
+            ServerError: See ``ServerPool.generate``.
+            GenerateError: The user function failed.
         """
         if sample.completion is not None:
             return

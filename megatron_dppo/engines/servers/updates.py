@@ -36,8 +36,8 @@ class ReleasedMemory(ABC):
         """See ``InferenceServer``.
 
         Raises:
-            ConfigError: the server was started without the flag that memory release needs.
-            ServerError: the server refuses, and keeps its memory. Or it does not respond, and may have released it.
+            ConfigError: The server was started without the flag that memory release needs.
+            ServerError: The server refuses, and keeps its memory. Or it does not respond, and may have released it.
         """
         if (flag := await self._missing_flag()) is not None:
             raise ConfigError(
@@ -119,7 +119,7 @@ def check_weights(folder: Path) -> None:
     passes.
 
     Raises:
-        CheckpointError: a file is missing or truncated.
+        CheckpointError: A file is missing or truncated.
     """
     if not folder.is_dir():
         return  # a path of the server's machine: the server reports itself if there is nothing
@@ -131,7 +131,7 @@ def check_adapter(folder: Path) -> None:
     """Check that a folder has complete adapters, before a server reads it, as ``check_weights`` does.
 
     Raises:
-        CheckpointError: the file is missing or truncated.
+        CheckpointError: The file is missing or truncated.
     """
     if folder.is_dir():
         open_weight_file(folder / ADAPTER_FILE)
@@ -164,8 +164,8 @@ class FolderUpdates(ReleasedMemory):
         """See ``InferenceServer``.
 
         Raises:
-            RuntimeError: the server is not paused: it would respond with half of the new weights.
-            CheckpointError: the folder is on this machine and incomplete; no request was sent.
+            RuntimeError: The server is not paused: it would respond with half of the new weights.
+            CheckpointError: The folder is on this machine and incomplete; no request was sent.
         """
         if not self._is_paused:
             raise RuntimeError(f"{self.url}: update_adapter without pause")
@@ -178,8 +178,8 @@ class FolderUpdates(ReleasedMemory):
         """See ``InferenceServer``.
 
         Raises:
-            CheckpointError: the folder is on this machine and incomplete; no request was sent.
-            ServerError: the weights are not loaded; the message states if the old weights are still there.
+            CheckpointError: The folder is on this machine and incomplete; no request was sent.
+            ServerError: The weights are not loaded; the message states if the old weights are still there.
         """
         check_weights(Path(folder))
         if self._is_paused:

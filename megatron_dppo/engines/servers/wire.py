@@ -62,10 +62,10 @@ class GenerationReader(ResponseFields, ABC):
         """Return the response as a ``Generation``.
 
         Args:
-            tokens: sampled tokens, [R].
-            logprobs: their log-probabilities, [R].
-            candidates: the most probable tokens, after the sampling filters.
-            sampling_mask: token ids that the filters allowed; None if the request did not ask for them.
+            tokens: Sampled tokens, [R].
+            logprobs: Their log-probabilities, [R].
+            candidates: The most probable tokens, after the sampling filters.
+            sampling_mask: Token ids that the filters allowed; None if the request did not ask for them.
         """
         topk_ids, topk_logprobs = None, None
         if self._request.params.topk_logprobs:
@@ -158,10 +158,10 @@ def append_sampled_token(
     """Append a slot that holds the sampled token if it is not one of the K, else -1 and 0 (see ``Completion``).
 
     Args:
-        ids: the most probable tokens, [R, K].
-        values: their log-probabilities, [R, K].
-        tokens: the sampled tokens, [R].
-        logprobs: their log-probabilities, [R].
+        ids: The most probable tokens, [R, K].
+        values: Their log-probabilities, [R, K].
+        tokens: The sampled tokens, [R].
+        logprobs: Their log-probabilities, [R].
 
     Returns:
         Ids and log-probabilities, both [R, K + 1].

@@ -70,7 +70,7 @@ def describe_server(url: str, engine: str, key: str | None = None, *, timeout: f
     resumes it.
 
     Raises:
-        ServerError: see ``identify_server``.
+        ServerError: See ``identify_server``.
     """
     version, model = identify_server(url, engine, key, timeout=timeout)
     state = "healthy" if is_healthy(url, key, timeout=timeout) else f"responds, but {IDLE}"
@@ -81,7 +81,7 @@ def identify_server(url: str, engine: str, key: str | None = None, *, timeout: f
     """Return version and model of a server.
 
     Raises:
-        ServerError: the server does not respond, or is another program than ``engine``.
+        ServerError: The server does not respond, or is another program than ``engine``.
     """
     try:
         if engine == "sglang":
@@ -103,7 +103,7 @@ def fetch_json(url: str, path: str, key: str | None, timeout: float) -> dict[str
     """Return the JSON object that a server returns for a GET.
 
     Raises:
-        ServerError: no response, an HTTP error, or no JSON object.
+        ServerError: No response, an HTTP error, or no JSON object.
     """
     text = _get(url, path, key, timeout)
     try:
@@ -149,14 +149,14 @@ def find_server_problems(
 
     Args:
         url: URL of the server.
-        needs: requirements of the run.
+        needs: Requirements of the run.
         key: API key; None if the server has none.
-        timeout: seconds for each request.
-        must_generate: the server must be able to generate now. False at the start of a run, whose first weight sync
+        timeout: Seconds for each request.
+        must_generate: The server must be able to generate now. False at the start of a run, whose first weight sync
             resumes a server that an earlier trainer left paused.
 
     Raises:
-        ServerError: the server does not respond, or is another program.
+        ServerError: The server does not respond, or is another program.
     """
     identify_server(url, needs.engine, key, timeout=timeout)
     problems = [IDLE] if must_generate and not is_healthy(url, key, timeout=timeout) else []

@@ -66,14 +66,14 @@ def plan_servers(
     """Return one plan for each of ``rollout.servers.count`` servers on this machine.
 
     Args:
-        rollout: configuration with the engine ``sglang`` or ``vllm``.
+        rollout: Configuration with the engine ``sglang`` or ``vllm``.
         options: ``server_options`` of the run.
-        environ: environment with the API keys.
-        gpus: devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
-        skip_gpus: number of first GPUs that are left to the trainer; colocated servers use them too.
+        environ: Environment with the API keys.
+        gpus: Devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
+        skip_gpus: Number of first GPUs that are left to the trainer; colocated servers use them too.
 
     Raises:
-        ConfigError: an API key is missing, or there are too few GPUs.
+        ConfigError: An API key is missing, or there are too few GPUs.
     """
     servers = rollout.servers
     if servers.colocated and gpus:  # without GPUs nothing can be released, and the engines reject the flags
@@ -114,7 +114,7 @@ def check_engine(engine: str) -> None:
     """Check that an engine has servers.
 
     Raises:
-        ConfigError: the engine is ``local``.
+        ConfigError: The engine is ``local``.
     """
     if engine == "local":
         raise ConfigError(
@@ -127,12 +127,12 @@ def read_api_key(name: str | None, environ: Mapping[str, str], setting: str) -> 
     """Return the value of an environment variable; None if ``name`` is None.
 
     Args:
-        name: name of the variable.
-        environ: the environment.
-        setting: configuration key that holds the name, for the error message.
+        name: Name of the variable.
+        environ: The environment.
+        setting: Configuration key that holds the name, for the error message.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: The variable is not set.
     """
     if name is None:
         return None
@@ -147,14 +147,14 @@ def server_options(
     """Return the options that the engine is started with, besides address and keys. The user's values take precedence.
 
     Args:
-        rollout: configuration with the engine ``sglang`` or ``vllm``.
-        model: configuration of the policy.
-        lora: adapters of the weight sync method ``adapter``.
+        rollout: Configuration with the engine ``sglang`` or ``vllm``.
+        model: Configuration of the policy.
+        lora: Adapters of the weight sync method ``adapter``.
         routed_experts: True if servers return the routers' choices.
-        topk_logprobs: number of most probable tokens that servers return; 0 for none.
+        topk_logprobs: Number of most probable tokens that servers return; 0 for none.
 
     Raises:
-        ConfigError: the engine is ``local``, an option must be set elsewhere, or vLLM does not support the LoRA rank.
+        ConfigError: The engine is ``local``, an option must be set elsewhere, or vLLM does not support the LoRA rank.
     """
     engine = rollout.engine
     check_engine(engine)
@@ -293,7 +293,7 @@ def count_gpus_per_server(engine: str, options: Mapping[str, Any]) -> int:
     """Return the number of GPUs of one server that is started with ``options``.
 
     Raises:
-        ConfigError: a size is not a whole number above 0.
+        ConfigError: A size is not a whole number above 0.
     """
     sizes = []
     for names in _SIZE_OPTIONS:

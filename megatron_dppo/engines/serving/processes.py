@@ -27,7 +27,7 @@ class StopRequest:
     """Request to end the servers, by SIGTERM, SIGINT or SIGHUP.
 
     Args:
-        grace: seconds that servers continue after the first SIGTERM. A scheduler that reclaims the machines signals
+        grace: Seconds that servers continue after the first SIGTERM. A scheduler that reclaims the machines signals
             servers and trainer together, and a trainer that finishes its step needs the servers until then. A second
             signal, or another one, ends them at once.
     """
@@ -60,10 +60,10 @@ class ServerGroup:
     """The servers of this machine; a context manager that leaves none behind.
 
     Args:
-        plans: one plan for each server.
-        log_dir: folder for ``server_0.log`` and so on.
-        start_timeout: seconds in which a server must become healthy after its start.
-        log: reports events to the user.
+        plans: One plan for each server.
+        log_dir: Folder for ``server_0.log`` and so on.
+        start_timeout: Seconds in which a server must become healthy after its start.
+        log: Reports events to the user.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ServerGroup:
         """Wait until all servers are healthy; return False if ``stop`` comes first.
 
         Raises:
-            ServerError: a server exited, or needs more than ``start_timeout`` seconds. At the first start none is
+            ServerError: A server exited, or needs more than ``start_timeout`` seconds. At the first start none is
                 restarted: it would most likely exit for the same reason.
         """
         while (starting := [server for server in self._servers if not server.is_healthy]) and not stop.is_due:
@@ -114,8 +114,8 @@ class ServerGroup:
         """Restart servers that die, with the same arguments, until ``stop`` is due.
 
         Raises:
-            ServerError: a server did not become healthy in ``MAX_RESTARTS`` restarts in a row; the others still run.
-            ConfigError: its program no longer exists.
+            ServerError: A server did not become healthy in ``MAX_RESTARTS`` restarts in a row; the others still run.
+            ConfigError: Its program no longer exists.
         """
         while not stop.is_due:
             for server in self._servers:

@@ -26,12 +26,12 @@ class ServerProcess:
     """A server process; the constructor starts it.
 
     Args:
-        plan: command line and environment.
-        log: file that the output is appended to. Servers may print keys, so only this user can read it.
-        secrets_file: file for options that must not appear in the process list.
+        plan: Command line and environment.
+        log: File that the output is appended to. Servers may print keys, so only this user can read it.
+        secrets_file: File for options that must not appear in the process list.
 
     Raises:
-        ConfigError: the program does not exist.
+        ConfigError: The program does not exist.
     """
 
     def __init__(self, plan: ServerPlan, log: Path, secrets_file: Path) -> None:
@@ -44,7 +44,7 @@ class ServerProcess:
         """Kill what is left of the server, and start it again in the same way.
 
         Raises:
-            ConfigError: the program no longer exists.
+            ConfigError: The program no longer exists.
         """
         self.kill()
         end = time.monotonic() + _PORT_SECONDS
@@ -113,6 +113,7 @@ class ServerProcess:
     def kill(self) -> None:
         """Send SIGKILL to the session, also if the launcher has exited: it may have left children behind."""
         with contextlib.suppress(ProcessLookupError):
+            # The launcher leads a session, so its pid is the group of all its children.
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -121,7 +122,7 @@ def require_free(url: str) -> None:
     """Check that an address is free: a server that runs there would respond in place of the new one.
 
     Raises:
-        ConfigError: the address is in use, or is no address of this machine.
+        ConfigError: The address is in use, or is no address of this machine.
     """
     try:
         _bind(url)
@@ -146,7 +147,7 @@ def _bind(url: str) -> None:
     """Bind a socket to an address, and close it.
 
     Raises:
-        OSError: the address cannot be used.
+        OSError: The address cannot be used.
     """
     host = str(urlsplit(url).hostname)
     port = urlsplit(url).port

@@ -24,9 +24,9 @@ class SGLangServer(SGLangWeightUpdates):
 
     Args:
         url: ``http://host:port``.
-        api_key: the server's ``--api-key``.
-        admin_api_key: the server's ``--admin-api-key``, if it differs.
-        deadlines: deadline of each kind of call.
+        api_key: The server's ``--api-key``.
+        admin_api_key: The server's ``--admin-api-key``, if it differs.
+        deadlines: Deadline of each kind of call.
         adapter: True if requests are for the adapter of ``update_adapter``; False for the base weights.
     """
 
@@ -67,7 +67,7 @@ class SGLangServer(SGLangWeightUpdates):
         """Continue a sequence.
 
         Raises:
-            ServerError: no response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
+            ServerError: No response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
         """
         flat = await self._engine_version() >= _FLAT_TOPK_VERSION
         body = generate_body(request, flat=flat, adapter=self._adapter)

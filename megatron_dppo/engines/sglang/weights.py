@@ -88,7 +88,7 @@ class SGLangWeightUpdates(ServerClient):
         """See ``InferenceServer``.
 
         Raises:
-            RuntimeError: the server is not paused: it would respond with half of the new weights.
+            RuntimeError: The server is not paused: it would respond with half of the new weights.
         """
         if not self._is_paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
@@ -130,7 +130,7 @@ class SGLangWeightUpdates(ServerClient):
         """See ``InferenceServer``.
 
         Raises:
-            ConfigError: the server has data or pipeline parallelism, whose ranks SGLang cannot tell apart here.
+            ConfigError: The server has data or pipeline parallelism, whose ranks SGLang cannot tell apart here.
         """
         await self._tp_size()
         name = transfer_group_name(host, port)
@@ -230,7 +230,7 @@ class SGLangWeightUpdates(ServerClient):
         """Return the number of ranks.
 
         Raises:
-            ConfigError: the server has data or pipeline parallelism.
+            ConfigError: The server has data or pipeline parallelism.
         """
         info = await self._server_info()
         for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):

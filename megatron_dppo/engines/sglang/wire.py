@@ -73,9 +73,9 @@ def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None =
     """Return the body of ``/generate``.
 
     Args:
-        request: tokens to continue.
+        request: Tokens to continue.
         flat: True if the server has the flat Top-K encoding of responses (0.5.22).
-        adapter: name of the LoRA adapter on the server; None for the base weights.
+        adapter: Name of the LoRA adapter on the server; None for the base weights.
     """
     body: dict[str, Any] = {
         "rid": wire_id(request.request_id),
@@ -104,8 +104,8 @@ def decode_generation(response: object, request: GenerateRequest, url: str) -> G
     """Read the response to ``generate_body``.
 
     Raises:
-        ContractViolation: a field that the request asks for is missing or has the wrong type; names the field.
-        ServerError: the body is no response of SGLang.
+        ContractViolation: A field that the request asks for is missing or has the wrong type; names the field.
+        ServerError: The body is no response of SGLang.
     """
     reader = _Reader(response, request, url)
     reason = reader.finish_reason()

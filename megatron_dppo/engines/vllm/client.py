@@ -21,8 +21,8 @@ class VLLMServer(VLLMWeightUpdates):
 
     Args:
         url: ``http://host:port``.
-        api_key: the server's ``--api-key``. vLLM checks it only where text is generated, not for control calls.
-        deadlines: deadline of each kind of call.
+        api_key: The server's ``--api-key``. vLLM checks it only where text is generated, not for control calls.
+        deadlines: Deadline of each kind of call.
         adapter: True if requests are for the adapter of ``update_adapter``; False for the base weights.
     """
 
@@ -58,7 +58,7 @@ class VLLMServer(VLLMWeightUpdates):
         """Continue a sequence. ``params.seed`` is not sent (see ``wire.sampling_params``).
 
         Raises:
-            ServerError: no response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
+            ServerError: No response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
         """
         self._returns_sampling_mask |= request.params.return_sampling_mask
         body = generate_body(request, self._adapter)

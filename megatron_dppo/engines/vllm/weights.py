@@ -89,8 +89,8 @@ class VLLMWeightUpdates(ServerClient):
         """See ``InferenceServer``.
 
         Raises:
-            RuntimeError: the server is not paused: vLLM would compute with missing weights.
-            ConfigError: the server lacks our worker extension.
+            RuntimeError: The server is not paused: vLLM would compute with missing weights.
+            ConfigError: The server lacks our worker extension.
         """
         if not self._is_paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
@@ -111,7 +111,7 @@ class VLLMWeightUpdates(ServerClient):
         """See ``InferenceServer``.
 
         Raises:
-            ConfigError: the server lacks our worker extension.
+            ConfigError: The server lacks our worker extension.
         """
         await self._require_transfer()
         info = {

@@ -69,8 +69,8 @@ def generate_body(request: GenerateRequest, adapter: str | None = None) -> dict[
     """Return the body of ``/inference/v1/generate``.
 
     Args:
-        request: tokens to continue.
-        adapter: name of the LoRA adapter on the server; None for the base weights.
+        request: Tokens to continue.
+        adapter: Name of the LoRA adapter on the server; None for the base weights.
     """
     sampling = sampling_params(request.params, request.stop_token_ids)
     if request.routing is not None:
@@ -88,8 +88,8 @@ def decode_generation(response: object, request: GenerateRequest, url: str) -> G
     """Read the response to ``generate_body``.
 
     Raises:
-        ContractViolation: a field that the request asks for is missing or has the wrong type; names the field.
-        ServerError: the body is no response of vLLM.
+        ContractViolation: A field that the request asks for is missing or has the wrong type; names the field.
+        ServerError: The body is no response of vLLM.
     """
     reader = _Reader(response, request, url)
     reason = reader.finish_reason()

@@ -213,7 +213,7 @@ def check_shapes(inputs: LossInputs) -> None:
     """Check that fields have the shape of ``logprobs``, Top-K fields one more dimension, and masks are bool.
 
     Raises:
-        ValueError: Naming the field.
+        ValueError: A field is missing or wrong; the message names it.
     """
     expected = tuple(inputs.logprobs.shape)
     if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) not in ((*expected, 2), (*expected, 6)):

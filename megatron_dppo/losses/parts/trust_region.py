@@ -20,7 +20,7 @@ def ratio_keep_mask(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip
     Source: arXiv 1707.06347; clip-higher arXiv 2503.14476.
 
     Args:
-        log_ratio: log pi(a_t) - log mu(a_t). Shape [num_tokens].
+        log_ratio: Log pi(a_t) - log mu(a_t). Shape [num_tokens].
         advantages: Shape [num_tokens].
         clip_low: Tokens with a negative advantage and r < 1 - clip_low are masked.
         clip_high: Tokens with a positive advantage and r > 1 + clip_high are masked.

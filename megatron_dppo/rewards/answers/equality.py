@@ -45,6 +45,7 @@ def same_answer(answer: str, label: str) -> bool:
 
 def _same(answer: Value, label: Value) -> bool:
     """Compare two values of any kinds."""
+    # The order matters: choices and relations hold values of all other kinds, so they are unwrapped first.
     if isinstance(answer, Choice) or isinstance(label, Choice):
         return _same_choice(answer, label)
     if isinstance(answer, Chain) or isinstance(label, Chain):
@@ -232,6 +233,7 @@ def _same_relations(answer: Chain, label: Chain) -> bool:
         return False
     ratio = constant_ratio(ours, theirs)
     if ratio is not None:
+        # A negative factor turns the sign: 2x < 4 is -x > -2.
         sign = answer.signs[0] if ratio > 0 else _FLIPPED.get(answer.signs[0])
         return sign == label.signs[0]
     return _same_sets(answer, label)
@@ -264,6 +266,7 @@ def _difference(chain: Chain) -> Expr | None:
 def _same_solutions(first: Expr, second: Expr) -> bool:
     """Return True if two equations have equal solutions for each of their variables."""
     symbols = sorted(first.free_symbols, key=str)
+    # The second condition bounds the time of ``sympy.solve``.
     if first.free_symbols != second.free_symbols or first.count_ops() + second.count_ops() > 60:
         return False
     for symbol in symbols:
@@ -332,11 +335,13 @@ def _solution_set(chain: Chain) -> sympy.Set | None:
     symbols = set().union(*(each.free_symbols for each in expressions))
     if len(symbols) != 1 or not set(chain.signs) <= set(_INEQUALITIES):
         return None
+    # sympy solves inequalities in a variable that it knows to be real.
     variable = Symbol("t", real=True)
     expressions = [each.subs(next(iter(symbols)), variable) for each in expressions]
     result = sympy.S.Reals
     for sign, (left, right) in zip(chain.signs, pairwise(expressions), strict=True):
         relation = _INEQUALITIES[sign](left, right)
+        # The variable has canceled out.
         if relation in (True, False):
             return None
         try:

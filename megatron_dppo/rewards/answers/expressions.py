@@ -99,6 +99,7 @@ class _Reader:
         """Read the token if it is next."""
         if self.peek() != token:
             return False
+        # ``peek`` shows ** as ^.
         self.position += 2 if self.text.startswith("**", self.position) else len(token)
         return True
 
@@ -124,6 +125,7 @@ class _Reader:
             return -self._signed_product()
         if self.take("+"):
             return self._signed_product()
+        # The sign binds less than a power: -x^2 is -(x^2).
         return self._product()
 
     def _product(self) -> Expr:
@@ -155,6 +157,7 @@ class _Reader:
 
     def _starts_factor(self, token: str) -> bool:
         if token == "|":
+            # A bar opens unless one is open already.
             return not self._bars
         if token.isalnum() or token in ("(", "[", "{", "."):
             return token.isascii()
@@ -193,6 +196,7 @@ class _Reader:
         if self.take("-"):
             return -self._exponent()
         value = self._postfix(self._primary())
+        # From the right: 2^3^2 is 2^9.
         return raise_to(value, self._exponent()) if self.take("^") else value
 
     def _primary(self) -> Expr:

@@ -92,6 +92,7 @@ def normalize_answer(text: str) -> str:
     if len(text) > _MAX_LENGTH:
         return _without_full_stop(text.replace("$", ""))
     text = _FORMULA_IN_TEXT.sub(r"\1", text)
+    # Before the commands, among which ``\(`` would count.
     text = _without_delimiters(text)
     text = _DIGITS_APART.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
     text = _plain_commands(text, 0)
@@ -202,6 +203,7 @@ def _argument(text: str, position: int) -> tuple[str, int]:
 def _without_full_stop(text: str) -> str:
     text = text.strip(_MARKUP)
     while True:
+        # Until nothing changes: a full stop may stand inside braces that stand inside bold text.
         shorter = _strip_punctuation(text).strip(_MARKUP)
         if shorter.endswith("}") and not shorter.endswith("\\}"):  # "\text{Evelyn.}"
             shorter = shorter[:-1].rstrip(" .,;:") + "}"

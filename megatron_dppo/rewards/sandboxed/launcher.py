@@ -73,6 +73,7 @@ def _die_with_parent() -> None:
 def _make_root(job: Job) -> None:
     """Build a root with read-only mounts of what an interpreter needs and a writable ``/box`` in memory."""
     root = job["root"]
+    # Private, so that no mount below reaches the host.
     _mount("none", "/", flags=_REC | _PRIVATE)
     _mount("none", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     for path in job["visible"]:
@@ -83,6 +84,7 @@ def _make_root(job: Job) -> None:
             _mount(path, root + path, flags=_BIND | _REC)
     os.makedirs(f"{root}/dev")
     for device in ("/dev/null", "/dev/urandom"):
+        # A bind mount needs a file to be mounted on.
         open(root + device, "w").close()
         _mount(device, root + device, flags=_BIND)
     os.makedirs(f"{root}/box")
@@ -108,6 +110,7 @@ def _write_files(job: Job, owner: int | None) -> None:
 
 def _become(user: int | None) -> None:
     if user is not None:
+        # Groups first and the user last: afterwards the right to change the others is gone.
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
@@ -142,12 +145,15 @@ def _program(job: Job, status: int, user: int | None) -> None:
     os.closerange(4, 1 << 16)
     _become(user)
     _limit(job)
+    # No setuid program may give privileges back.
     _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
     for number in range(1, signal.NSIG):
+        # 32 and 33 are those of the C library's threads.
         if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.write(3, b"ready")
+    # ``execve`` closes it: the program must not hold the status pipe open.
     os.set_inheritable(3, False)
     os.execve(job["argv"][0], job["argv"], {**job["env"], "HOME": os.getcwd(), "TMPDIR": os.getcwd()})
 
@@ -200,6 +206,7 @@ def _map_users(pid: int) -> None:
     if os.getuid() == 0:
         maps = {"uid_map": f"0 0 1\n1 {NOBODY} 1", "gid_map": f"0 0 1\n1 {NOBODY} 1"}
     else:
+        # The kernel lets an unprivileged user write gid_map only after this.
         maps = {"setgroups": "deny", "uid_map": f"1 {os.getuid()} 1", "gid_map": f"1 {os.getgid()} 1"}
     for name, text in maps.items():
         with open(f"/proc/{pid}/{name}", "w") as file:

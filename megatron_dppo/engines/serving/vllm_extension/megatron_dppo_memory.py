@@ -21,8 +21,8 @@ def copy_from_handle(handle: dict[str, Any], device: torch.device) -> Tensor:
     response. Torch waits for the copy when it releases the memory.
 
     Raises:
-        ValueError: the memory is on another device.
-        RuntimeError: the memory does not exist.
+        ValueError: The memory is on another device.
+        RuntimeError: The memory does not exist.
     """
     worker_uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     if handle.get("device") != worker_uuid:

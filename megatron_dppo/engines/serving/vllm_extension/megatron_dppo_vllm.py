@@ -243,7 +243,7 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over all tensors of a Hugging Face folder.
 
     Raises:
-        ValueError: the folder has no tensors, or a file is broken; nothing was read yet.
+        ValueError: The folder has no tensors, or a file is broken; nothing was read yet.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     index = Path(folder) / "model.safetensors.index.json"
