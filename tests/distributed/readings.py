@@ -97,8 +97,8 @@ def reference(case: Case) -> list[list[dict[str, Any]]]:
                 routes = generation.routed_experts
                 values["routes"] = _shares(forced, routes)
                 with forced.using(torch.cat([routes, routes[-1:]])):
-                    again = model(tokens[None]).logits[0][len(PROMPT) - 1 : -1] / TEMPERATURE
-                values["replayed_logprobs"] = again.log_softmax(-1).gather(1, own)[:, 0]
+                    second = model(tokens[None]).logits[0][len(PROMPT) - 1 : -1] / TEMPERATURE
+                values["replayed_logprobs"] = second.log_softmax(-1).gather(1, own)[:, 0]
             result[-1].append(values)
     return result
 

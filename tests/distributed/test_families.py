@@ -169,8 +169,8 @@ def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
     parallel_state.destroy_model_parallel()
     trainer = build_trainer(case, model, platform, "bf16")
     trainer.load(saved)
-    for weights, again in zip(result, exported(trainer), strict=True):
-        assert weights and all(torch.equal(again[name], weight) for name, weight in weights.items())
+    for weights, second in zip(result, exported(trainer), strict=True):
+        assert weights and all(torch.equal(second[name], weight) for name, weight in weights.items())
 
 
 def check_update(trainer: Any, case: Case, model: Any, *, rate: float) -> None:

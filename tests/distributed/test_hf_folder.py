@@ -75,7 +75,7 @@ def test_several_ranks_write_what_one_writes(tmp_path: Path, world_size: int) ->
             for key, tensor in result.items():
                 assert index["weight_map"][key] == file and tensor.dtype == dtype
                 assert torch.equal(tensor, expected[key])
-    again = build_hf_model(read_hf_config(tmp_path / "fp32"), torch.float32).from_pretrained(tmp_path / "fp32")
-    for (name, tensor), (_, before) in zip(stream_model(again), stream_model(model), strict=True):
+    second = build_hf_model(read_hf_config(tmp_path / "fp32"), torch.float32).from_pretrained(tmp_path / "fp32")
+    for (name, tensor), (_, before) in zip(stream_model(second), stream_model(model), strict=True):
         assert torch.equal(tensor.float(), before), name
     assert [f.name for f in (tmp_path / "one_file").glob("*.safetensors")] == ["model.safetensors"]

@@ -55,8 +55,8 @@ def test_there_on_two_processes_and_back_on_one_is_bitwise(hf_folder: Path, tmp_
     there = tool("hf-to-megatron", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
     assert there.returncode == 0, there.stderr
     assert there.stdout.count("wrote") == 1
-    again = tool("megatron-to-hf", checkpoint, str(hf_folder), back, *LAYOUT, "1")
-    assert again.returncode == 0, again.stderr
+    second = tool("megatron-to-hf", checkpoint, str(hf_folder), back, *LAYOUT, "1")
+    assert second.returncode == 0, second.stderr
     result, reference = FolderWeights(back), FolderWeights(hf_folder)
     assert result.names() == reference.names()
     assert all(torch.equal(result[name], reference[name]) for name in reference.names())

@@ -32,5 +32,5 @@ def test_a_checkpoint_that_cannot_be_written_ends_in_one_line_and_the_older_one_
     assert failed.returncode == 2, failed.stderr
     assert "error: the checkpoint of step 3 cannot be written to" in failed.stderr and "free" in failed.stderr
     assert "Traceback" not in failed.stderr and older.is_dir()
-    again = train(longer)
-    assert again.returncode == 0 and "step_000002 (step 2" in again.stdout, again.stderr
+    second = train(longer)
+    assert second.returncode == 0 and "step_000002 (step 2" in second.stdout, second.stderr

@@ -52,8 +52,8 @@ def test_a_killed_experiment_goes_on_where_it_was_and_its_rows_are_those_of_the_
     before, bases = {r: (r.read_bytes(), r.stat().st_mtime_ns) for r in rows}, list((tmp_path / "bases").iterdir())
     made = [(base, base.stat().st_mtime_ns) for base in bases if base.is_dir()]
 
-    output, _ = (again := started(tmp_path)).communicate(timeout=400)
-    assert again.returncode == 0, output
+    output, _ = (second := started(tmp_path)).communicate(timeout=400)
+    assert second.returncode == 0, output
     assert {r: (r.read_bytes(), r.stat().st_mtime_ns) for r in rows} == before
     assert [(base, base.stat().st_mtime_ns) for base, _ in made] == made and len(made) == 1
     assert list((tmp_path / "runs").iterdir()) == []

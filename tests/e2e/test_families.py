@@ -83,7 +83,7 @@ def test_a_run_of_a_family(family: str, layout: dict[str, int], tmp_path: Path) 
     biases = {name for name in before.names() if name.endswith("e_score_correction_bias")}
     visited = {name for name in before.names() - biases if ".experts." not in name}  # an expert may have had no token
     assert visited <= moved and not moved & biases
-    again = build_hf_model(read_hf_config(tmp_path / "run/hf"), torch.float32)
-    copy_into_model(again, exported.stream(tied=False))
-    assert {name for name, _ in stream_model(again)} == before.names()
+    second = build_hf_model(read_hf_config(tmp_path / "run/hf"), torch.float32)
+    copy_into_model(second, exported.stream(tied=False))
+    assert {name for name, _ in stream_model(second)} == before.names()
     assert json.loads((tmp_path / "run/hf/config.json").read_text())["model_type"] == family

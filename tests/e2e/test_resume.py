@@ -208,6 +208,6 @@ def test_a_fork_at_a_step_is_the_run_from_there_on(run_flags: list[str], uninter
     assert changed.returncode == 0, changed.stdout + changed.stderr
     assert "on other prompts, or in another order" in changed.stdout and "changed: optimizer.lr" in changed.stdout
     assert [r["step"] for r in without_timings(tmp_path / "other")] == [5, 6]
-    again = train([*arguments, *other, *flags(run__num_steps=7)], processes=2)
-    assert again.returncode and "is from a run with other settings" in again.stderr, "from its own checkpoint now"
+    second = train([*arguments, *other, *flags(run__num_steps=7)], processes=2)
+    assert second.returncode and "is from a run with other settings" in second.stderr, "from its own checkpoint now"
     assert before == {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()}

@@ -83,8 +83,8 @@ def test_a_solved_run_ends_well_stays_ended_and_goes_on_towards_a_higher_goal(
     assert [r["step"] for r in records(folder)] == [0, 1, 2]
     for name in ("checkpoints/step_000002", "hf/model.safetensors", "summary.json", "curves.png"):
         assert (folder / name).exists(), name
-    again = train([*short_run, *options, "--eval.stop_at_accuracy", "0.0"])
-    assert again.returncode == 0 and "solved   eval" in again.stdout, again.stderr
+    second = train([*short_run, *options, "--eval.stop_at_accuracy", "0.0"])
+    assert second.returncode == 0 and "solved   eval" in second.stdout, second.stderr
     assert [r["step"] for r in records(folder)] == [0, 1, 2]
     on = train([*short_run, *options, "--eval.stop_at_accuracy", "1.5"])
     assert on.returncode == 0 and "solved   eval" not in on.stdout, on.stderr

@@ -65,5 +65,5 @@ def check_filters(engine: Engine) -> None:
     async def use(server: InferenceServer) -> list[Generation]:
         return await asyncio.gather(*(server.generate(request) for request in requests))
 
-    greedy, *found = (answer.token_ids.tolist() for answer in call(engine, use))
-    assert found == [greedy] * 3
+    greedy, *result = (answer.token_ids.tolist() for answer in call(engine, use))
+    assert result == [greedy] * 3

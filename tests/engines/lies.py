@@ -43,9 +43,9 @@ def _topk(meta: Any, part: str, change: Callable[[Any], Any]) -> None:
     """Change the Top-K's values or ids, [R, K], in either encoding."""
     if f"{_TOPK}_shape" not in meta:
         column = ("val", "idx").index(part)
-        found = change(np.array([[entry[column] for entry in row] for row in meta[_TOPK]]))
-        meta[_TOPK] = meta[_TOPK][: len(found)]
-        for row, values in zip(meta[_TOPK], found.tolist(), strict=True):
+        result = change(np.array([[entry[column] for entry in row] for row in meta[_TOPK]]))
+        meta[_TOPK] = meta[_TOPK][: len(result)]
+        for row, values in zip(meta[_TOPK], result.tolist(), strict=True):
             for entry, value in zip(row, values, strict=True):
                 entry[column] = value
         return

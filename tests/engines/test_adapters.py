@@ -96,11 +96,11 @@ def vllm(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
 @torch.no_grad()
 def apart(folder: Path, engine: Engine, *, adapter: bool) -> float:
     """The largest difference of a response's log-probabilities from those of a Hugging Face folder."""
-    found = call(engine, lambda server: server.generate(ask(SHORT, 16, temperature=0.7)), adapter=adapter)
-    tokens = found.token_ids.tolist()
+    result = call(engine, lambda server: server.generate(ask(SHORT, 16, temperature=0.7)), adapter=adapter)
+    tokens = result.token_ids.tolist()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits = model(torch.tensor([[*SHORT, *tokens]])).logits[0, len(SHORT) - 1 : -1] / 0.7
-    return float((logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0] - found.logprobs).abs().max())
+    return float((logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0] - result.logprobs).abs().max())
 
 
 def run_with(engine: Engine | Proxy, model: Path, folder: Path, processes: int = 1, **more: Any) -> tuple[int, str]:

@@ -48,8 +48,8 @@ async def answers(pool: ServerPool, requests: list[GenerateRequest]) -> list[Gen
 @pytest.mark.parametrize("topk", [4, 0])
 def test_each_corruption_is_avoided_with_two_servers_and_reported_with_one(sglang: Engine, topk: int) -> None:
     async def both(pool: ServerPool) -> Any:
-        found = await answers(pool, requests)
-        return found, pool.counts
+        result = await answers(pool, requests)
+        return result, pool.counts
 
     async def alone(pool: ServerPool) -> None:
         await answers(pool, requests)
@@ -63,8 +63,8 @@ def test_each_corruption_is_avoided_with_two_servers_and_reported_with_one(sglan
             more: dict[str, Any] = {"topk": topk, "temperature": 0.2}
             requests = [ask([*SHORT, i], 24, routing=ROUTING, stop=(END,), **more) for i in range(12)]
             proxy.lie = generation_lie(lie())
-            found, counts = over([proxy.url, sglang.url], both)
-            assert all(len(g.token_ids) == 24 or g.token_ids[-1] == END for g in found), name
+            result, counts = over([proxy.url, sglang.url], both)
+            assert all(len(g.token_ids) == 24 or g.token_ids[-1] == END for g in result), name
             assert counts.invalid_responses >= 2, name
             matching = [message for message in counts.messages if re.search(said, message)]
             assert matching and all(proxy.url in message for message in counts.messages), (name, counts.messages)
@@ -92,12 +92,12 @@ def test_correct_responses_of_a_real_server_satisfy_the_contract_bit_for_bit(sgl
         ]
         return await answers(pool, requests), pool.counts
 
-    found, counts = over([sglang.url], use)
+    result, counts = over([sglang.url], use)
     assert counts.invalid_responses == 0 == counts.retries
-    for answer in found:
+    for answer in result:
         assert answer.echo is not None and answer.echo.best_logprobs is not None
         for i, (token, value) in enumerate(zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True)):
             if answer.echo.best_token_ids[i] == token:  # type: ignore[index]
                 worst = max(worst, abs(float(answer.echo.best_logprobs[i]) - value))
     assert worst == 0.0
-    assert {answer.finish_reason for answer in found} == {"stop", "length"}
+    assert {answer.finish_reason for answer in result} == {"stop", "length"}

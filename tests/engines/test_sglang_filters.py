@@ -35,18 +35,20 @@ def test_sampling_masks_and_log_probabilities_equal_those_of_transformers(sglang
         return await asyncio.gather(*(server.generate(request) for request in requests))
 
     sizes, contract = [], Contract(vocab_size=VOCAB, end_tokens=(END,))
-    for request, found in zip(requests, call(sglang, use), strict=True):
-        check_generation(found, request, contract, sglang.url)
-        assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
-        tokens = found.token_ids.tolist()
+    for request, actual in zip(requests, call(sglang, use), strict=True):
+        check_generation(actual, request, contract, sglang.url)
+        assert (
+            actual.sampling_mask is not None and actual.topk_token_ids is not None and actual.topk_logprobs is not None
+        )
+        tokens = actual.token_ids.tolist()
         distributions = old_model.distributions(request.token_ids, tokens, TEMPERATURE)
-        over = keep(distributions, found.sampling_mask)
-        assert difference(found.logprobs, over.gather(1, torch.tensor(tokens)[:, None])[:, 0]) < 1e-5
-        used = found.topk_token_ids >= 0
-        expected = over.gather(1, found.topk_token_ids.clamp(min=0).long())
-        assert difference(torch.where(used, found.topk_logprobs, 0.0), torch.where(used, expected, 0.0)) < 2e-5
+        over = keep(distributions, actual.sampling_mask)
+        assert difference(actual.logprobs, over.gather(1, torch.tensor(tokens)[:, None])[:, 0]) < 1e-5
+        used = actual.topk_token_ids >= 0
+        expected = over.gather(1, actual.topk_token_ids.clamp(min=0).long())
+        assert difference(torch.where(used, actual.topk_logprobs, 0.0), torch.where(used, expected, 0.0)) < 2e-5
         for row, ids in zip(
-            distributions, found.sampling_mask.ids.split(found.sampling_mask.counts.tolist()), strict=True
+            distributions, actual.sampling_mask.ids.split(actual.sampling_mask.counts.tolist()), strict=True
         ):
             if row.isnan().any():
                 break

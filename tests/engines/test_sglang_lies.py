@@ -147,8 +147,8 @@ def test_a_corruption_after_the_probe_stops_the_run_before_the_update(
     confident: Path,
     tmp_path: Path,
 ) -> None:
-    found, text = run_with(telling(change, but="probe"), bf16, confident, tmp_path / "run")
-    assert found == code, text
+    result, text = run_with(telling(change, but="probe"), bf16, confident, tmp_path / "run")
+    assert result == code, text
     assert all(part in text for part in told), text
     assert not [r for r in records(tmp_path / "run") if r["step"] > 0]
     assert not list((tmp_path / "run").glob("checkpoints/*"))

@@ -28,11 +28,11 @@ def check(engine: Engine, kind: Literal["sglang", "vllm"], model: Reference) -> 
     servers = TeacherServers([engine.url], kind)
     assert servers.problems() == []
     for _ in range(2):  # the second time all of it is in the cache
-        for one, found in zip(samples, servers.logprobs(samples), strict=True):
+        for one, actual in zip(samples, servers.logprobs(samples), strict=True):
             ids, first = [*one.tokens.tolist(), int(one.labels[-1])], int(one.loss_mask.nonzero()[0])
             expected = model.logprobs(ids[: first + 1], ids[first + 1 :], 1.0)
-            assert difference(found[first:], expected) < 1e-4
-            assert not found[:first].any()
+            assert difference(actual[first:], expected) < 1e-4
+            assert not actual[:first].any()
 
 
 def test_sglang(sglang: Engine, old_model: Reference) -> None:

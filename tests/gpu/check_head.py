@@ -26,8 +26,8 @@ TOKENS, HIDDEN, VOCABULARY, PADDED, K = 200, 256, 5003, 5056, 20
 def check(device: torch.device) -> Iterator[Result]:
     """Which kernels run, each against float64, in place at full size, and the head around them."""
     wanted = device.type == "cuda"
-    found = row_kernels._triton_kernels(torch.zeros(1, 1, device=device)) is not None
-    yield Result(f"the row passes are {'Triton' if wanted else 'torch'} (0 = yes)", float(found != wanted), 0.0)
+    result = row_kernels._triton_kernels(torch.zeros(1, 1, device=device)) is not None
+    yield Result(f"the row passes are {'Triton' if wanted else 'torch'} (0 = yes)", float(result != wanted), 0.0)
     for layout, width in WIDTHS.items():
         for name, dtype in DTYPES.items():
             logits = difficult_logits(width).to(device, dtype)
@@ -87,10 +87,10 @@ def check_statistics(name: str, logits: Tensor) -> Iterator[Result]:
     for count in COUNTS:
         labels, ids = places(count)
         on_device = None if ids is None else ids.to(logits.device)
-        found = row_kernels.row_statistics(logits, OWN, labels.to(logits.device), on_device, TEMPERATURE)
+        actual = row_kernels.row_statistics(logits, OWN, labels.to(logits.device), on_device, TEMPERATURE)
         expected = reference_statistics(logits, labels, ids)
-        errors = [_relative(found[:, i], expected[:, i]) for i in range(3)]
-        errors.append(_largest(found[:, 3:], expected[:, 3:], scaled=True))
+        errors = [_relative(actual[:, i], expected[:, i]) for i in range(3)]
+        errors.append(_largest(actual[:, 3:], expected[:, 3:], scaled=True))
         worst = {what: max(worst[what], error) for what, error in zip(worst, errors, strict=True)}
     for what, bound in bounds.items():
         yield Result(f"{name} {what}, relative", worst[what], bound)
@@ -140,8 +140,8 @@ def check_in_place(device: torch.device) -> Iterator[Result]:
     logits = 4 * torch.randn(rows, FULL_WIDTH, generator=generator, device=device)
     labels = torch.randint(0, FULL_WIDTH, (rows,), generator=generator, device=device)
     statistics = row_kernels.row_statistics(logits, FULL_WIDTH, labels, None, 1.0)
-    again = row_kernels.row_statistics(logits, FULL_WIDTH, labels, None, 1.0)
-    yield Result("statistics at full size, numbers that differ between runs", _differing(statistics, again), 0.0)
+    second = row_kernels.row_statistics(logits, FULL_WIDTH, labels, None, 1.0)
+    yield Result("statistics at full size, numbers that differ between runs", _differing(statistics, second), 0.0)
     total = statistics[:, 2] + statistics[:, 3].exp()
     entropy = total.log() - statistics[:, 1] / total
     ones = torch.ones_like(total)
@@ -179,20 +179,20 @@ def check_whole_head(name: str, device: torch.device, dtype: torch.dtype) -> Ite
     moved = [t.to(device) for t in (labels, ids, slopes)]
     found_leaves = [t.to(device).requires_grad_() for t in (hidden, weight)]
     valid = torch.ones_like(moved[1], dtype=torch.bool)
-    found = vocab_parallel_head_stats(
+    actual = vocab_parallel_head_stats(
         *found_leaves, moved[0], ids=moved[1], ids_valid=valid, needs=LossNeeds(entropy_gradient=True), topk=K, **sizes
     )
-    assert found.id_logprobs is not None and found.other_logprob is not None and found.topk_logprobs is not None
+    assert actual.id_logprobs is not None and actual.other_logprob is not None and actual.topk_logprobs is not None
     pairs = {
-        "log-probabilities": (found.logprobs, logprobs),
-        "entropy": (found.entropy, entropy),
-        "log-probabilities at ids": (found.id_logprobs, logp.gather(1, ids)),
-        "mass outside the ids": (found.other_logprob, other),
-        "own Top-K": (found.topk_logprobs, logp.topk(K).values),
+        "log-probabilities": (actual.logprobs, logprobs),
+        "entropy": (actual.entropy, entropy),
+        "log-probabilities at ids": (actual.id_logprobs, logp.gather(1, ids)),
+        "mass outside the ids": (actual.other_logprob, other),
+        "own Top-K": (actual.topk_logprobs, logp.topk(K).values),
     }
     for what, (value, expected) in pairs.items():
         yield Result(f"{name} mode A {what}, largest difference", _largest(value.detach(), expected.detach()), bound)
-    grads = torch.autograd.grad((moved[2][0] * found.logprobs + moved[2][1] * found.entropy).sum(), found_leaves)
+    grads = torch.autograd.grad((moved[2][0] * actual.logprobs + moved[2][1] * actual.entropy).sum(), found_leaves)
     yield from _gradients(f"{name} mode A", grads, wanted, gradient_bound)
 
     def loss(inputs: LossInputs) -> LossOutput:

@@ -49,9 +49,9 @@ def check_fusions(platform: Platform, engine: bool) -> Iterator[Result]:
     off = dict.fromkeys(FUSIONS, False)
 
     def errors(*on: str) -> dict[str, float]:
-        found = measure(Case(transformer=off | dict.fromkeys(on, True)), platform, "bf16")
+        result = measure(Case(transformer=off | dict.fromkeys(on, True)), platform, "bf16")
         parallel_state.destroy_model_parallel()
-        return found
+        return result
 
     # Without Transformer Engine Megatron has this one all the same: torch compiles it.
     here = FUSIONS if engine else ("bias_activation_fusion",)
@@ -97,12 +97,12 @@ def check_grouped_gemm(device: torch.device) -> Iterator[Result]:
     expected = torch.cat([part @ w.double().T for part, w in zip(parts, weights, strict=True)])
     of_x = torch.cat([g @ w.double() for g, w in zip(grads, weights, strict=True)])
     of_weights = torch.stack([g.T @ part for g, part in zip(grads, parts, strict=True)])
-    found = torch.stack([w.grad for w in moved[1:] if w.grad is not None])
+    actual = torch.stack([w.grad for w in moved[1:] if w.grad is not None])
     assert moved[0].grad is not None
     for what, mine, right in (("output", y, expected), ("gradient of x", moved[0].grad, of_x)):
         error = (mine.double().cpu() - right).norm() / right.norm()
         yield Result(f"{name}: {what}, relative", float(error), GEMM)
-    error = (found.double().cpu() - of_weights).norm() / of_weights.norm()
+    error = (actual.double().cpu() - of_weights).norm() / of_weights.norm()
     yield Result(f"{name}: gradient of the weights, relative", float(error), GEMM)
     empty = torch.tensor([rows == 0 for rows in SPLITS])
-    yield Result(f"{name}: gradient of experts without rows", float(found.cpu()[empty].abs().max()), 0.0)
+    yield Result(f"{name}: gradient of experts without rows", float(actual.cpu()[empty].abs().max()), 0.0)

@@ -59,8 +59,8 @@ def gradient(inputs: LossInputs, config: LossConfig) -> tuple[LossOutput, Tensor
     output = policy_loss(inputs, config)
     assert inputs.topk_logprobs is not None
     leaves = (inputs.logprobs, inputs.topk_logprobs)
-    found = torch.autograd.grad(output.loss_sum, leaves, allow_unused=not config.needs.topk_gradient)
-    return output, torch.cat([grad.flatten() for grad in found if grad is not None])
+    gradients = torch.autograd.grad(output.loss_sum, leaves, allow_unused=not config.needs.topk_gradient)
+    return output, torch.cat([grad.flatten() for grad in gradients if grad is not None])
 
 
 def check(device: torch.device) -> Iterator[Result]:
@@ -71,10 +71,10 @@ def check(device: torch.device) -> Iterator[Result]:
     predictive = [LossConfig(name=name, direction="predictive") for name in ("dppo_topk_tv", "dppo_topk_kl")]
     for name, config in (configs | {f"{c.name} predictive": c for c in predictive}).items():
         expected, expected_grad = gradient(on(inputs, torch.device("cpu"), torch.float64), config)
-        found, found_grad = gradient(on(inputs, device, torch.float32), config)
+        actual, found_grad = gradient(on(inputs, device, torch.float32), config)
         scale = float(expected_grad.norm())
         yield Result(f"{name} gradient", float((found_grad.cpu().double() - expected_grad).norm()) / scale, 1e-5)
-        value_error = abs(float(found.loss_sum) - float(expected.loss_sum)) / abs(float(expected.loss_sum))
+        value_error = abs(float(actual.loss_sum) - float(expected.loss_sum)) / abs(float(expected.loss_sum))
         yield Result(f"{name} value", value_error, 1e-4)
-        flips = (found.keep_mask.cpu() != expected.keep_mask).double().mean()
+        flips = (actual.keep_mask.cpu() != expected.keep_mask).double().mean()
         yield Result(f"{name} keep mask, share of tokens that differ", float(flips), 1e-3)

@@ -72,8 +72,8 @@ def transformers_bf16_errors(device: torch.device) -> dict[str, float]:
     exact, low = HFSide(Case(), rounded=True), OnDevice(Case(), rounded=True)
     low.model.to(device, torch.bfloat16)
     with torch.no_grad():
-        expected, found = (torch.cat([side.logprobs(s)[s.loss_mask] for s in samples()]) for side in (exact, low))
+        expected, actual = (torch.cat([side.logprobs(s)[s.loss_mask] for s in samples()]) for side in (exact, low))
     exact.backward()
     low.backward()
     direction = 1 - cosine(on_cpu(low.gradients().items()), exact.gradients())
-    return {"logprobs": relative_error(found, expected), "gradient_direction": direction}
+    return {"logprobs": relative_error(actual, expected), "gradient_direction": direction}

@@ -79,8 +79,8 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    found = update(config, model, layout, loaded, platform)
-    measured = torch.cuda.max_memory_allocated() - before if platform.is_cuda else _highest(found)
+    result = update(config, model, layout, loaded, platform)
+    measured = torch.cuda.max_memory_allocated() - before if platform.is_cuda else _highest(result)
     return _highest(plan), measured
 
 

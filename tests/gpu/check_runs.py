@@ -143,10 +143,10 @@ def head_waits(device: torch.device) -> int:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = check_head.vocab_parallel_head_stats(
+        result = check_head.vocab_parallel_head_stats(
             *(hidden, weight, labels), group=None, vocab_size=check_head.VOCABULARY, temperature=1.0, chunk_tokens=64
         )
-        found.logprobs.sum().backward()
+        result.logprobs.sum().backward()
     except RuntimeError as error:
         print(f"runs: the head waits for the device: {error}")
         return 1

@@ -39,10 +39,10 @@ def check(device: torch.device) -> Iterator[Result]:
             leaves = [t.double().requires_grad_() for t in rounded[:2]]
             total = _plain(name, *leaves, *(t.double() for t in rounded[2:]))
             wanted = torch.autograd.grad(total, leaves)
-            found = [t.to(device).requires_grad_() for t in rounded[:2]]
+            actual = [t.to(device).requires_grad_() for t in rounded[:2]]
             teacher_targets = TeacherTargets(rounded[2].to(device), rounded[3].to(device), Divergence(name))
-            output = dppo_head_loss(*found, targets, no_policy_loss, teacher=teacher_targets, **sizes)
-            grads = torch.autograd.grad(output.loss_sum, found)
+            output = dppo_head_loss(*actual, targets, no_policy_loss, teacher=teacher_targets, **sizes)
+            grads = torch.autograd.grad(output.loss_sum, actual)
             title = f"{name} {str(dtype).removeprefix('torch.')}"
             yield Result(f"{title} value", _error(output.loss_sum.detach(), total.detach()), 1e-5)
             for what, mine, expected in zip(("hidden states", "weight"), grads, wanted, strict=True):

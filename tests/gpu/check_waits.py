@@ -67,6 +67,6 @@ def _waits(platform: Platform) -> tuple[collections.Counter[str], int]:
             trainer.accumulate(batches, objective)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found = [w for w in caught if "synchroniz" in str(w.message)]
-    places = collections.Counter(f"{w.filename.split('site-packages/')[-1]}:{w.lineno}" for w in found)
+    result = [w for w in caught if "synchroniz" in str(w.message)]
+    places = collections.Counter(f"{w.filename.split('site-packages/')[-1]}:{w.lineno}" for w in result)
     return places, hf.model.config.num_hidden_layers * len(batches)

@@ -19,9 +19,9 @@ def main() -> None:
     given, rank = json.loads(sys.argv[2]), int(os.environ["RANK"])
     platform = Platform.detect(rank, force_cpu=not given["cuda"])
     torch.set_num_threads(1)
-    found = transferred(platform, given["port"]) if "port" in given else parity(platform, given["cases"])
+    result = transferred(platform, given["port"]) if "port" in given else parity(platform, given["cases"])
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
 
 
 def parity(platform: Platform, cases: list[dict[str, Any]]) -> list[dict[str, float]]:

@@ -77,10 +77,10 @@ class Hosts:
     def close(self) -> None:
         """End what still runs on the hosts, and remove the network."""
         for name in self.names:
-            found = subprocess.run(
+            result = subprocess.run(
                 ["ip", "netns", "pids", self._space(name)], capture_output=True, text=True, check=False
             )
-            for pid in map(int, found.stdout.split()):
+            for pid in map(int, result.stdout.split()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", self._space(name)], capture_output=True, check=False)

@@ -94,16 +94,16 @@ def ranks_of(job: Job, count: int) -> dict[int, psutil.Process]:
     """The trainer's processes themselves, not the shells around them."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        found = {}
+        result = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 env, line = process.environ(), process.cmdline()
                 if env.get("SLURM_JOB_ID") == job.id and "RANK" in env and line[1:3] == ["-m", "megatron_dppo.train"]:
-                    found[int(env["RANK"])] = process
-        if len(found) == count:
-            return found
+                    result[int(env["RANK"])] = process
+        if len(result) == count:
+            return result
         time.sleep(0.2)
-    raise AssertionError(f"{found} of {count} ranks:\n{job.output}")
+    raise AssertionError(f"{result} of {count} ranks:\n{job.output}")
 
 
 def two_ports() -> int:

@@ -34,8 +34,8 @@ NOT_RUN = "<!-- not run:"
 def blocks(language: str) -> Iterator[tuple[Path, str, str]]:
     """Page, text of the block, the line above it."""
     for page in PAGES:
-        for above, found, body in fenced(page.read_text("utf-8")):
-            if found == language:
+        for above, result, body in fenced(page.read_text("utf-8")):
+            if result == language:
                 yield page, body, above
 
 
@@ -98,12 +98,12 @@ def _program(line: str) -> str:
 
 
 def commands() -> list[Any]:
-    found = []
+    result = []
     for page, line, program in command_lines():
         if program in CHECKS:
             words = shlex.split(line, comments=True)
-            found.append(pytest.param(words[words.index(program) :], id=f"{page.stem}: {line.strip()}"[:80]))
-    return found
+            result.append(pytest.param(words[words.index(program) :], id=f"{page.stem}: {line.strip()}"[:80]))
+    return result
 
 
 def test_no_command_is_left_out() -> None:

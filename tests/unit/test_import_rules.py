@@ -136,7 +136,7 @@ def test_every_package_is_in_the_table_and_the_table_has_no_others() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_the_table_allows(package: str) -> None:
     wrong = {str(f): forbidden(package, f.read_text()) for f in FILES if package_of(f) == package}
-    assert not {name: found for name, found in wrong.items() if found}
+    assert not {name: result for name, result in wrong.items() if result}
 
 
 def test_only_mcore_imports_megatron_and_nobody_imports_an_engine() -> None:
@@ -189,8 +189,8 @@ def modules_without_megatron() -> list[str]:
     for file in FILES:
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dppo"):
-                found = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-                reach[name_of(file)] |= found & known
+                result = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+                reach[name_of(file)] |= result & known
     heavy = {name for name in known if name.startswith("megatron_dppo.mcore")}
     while more := {name for name, used in reach.items() if used & heavy} - heavy:
         heavy |= more

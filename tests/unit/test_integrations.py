@@ -70,8 +70,8 @@ def gradient(
 
 
 def check(loss: Tensor, b: dict[str, Tensor], expected: Tensor) -> None:
-    (found,) = torch.autograd.grad(loss, b["logprobs"])
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    (actual,) = torch.autograd.grad(loss, b["logprobs"])
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 VERL_ARGUMENTS = [
@@ -249,11 +249,11 @@ def test_trl_s_trainer_has_the_gradient_with_and_without_the_head(trl_trainer: A
         "num_items_in_batch": torch.tensor(13.0),
     }
     trl_trainer.compute_loss(model, inputs).backward()
-    found = [p.grad.clone() for p in model.parameters()]
+    gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     expected = gradient(b, torch.full_like(b["mu"], 1 / 13), low=0.004, high=0.004)
     b["logprobs"].backward(expected)
-    for got, parameter in zip(found, model.parameters(), strict=True):
+    for got, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad, rtol=2e-4, atol=1e-6)
     model.zero_grad()
 

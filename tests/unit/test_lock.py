@@ -41,8 +41,8 @@ def test_every_requirement_has_one_pin_that_it_takes(python: str) -> None:
     mine = [pin for pin in map(Requirement, pins()) if pin.marker is None or pin.marker.evaluate(machine)]
     versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in mine}
     assert len(versions) == len(mine) > 100, "two pins of one package"
-    found = declared()
-    wanted = found["install_requires"] + [r for extra in TOOL["EXTRAS"] for r in found["extras_require"][extra]]
+    result = declared()
+    wanted = result["install_requires"] + [r for extra in TOOL["EXTRAS"] for r in result["extras_require"][extra]]
     parsed = [each for each in map(Requirement, wanted) if each.marker is None or each.marker.evaluate(machine)]
     # python tools/lock_requirements.py writes the pins anew.
     assert not [str(each) for each in parsed if not _takes(each, versions)]

@@ -39,22 +39,22 @@ def templates() -> str:
 
 
 def _literals(path: Path) -> list[str]:
-    found = []
+    result = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(str(v.value) if isinstance(v, ast.Constant) else VALUE for v in node.values))
+            result.append("".join(str(v.value) if isinstance(v, ast.Constant) else VALUE for v in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
+            result.append(node.value)
+    return result
 
 
 def quotes(text: str) -> list[str]:
     """Inline code of three words and more that is neither a command nor a setting nor a formula."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)
-    found = [" ".join(quote.split()) for quote in re.findall(r"`([^`]+)`", text)]
+    result = [" ".join(quote.split()) for quote in re.findall(r"`([^`]+)`", text)]
     return [
         quote
-        for quote in found
+        for quote in result
         if len(re.findall(r"[A-Za-z]{2,}", quote)) >= 3 and not FORMULA.search(quote) and not COMMAND.match(quote)
     ]
 

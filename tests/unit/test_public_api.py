@@ -89,15 +89,15 @@ def test_loss_and_head_need_torch_and_pydantic_alone(tmp_path: Path) -> None:
 
 def described() -> dict[str, str]:
     """Signatures; of classes their fields."""
-    found = {}
+    result = {}
     for name in NAMES:
         value = getattr(md, name)
         if hasattr(value, "known_fields"):
             fields = value.known_fields()
-            found[name] = ", ".join(f"{key}={field.default!r}" for key, field in sorted(fields.items()))
+            result[name] = ", ".join(f"{key}={field.default!r}" for key, field in sorted(fields.items()))
         else:
-            found[name] = str(inspect.signature(value))
-    return found
+            result[name] = str(inspect.signature(value))
+    return result
 
 
 def test_names_and_signatures_are_those_that_were_promised() -> None:
@@ -111,8 +111,8 @@ def test_names_and_signatures_are_those_that_were_promised() -> None:
 
 def test_pickles_give_back_what_they_got() -> None:
     config = md.LossConfig(name="dppo_topk_tv", topk=7, divergence_threshold_low=0.3)
-    again = pickle.loads(pickle.dumps(config))
-    assert isinstance(again, md.LossConfig) and type(again) is type(config) and again == config
+    reloaded = pickle.loads(pickle.dumps(config))
+    assert isinstance(reloaded, md.LossConfig) and type(reloaded) is type(config) and reloaded == config
     inputs = md.LossInputs(logprobs=torch.ones(2), advantages=torch.ones(2), loss_mask=torch.tensor([True, False]))
     back = pickle.loads(pickle.dumps(inputs))
     assert torch.equal(back.loss_mask, inputs.loss_mask) and back.rollout_logprobs is None
@@ -127,7 +127,7 @@ def test_pickles_give_back_what_they_got() -> None:
 def test_the_example_of_each_name_is_true(name: str) -> None:
     value = getattr(md, name)
     names = {**vars(sys.modules[value.__module__]), **{other: getattr(md, other) for other in NAMES}, "torch": torch}
-    (example,) = [found for found in doctest.DocTestFinder(recurse=False).find(value, name, globs=names)]
+    (example,) = [result for result in doctest.DocTestFinder(recurse=False).find(value, name, globs=names)]
     assert example.examples, f"{name} has no example"
     said: list[str] = []
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append)

@@ -24,10 +24,10 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_distances_are_sums_over_the_sampled_tokens(benchmark: Any) -> None:
     policy, rollout = [-0.5, -1.0, -2.0], [-0.7, -1.0, -1.9]
-    found = benchmark.distances(torch.tensor(policy), torch.tensor(rollout), torch.tensor([True, False, True]))
+    result = benchmark.distances(torch.tensor(policy), torch.tensor(rollout), torch.tensor([True, False, True]))
     pairs = [(policy[i], rollout[i]) for i in (0, 2)]
-    assert found["abs_prob"] == pytest.approx(sum(abs(math.exp(p) - math.exp(q)) for p, q in pairs))
-    assert found["k3"] == pytest.approx(sum(math.exp(p - q) - 1 - (p - q) for p, q in pairs), rel=1e-5)
+    assert result["abs_prob"] == pytest.approx(sum(abs(math.exp(p) - math.exp(q)) for p, q in pairs))
+    assert result["k3"] == pytest.approx(sum(math.exp(p - q) - 1 - (p - q) for p, q in pairs), rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["local", "sglang", "vllm"])

@@ -66,21 +66,21 @@ ADVANTAGES = [1.0, -1.0, 1.0, 1.0, -1.0, 0.0]
 def test_what_a_rule_masks_is_counted_by_probability_and_by_word(benchmark: Any, tmp_path: Path) -> None:
     ids = torch.tensor([70, 71, 72, 70, 70, 2])
     scored = benchmark.Scored(ids, torch.tensor(MU).log(), torch.tensor(PI).log(), torch.tensor(ADVANTAGES))
-    found = {"bins": benchmark.bins(scored), **benchmark.masked_tokens(scored, lambda token: f"w{token}")}
-    assert found["grpo"]["share"] == pytest.approx(4 / 5)
-    assert found["dppo_binary_tv"]["share"] == pytest.approx(2 / 5)
+    result = {"bins": benchmark.bins(scored), **benchmark.masked_tokens(scored, lambda token: f"w{token}")}
+    assert result["grpo"]["share"] == pytest.approx(4 / 5)
+    assert result["dppo_binary_tv"]["share"] == pytest.approx(2 / 5)
     edges = benchmark.EDGES
     index = {(low, high): i for i, (low, high) in enumerate(pairwise(edges))}
     rare, middle, sure = index[1e-3, 1e-2], index[0.3, 0.6], index[0.9, 0.99]
-    assert [found[r]["bins"][rare] for r in ("grpo", "dppo_binary_tv")] == [1.0, 0.0]
-    assert [found[r]["bins"][middle] for r in ("grpo", "dppo_binary_tv")] == [0.5, 0.5]
-    assert found["grpo"]["bins"][sure] is None  # no advantage, no update
-    first = found["grpo"]["words"][0]
+    assert [result[r]["bins"][rare] for r in ("grpo", "dppo_binary_tv")] == [1.0, 0.0]
+    assert [result[r]["bins"][middle] for r in ("grpo", "dppo_binary_tv")] == [0.5, 0.5]
+    assert result["grpo"]["bins"][sure] is None  # no advantage, no update
+    first = result["grpo"]["words"][0]
     assert (first["word"], first["masked"]) == ("w70", 2)
-    assert found["bins"][rare]["tv"] == pytest.approx(0.0035) and found["bins"][rare]["tokens"] == 2
-    assert found["bins"][rare]["ratio"][1] == pytest.approx((2.0 + 0.6) / 2)
+    assert result["bins"][rare]["tv"] == pytest.approx(0.0035) and result["bins"][rare]["tokens"] == 2
+    assert result["bins"][rare]["ratio"][1] == pytest.approx((2.0 + 0.6) / 2)
 
-    text = benchmark.table("none", [found])
+    text = benchmark.table("none", [result])
     assert "| 0.001 to 0.01 | 2 | 3.5e-03 [3.5e-03, 3.5e-03] |" in text
     assert "`grpo` masks 80.0% [80.0%, 80.0%] of the tokens with an advantage" in text and "w70 (2, mu" in text
 

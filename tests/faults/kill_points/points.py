@@ -126,9 +126,9 @@ def phase() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        found = PHASES.get((os.path.basename(code.co_filename), code.co_name))
-        if found is not None:
-            return found
+        result = PHASES.get((os.path.basename(code.co_filename), code.co_name))
+        if result is not None:
+            return result
         frame = frame.f_back
     return "other"
 

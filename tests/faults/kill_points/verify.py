@@ -62,12 +62,12 @@ def manifest_problems(run: Path) -> list[str]:
     for checkpoint in sorted((run / "checkpoints").glob("step_*")):
         try:
             records = json.loads((checkpoint / "manifest.json").read_text())["files"]
-            found = {
+            result = {
                 path.name: [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
                 for path in checkpoint.iterdir()
                 if path.name != "manifest.json"
             }
-            problems += [f"{checkpoint.name}: the manifest is not that of the files"] if found != records else []
+            problems += [f"{checkpoint.name}: the manifest is not that of the files"] if result != records else []
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{checkpoint.name}: {type(error).__name__}: {error}")
     return problems

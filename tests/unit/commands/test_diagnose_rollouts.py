@@ -48,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sampled(perturbation: Perturbation | None = None, **settings: Any) -> list[Completion]:
     engine = LocalEngine(CONFIG, TOKENIZER, dtype=torch.float32, device=torch.device("cpu"), perturbation=perturbation)
     engine.update_weights(stream_model(POLICY), 0)
-    found = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=4, routed_experts=True, **settings))
+    completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=4, routed_experts=True, **settings))
     engine.close()
-    return found
+    return completions
 
 
 def slime(completion: Completion, prompt: Prompt) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def test_experts_of_a_noisy_router_are_counted_under_the_ids_and_their_weights_a
 ) -> None:
     file = write_slime(tmp_path / "noise.pt", sampled(Perturbation(router_noise=1.0)))
     ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(), None)
-    found = parts(ledger)
-    assert found[ROUTER_IDS] > 0.2 and set(found) == {ROUTER_IDS, NOT_SEPARATED}
+    result = parts(ledger)
+    assert result[ROUTER_IDS] > 0.2 and set(result) == {ROUTER_IDS, NOT_SEPARATED}
     assert "not separable" in ledger.absent["router weights"] and ledger.closes is None
 
 

@@ -226,6 +226,6 @@ def penalized(inputs):
 def test_a_loss_that_lowers_what_has_a_positive_advantage_is_refused(dry: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOSSES)
     for name, code in (("right", 0), ("wrong", 2), ("supervised", 0), ("penalized", 0)):
-        found, _, error = dry(*SINGLE, "--loss.name", f"mine.py:{name}")
-        assert found == code, (name, error)
+        result, _, error = dry(*SINGLE, "--loss.name", f"mine.py:{name}")
+        assert result == code, (name, error)
         assert ("makes responses with a positive advantage less likely" in error) == (code == 2)

@@ -185,9 +185,9 @@ def test_a_row_gets_the_names_that_its_run_has_here(tmp_path: Path) -> None:
     mine = [run for run in runs if run.loss == "grpo"]
     rows = [row_of(run, store, phase="report", candidate=99, loss="x") for run in mine]
     store.add({run.key: row for run, row in zip(mine, rows, strict=True)}, mine)
-    found = store.read(mine)
-    assert {row["seed"] for row in found.values()} == set(SEARCH_SEEDS)
-    assert choose(found.values())["rare_words", "grpo"][0] == 0
+    result = store.read(mine)
+    assert {row["seed"] for row in result.values()} == set(SEARCH_SEEDS)
+    assert choose(result.values())["rare_words", "grpo"][0] == 0
 
 
 def test_all_published_rows_are_whole(tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ def test_the_real_models_base_is_named_by_its_content(tmp_path: Path, monkeypatc
 
 def test_settings_are_laid_over_one_another_and_the_key_is_of_what_the_result_depends_on() -> None:
     assert merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4}) == {"a": {"b": 1, "c": 3}, "d": 4}
-    first, again = (SMALL.report(False, (0,), ())[0] for _ in range(2))
+    first, second = (SMALL.report(False, (0,), ())[0] for _ in range(2))
     other = SMALL.report(False, (1,), ())[0]
-    assert first.key == again.key != other.key
+    assert first.key == second.key != other.key
     assert merged(MISMATCHES["hot"].settings)["optimizer"] == {"lr": 3e-3}
 
 
@@ -146,9 +146,9 @@ ROWS = [
 
 
 def test_a_band_is_the_mean_and_the_extremes_over_seeds() -> None:
-    found = bands(ROWS, mean_reward)
-    assert found["rare_words", "none", "grpo"] == Band(pytest.approx(0.59667, abs=1e-4), 0.5, 0.69, 3)
-    assert ("rare_words", "none", "ipo") not in found
+    result = bands(ROWS, mean_reward)
+    assert result["rare_words", "none", "grpo"] == Band(pytest.approx(0.59667, abs=1e-4), 0.5, 0.69, 3)
+    assert ("rare_words", "none", "ipo") not in result
 
 
 def test_the_table_shows_bands_what_is_missing_what_is_refused_and_what_stopped() -> None:
@@ -189,9 +189,14 @@ def test_where_bands_overlap_a_difference_on_every_seed_is_told_apart() -> None:
     claims = [Claim(name, *pair) for name, pair in (("A", ("ipo", "grpo")), ("B", ("grpo", "ipo")))]
     claims += [Claim("C", "drpo", "grpo"), Claim("D", "pg_is", "grpo")]
     text = format_verdicts(rows, claims)
-    found = [line.strip(" -") for line in text.split("\n\n")[0].splitlines()[1::2]]
-    assert [line.split(" in 1")[0] for line in found] == ["higher on every seed", "lower on every seed", "open", "open"]
-    assert "0.53 [0.11, 0.95] against 0.50 [0.10, 0.90] (+0.030 [+0.010, +0.050])" in found[0]
+    result = [line.strip(" -") for line in text.split("\n\n")[0].splitlines()[1::2]]
+    assert [line.split(" in 1")[0] for line in result] == [
+        "higher on every seed",
+        "lower on every seed",
+        "open",
+        "open",
+    ]
+    assert "0.53 [0.11, 0.95] against 0.50 [0.10, 0.90] (+0.030 [+0.010, +0.050])" in result[0]
     assert "- grpo / ipo: 0 : 0 : 1; 0 : 1" in text
 
 

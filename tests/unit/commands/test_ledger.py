@@ -34,11 +34,11 @@ def test_parts_are_the_links_in_the_direction_of_the_difference_and_add_up_to_th
     ledger = make_ledger(TRAINED, CHAIN)
     assert ledger.total == pytest.approx(1.9 / 4) and ledger.signed == pytest.approx(0.9 / 4)
     assert ledger.largest == pytest.approx(0.5) and ledger.tokens == 4
-    found = {row.cause: row for row in ledger.rows}
-    assert found[STALENESS].part == pytest.approx((0.2 + 0 + 0.4 + 0.5) / 4)
-    assert found[STALENESS].signed == pytest.approx(0.1 / 4) and found[STALENESS].size == pytest.approx(1.1 / 4)
-    assert found[ENGINE].part == pytest.approx((0.3 + 0.39) / 4), "both links of one cause together"
-    assert found[HEAD].part == pytest.approx(0.1 / 4) and found[HEAD].largest == pytest.approx(0.1)
+    result = {row.cause: row for row in ledger.rows}
+    assert result[STALENESS].part == pytest.approx((0.2 + 0 + 0.4 + 0.5) / 4)
+    assert result[STALENESS].signed == pytest.approx(0.1 / 4) and result[STALENESS].size == pytest.approx(1.1 / 4)
+    assert result[ENGINE].part == pytest.approx((0.3 + 0.39) / 4), "both links of one cause together"
+    assert result[HEAD].part == pytest.approx(0.1 / 4) and result[HEAD].largest == pytest.approx(0.1)
     assert sum(row.part for row in ledger.rows) == pytest.approx(ledger.total, abs=1e-7)
     assert sum(row.share for row in ledger.rows) == pytest.approx(1, abs=1e-6)
     assert [row.cause for row in ledger.rows] == [STALENESS, HEAD, ENGINE, UNEXPLAINED]

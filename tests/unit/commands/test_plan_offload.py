@@ -79,9 +79,9 @@ def test_a_precision_aware_optimizer_keeps_less() -> None:
     whole = UpdateMeasurement(
         static=static, start_peak=replace(peak), peaks={"backward": peak}, micro_batches=1, collectives=[]
     )
-    found = scale_optimizer(whole, 10 / 12)
-    assert found.static == {"weights": 4, "optimizer": 20}
-    assert found.peak == Peak(96, "backward", {"optimizer": 20, "forward": 76}) == found.start_peak
+    result = scale_optimizer(whole, 10 / 12)
+    assert result.static == {"weights": 4, "optimizer": 20}
+    assert result.peak == Peak(96, "backward", {"optimizer": 20, "forward": 76}) == result.start_peak
 
 
 def test_offloading_is_something_to_search() -> None:
@@ -98,7 +98,7 @@ def test_offloading_is_something_to_search() -> None:
     with RehearsalPool(1) as rehearsals:
         search = PlanSearch(lambda flags: big(*flags), 8, H100, rehearsals)
         flags = search._feasible_flags({"offload": ["optimizer"], "recompute": ["full"]}, H100.memory)
-        assert [set(found) for found in flags] == [set(OFFLOAD["optimizer"])]
+        assert [set(result) for result in flags] == [set(OFFLOAD["optimizer"])]
         offloaded = PlanSearch(lambda flags: big(*OFFLOAD["optimizer"], *flags), 16, H100, rehearsals)
         assert offloaded._feasible_flags({"offload": ["optimizer"]}, H100.memory) == [()]
 

@@ -97,13 +97,13 @@ max_model_len = 8192
 def ported(tmp_path: Path, name: str, text: str) -> tuple[PortedConfig, dict[str, Any], dict[str, tuple[str, str]]]:
     file = tmp_path / name
     file.write_text(text)
-    found = port(file)
-    return found, tomllib.loads(found.toml), {row.source_key: (row.status, row.target) for row in found.rows}
+    result = port(file)
+    return result, tomllib.loads(result.toml), {row.source_key: (row.status, row.target) for row in result.rows}
 
 
 def test_a_launch_of_verl_becomes_a_configuration_without_being_run(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
-    found, values, rows = ported(tmp_path, "run.sh", VERL.format(trap=trap))
+    result, values, rows = ported(tmp_path, "run.sh", VERL.format(trap=trap))
     assert not trap.exists()
     assert values["data"]["train"] == ["/models/qwen3/a.parquet", "/models/qwen3/b.parquet"]
     assert values["rollout"]["prompts_per_step"] == 128 and values["train"]["mini_batches"] == 4
@@ -112,17 +112,17 @@ def test_a_launch_of_verl_becomes_a_configuration_without_being_run(tmp_path: Pa
     loss = {"name": "verl/dppo_tv", "divergence_threshold_low": 0.1, "divergence_threshold_high": 0.2, "ratio_cap": 3.0}
     assert values["loss"] == loss | {"aggregation": "seq_mean_token_sum_norm", "entropy_coef": 0.0}
     assert values["rollout"]["max_new_tokens"].startswith("TO FILL IN"), "verl's default would hide an unknown value"
-    assert any("rollout.max_new_tokens: to fill in" in problem for problem in found.problems)
+    assert any("rollout.max_new_tokens: to fill in" in problem for problem in result.problems)
     assert values["parallel"]["tensor_model_parallel_size"] == 2
     assert values["model"] == {"path": "/models/qwen3", "transformer": {"recompute_num_layers": 1}}
     assert values["optimizer"] == {"lr": 2e-6, "weight_decay": 0.01, "adam_beta2": 0.999}  # verl's, where unset
     assert values["run"] == {"output_dir": "/ckpt/x", "num_epochs": 2.0} and values["log"] == {"wandb_project": "maths"}
-    assert values["reward"] == {"function": "/r.py:compute_score"} and found.num_processes == 16
+    assert values["reward"] == {"function": "/r.py:compute_score"} and result.num_processes == 16
     assert rows["data.max_response_length"] == ("unread", "$LEN is set under a condition (line 7)")
     assert rows["trainer.experiment_name"][0] == "unsupported"
     assert rows["actor_rollout_ref.actor.kl_loss_coef"][0] == "ported" and "kl_coef" not in values["loss"]
     assert rows["trainer.new_thing"] == ("unsupported", "unknown setting")
-    defaults = {row.source_key for row in found.rows if row.status == "default"}
+    defaults = {row.source_key for row in result.rows if row.status == "default"}
     assert set(rows) - {""} - defaults == set(rows_of(VERL)), "every setting has a row, and nothing else has"
 
 
@@ -135,8 +135,8 @@ def rows_of(script: str) -> set[str]:
 
 
 def test_a_launch_of_slime_becomes_a_configuration(tmp_path: Path) -> None:
-    found, values, rows = ported(tmp_path, "run.sh", SLIME)
-    assert found.stack == "slime" and found.problems == [] and found.num_processes == 16
+    result, values, rows = ported(tmp_path, "run.sh", SLIME)
+    assert result.stack == "slime" and result.problems == [] and result.num_processes == 16
     assert values["rollout"]["prompts_per_step"] == 32 and values["train"]["mini_batches"] == 4
     assert values["rollout"]["oversample"] == 1.5 and values["rollout"]["dynamic_sampling"] is True
     assert values["train"]["micro_batch_tokens"] == 8192  # 4096 a GPU, a row over two
@@ -152,14 +152,14 @@ def test_a_launch_of_slime_becomes_a_configuration(tmp_path: Path) -> None:
 
 
 def test_prime_rl_s_configuration_lacks_what_an_environment_was(tmp_path: Path) -> None:
-    found, values, rows = ported(tmp_path, "rl.toml", PRIME_RL)
+    result, values, rows = ported(tmp_path, "rl.toml", PRIME_RL)
     assert (values["rollout"]["prompts_per_step"], values["rollout"]["samples_per_prompt"]) == (8, 16)
     assert values["train"] == {"max_staleness": 2, "micro_batch_tokens": 4096}
     assert values["rollout"]["vllm"] == {"max-model-len": 8192} and values["run"]["num_steps"] == 50
-    assert found.problems == ["data is missing; it has no default"]
+    assert result.problems == ["data is missing; it has no default"]
     assert rows["orchestrator.train.source[0].name"][0] == "unsupported"
     file = tmp_path / "again.toml"
-    file.write_text(found.toml)
+    file.write_text(result.toml)
     assert load_config(file, ["--data.train", "task:chain_sum"]).optimizer.lr == 3e-6
 
 
@@ -168,10 +168,10 @@ def test_verl_s_yaml_is_read_like_its_overrides(tmp_path: Path) -> None:
     text += "trainer: {logger: [console, mlflow], project_name: maths}\n"
     text += "algorithm: {adv_estimator: grpo}\n"
     text += "actor_rollout_ref: {model: {path: /m}, rollout: {n: 4}, actor: {optim: {lr: '${x.lr}'}}}\n"
-    found, values, rows = ported(tmp_path, "ppo.yaml", text)
+    result, values, rows = ported(tmp_path, "ppo.yaml", text)
     assert values["rollout"]["max_new_tokens"] == 64 and values["model"]["path"] == "/m"
     assert values["log"] == {"trackers": ["mlflow"], "project": "maths"}
-    (problem,) = found.problems
+    (problem,) = result.problems
     assert problem.startswith("optimizer.lr: to fill in (actor_rollout_ref.actor.optim.lr: ${x.lr} is filled in")
     assert "data.train_batch_size" not in text and values["rollout"]["prompts_per_step"] == 1024  # verl's default
     assert rows["actor_rollout_ref.actor.optim.lr"][0] == "unread"

@@ -358,10 +358,10 @@ def changed(value: Any) -> Any:
 
 
 def paths(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in values.items():
-        found |= paths(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found
+        result |= paths(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return result
 
 
 @pytest.mark.parametrize(("name", "version"), [row[:2] for row in GOLDEN])

@@ -37,7 +37,7 @@ TABLE = {
 
 
 def test_the_recipes_are_the_papers_columns() -> None:
-    found = {}
+    result = {}
     for file in PAPER.glob("*.toml"):
         config = load_config(file)
         rollout, train = config.rollout, config.train
@@ -49,7 +49,7 @@ def test_the_recipes_are_the_papers_columns() -> None:
         assert (config.loss.ratio_cap, train.advantage, train.epochs, train.max_staleness) == (5.0, "mean", 1, 0)
         evaluation = config.eval
         assert (evaluation.samples_per_prompt, evaluation.temperature, evaluation.top_p) == (32, 0.7, 0.95)
-        found[file.stem] = (
+        result[file.stem] = (
             Path(config.model.path).name,
             config.data.max_prompt_tokens,
             rollout.max_new_tokens,
@@ -60,7 +60,7 @@ def test_the_recipes_are_the_papers_columns() -> None:
             evaluation.every,
             train.router_replay,
         )
-    assert found == TABLE
+    assert result == TABLE
 
 
 def commands() -> list[list[str]]:

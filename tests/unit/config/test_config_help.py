@@ -26,13 +26,13 @@ def test_extends_merges_tables_key_by_key(tmp_path: Path) -> None:
     )
     top = tmp_path / "top.toml"
     top.write_text('extends = "deep/middle.toml"\n[loss]\nname = "grpo"\n[rollout]\ntop_p = 0.5\n')
-    base, found = load_config(CHAIN_SUM), load_config(top, ["--rollout.temperature", "0.5"])
-    assert (found.rollout.max_new_tokens, found.rollout.top_p, found.rollout.temperature) == (7, 0.5, 0.5)
-    assert found.loss.name == "grpo" and found.data.eval == {"a": "task:chain_sum"}
-    assert found.rollout.prompts_per_step == base.rollout.prompts_per_step
-    assert found.optimizer == base.optimizer and found.warmup == base.warmup
-    assert Path(found.model.path).resolve() == (CHAIN_SUM.parent / "model").resolve()  # beside the base, not beside us
-    assert "extends" not in tomllib.loads(dump_toml(found))
+    base, result = load_config(CHAIN_SUM), load_config(top, ["--rollout.temperature", "0.5"])
+    assert (result.rollout.max_new_tokens, result.rollout.top_p, result.rollout.temperature) == (7, 0.5, 0.5)
+    assert result.loss.name == "grpo" and result.data.eval == {"a": "task:chain_sum"}
+    assert result.rollout.prompts_per_step == base.rollout.prompts_per_step
+    assert result.optimizer == base.optimizer and result.warmup == base.warmup
+    assert Path(result.model.path).resolve() == (CHAIN_SUM.parent / "model").resolve()  # beside the base, not beside us
+    assert "extends" not in tomllib.loads(dump_toml(result))
 
 
 def test_extends_rejects_cycles_and_missing_files(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_a_dry_run_prints_resolved_defaults(monkeypatch: pytest.MonkeyPatch, cap
 def test_set_keys_and_unused_keys_are_not_resolved() -> None:
     flags = ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "1", "--loss.name", "gspo"]
     config = load_config(CHAIN_SUM, [*flags, "--loss.clip_ratio_low", "0.001"])
-    found = resolved_defaults(config, resolve_layout(config.parallel, config.batch, 4, QWEN3_30B_A3B))
-    assert found["loss.clip_ratio_high"] == 4e-4 and "loss.clip_ratio_low" not in found
-    assert "loss.divergence_threshold_low" not in found
-    assert found["loss.aggregation"] == "seq_mean_token_mean"
-    assert found["parallel.sequence_parallel"] is True and found["parallel.expert_tensor_parallel_size"] == 2
+    result = resolved_defaults(config, resolve_layout(config.parallel, config.batch, 4, QWEN3_30B_A3B))
+    assert result["loss.clip_ratio_high"] == 4e-4 and "loss.clip_ratio_low" not in result
+    assert "loss.divergence_threshold_low" not in result
+    assert result["loss.aggregation"] == "seq_mean_token_mean"
+    assert result["parallel.sequence_parallel"] is True and result["parallel.expert_tensor_parallel_size"] == 2

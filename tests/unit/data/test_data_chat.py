@@ -66,8 +66,8 @@ def test_template_variables_change_the_text(templated: Any) -> None:
 
 
 def test_a_system_prompt_is_added_unless_the_row_has_one(templated: Any) -> None:
-    found = texts(templated, [CHAT, PROBLEM, OWN_SYSTEM], system_prompt="9")
-    assert found == ["(9)1+1=", "(9)1+1=", "(7)1+1="]
+    result = texts(templated, [CHAT, PROBLEM, OWN_SYSTEM], system_prompt="9")
+    assert result == ["(9)1+1=", "(9)1+1=", "(7)1+1="]
     assert CHAT.prompt == [{"role": "user", "content": "1+1"}], "the row itself stays as it was"
 
 

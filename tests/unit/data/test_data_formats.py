@@ -42,8 +42,8 @@ ARRAYS = [
 @pytest.mark.parametrize("text", ARRAYS, ids=range(len(ARRAYS)))
 @pytest.mark.parametrize("name", ["list.json", "list.jsonl"])
 def test_a_json_array_is_read_over_any_number_of_lines(tmp_path: Path, text: str, name: str) -> None:
-    found = rows(tmp_path, text, name)
-    assert [(row.location, row.prompt, row.label) for row in found] == [
+    result = rows(tmp_path, text, name)
+    assert [(row.location, row.prompt, row.label) for row in result] == [
         (f"{name}:1", "1+1", "2"),
         (f"{name}:2", "2+2", "4"),
     ]

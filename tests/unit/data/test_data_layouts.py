@@ -55,11 +55,11 @@ def test_configured_columns_take_precedence_over_detected_ones(tmp_path: Path) -
         "a.b": "3",
     }
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    (found,) = load_rows(path, "train", prompt_key="inner.deep.question", label_key="reward_model.ground_truth").rows
-    assert (found.prompt, found.label, found.is_problem) == ("1+1=", "2", True)
-    assert found.metadata == row  # a field inside a column leaves the column whole
-    (found,) = load_rows(path, "train", label_key="a.b").rows
-    assert (found.prompt, found.label) == ("no", "3")
+    (result,) = load_rows(path, "train", prompt_key="inner.deep.question", label_key="reward_model.ground_truth").rows
+    assert (result.prompt, result.label, result.is_problem) == ("1+1=", "2", True)
+    assert result.metadata == row  # a field inside a column leaves the column whole
+    (result,) = load_rows(path, "train", label_key="a.b").rows
+    assert (result.prompt, result.label) == ("no", "3")
     message = message_of(path, label_key="inner.deep.answer")
     assert "rows.jsonl:1: field 'inner.deep.answer' is missing; 'inner.deep' has ['question']" in message
     message = message_of(path, label_key="prompt.text")

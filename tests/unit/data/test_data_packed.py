@@ -131,15 +131,15 @@ def plain(given: list[DataRow], tokenizer: Any) -> list[Prompt]:
 def test_each_packed_prompt_equals_the_original_with_the_same_types() -> None:
     given, tokenizer = rows(), Bytes()
     expected = plain(given, tokenizer)
-    found = PromptDataset(given, tokenizer, **LIMITS)
-    received = from_message(to_message(found))
-    for data in (found, received):
+    actual = PromptDataset(given, tokenizer, **LIMITS)
+    received = from_message(to_message(actual))
+    for data in (actual, received):
         assert len(data) == len(expected) and data.longest == max(len(p.token_ids) for p in expected)
         for index, prompt in enumerate(expected):
             assert data[index] == prompt
             assert exact(vars(data[index])) == exact(vars(prompt))
             assert all(type(token) is int for token in data[index].token_ids)
-    assert (received.fingerprint(), received.num_dropped) == (found.fingerprint(), 0)
+    assert (received.fingerprint(), received.num_dropped) == (actual.fingerprint(), 0)
 
 
 def test_changing_a_returned_prompt_does_not_change_the_data_set() -> None:

@@ -35,9 +35,9 @@ def test_parquet_and_jsonl_give_the_same_stream_that_a_cursor_resumes(tmp_path: 
     jsonl = stream(write_jsonl(tmp_path / "rows.jsonl", rows), tokenizer)
     parquet = stream(write_parquet(tmp_path / "rows.parquet", rows), tokenizer)
     assert [parquet[i].token_ids for i in range(13)] == [jsonl[i].token_ids for i in range(13)]
-    again = stream(str(tmp_path / "rows.parquet"), tokenizer)
-    assert [again[i] for i in (9, 2, 5)] == [parquet[i] for i in (9, 2, 5)]
-    assert jsonl.fingerprint() == parquet.fingerprint() == again.fingerprint()
+    second = stream(str(tmp_path / "rows.parquet"), tokenizer)
+    assert [second[i] for i in (9, 2, 5)] == [parquet[i] for i in (9, 2, 5)]
+    assert jsonl.fingerprint() == parquet.fingerprint() == second.fingerprint()
     changed = stream(write_jsonl(tmp_path / "rows.jsonl", [{**rows[0], "label": "3"}, *rows[1:]]), tokenizer)
     assert changed.fingerprint() != jsonl.fingerprint()
 
@@ -117,9 +117,9 @@ def test_a_hub_name_has_owner_name_configuration_and_split(monkeypatch: pytest.M
     rows = LAYOUTS["aime25 of math-ai"]
     calls = fake_hub(monkeypatch, Split(rows))
     for source in ("hf:math-ai/aime25:test", "hf:openai/gsm8k/main:train", "hf:a/b"):
-        found = load_rows(source, "eval").rows
-        assert [r.location for r in found] == [f"{source}:{i}" for i in range(1, 5)]
-        assert [r.label for r in found] == [r["answer"] for r in rows]
+        result = load_rows(source, "eval").rows
+        assert [r.location for r in result] == [f"{source}:{i}" for i in range(1, 5)]
+        assert [r.label for r in result] == [r["answer"] for r in rows]
     assert calls == [("math-ai/aime25", None, "test"), ("openai/gsm8k", "main", "train"), ("a/b", None, None)]
 
 
@@ -156,8 +156,8 @@ def test_the_real_library_reads_a_data_set_laid_out_as_on_the_hub(
     file = load_rows("owner/name/train-00000-of-00001.parquet", "train").rows
     (tmp_path / "owner/name/test.jsonl").unlink()
     for source in ("hf:owner/name", "hf:owner/name:train"):
-        found = load_rows(source, "train").rows
-        assert [(r.prompt, r.label, r.metadata) for r in found] == [(r.prompt, r.label, r.metadata) for r in file]
+        rows = load_rows(source, "train").rows
+        assert [(r.prompt, r.label, r.metadata) for r in rows] == [(r.prompt, r.label, r.metadata) for r in file]
     with pytest.raises(DataError, match="Unknown split"):
         load_rows("hf:owner/name:validation", "train")
 

@@ -112,8 +112,8 @@ def test_packing_loses_no_sample_and_satisfies_its_invariants(
     needed = len(fill_bins(samples, budget, shape))
     batches = micro_batches(samples, budget, needed + extra, shape)
     assert len(batches) == needed + extra
-    found = sorted(s for b in batches for s in unpadded(b))
-    assert found == sorted((s.tokens.tolist(), s.labels.tolist()) for s in samples)
+    actual = sorted(s for b in batches for s in unpadded(b))
+    assert actual == sorted((s.tokens.tolist(), s.labels.tolist()) for s in samples)
     assert sum(bool(b.loss_mask.any()) for b in batches) == min(needed + extra, len(samples))
     for batch in batches:
         total, real = batch.tokens.numel(), without_padding(batch)
@@ -156,12 +156,13 @@ def test_samples_with_other_shapes_or_types_of_a_column_do_not_share_a_row() -> 
 def test_topk_values_are_at_response_tokens_and_unused_slots_elsewhere() -> None:
     ids = torch.tensor([[7, 8], [9, -1]], dtype=torch.int32)
     one_sample = to_training_sample([1, 2, 3], [7, 9], [-0.5, -0.25], 1.0, (ids, -ids.float()))
-    found = pack([one_sample, one_sample], RowShape(sequence_multiple=3, row_multiple=4))
+    result = pack([one_sample, one_sample], RowShape(sequence_multiple=3, row_multiple=4))
     unused = [[-1, -1]]
     one = [*unused * 2, [7, 8], [9, -1], *unused * 2]
-    assert found.rollout_topk_ids is not None and found.rollout_topk_ids.tolist() == one + one
+    assert result.rollout_topk_ids is not None and result.rollout_topk_ids.tolist() == one + one
     assert (
-        found.labels.tolist()[2:4] == [7, 9] and found.loss_mask.tolist()[:6] == [False] * 2 + [True] * 2 + [False] * 2
+        result.labels.tolist()[2:4] == [7, 9]
+        and result.loss_mask.tolist()[:6] == [False] * 2 + [True] * 2 + [False] * 2
     )
 
 

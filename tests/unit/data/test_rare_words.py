@@ -56,8 +56,8 @@ def test_the_warm_up_corpus_has_the_configured_rate_of_correct_words_and_zipf_wo
 
 def test_a_sample_of_the_warm_up_depends_on_seed_and_number_alone() -> None:
     tokenizer = load_tokenizer(FOLDER)
-    first, again, other = (SupervisedDataset("task:rare_chain", tokenizer, seed) for seed in (3, 3, 4))
-    ids = [[d[i].tokens.tolist() for i in range(20)] for d in (first, again, other)]
+    first, second, other = (SupervisedDataset("task:rare_chain", tokenizer, seed) for seed in (3, 3, 4))
+    ids = [[d[i].tokens.tolist() for i in range(20)] for d in (first, second, other)]
     assert ids[0] == ids[1] != ids[2]
     assert all(len(sample) <= 16 for sample in ids[0])
 

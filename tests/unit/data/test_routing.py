@@ -38,9 +38,9 @@ def routes(tokens: int, shape: RoutingShape = SHAPE, seed: int = 0) -> torch.Ten
 
 def compact(values: torch.Tensor, shape: RoutingShape = SHAPE) -> torch.Tensor:
     """As an answer's routes are read and checked."""
-    found = compact_routes(values, shape, tokens=len(values), request="request 7")
-    check_routes(found, shape, tokens=len(values), request="request 7")
-    return found
+    result = compact_routes(values, shape, tokens=len(values), request="request 7")
+    check_routes(result, shape, tokens=len(values), request="request 7")
+    return result
 
 
 def test_the_dtype_is_the_smallest_that_has_room_for_the_missing_value() -> None:
@@ -52,8 +52,8 @@ def test_the_dtype_is_the_smallest_that_has_room_for_the_missing_value() -> None
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_every_integer_type_of_an_engine_gives_the_same_routes(shape: RoutingShape, dtype: torch.dtype) -> None:
     values = routes(5, shape)
-    found = compact(values.to(dtype), shape)
-    assert found.dtype == shape.dtype and torch.equal(found.long(), values) and not is_missing(found).any()
+    result = compact(values.to(dtype), shape)
+    assert result.dtype == shape.dtype and torch.equal(result.long(), values) and not is_missing(result).any()
 
 
 def test_expert_255_of_256_is_not_a_missing_value() -> None:
@@ -65,8 +65,8 @@ def test_minus_one_is_missing_in_every_dtype() -> None:
     values = routes(4)
     values[2, 1] = -1
     for shape in (SHAPE, WIDE):
-        found = compact(values, shape)
-        assert is_missing(found).nonzero().tolist() == [[2, 1]]
+        result = compact(values, shape)
+        assert is_missing(result).nonzero().tolist() == [[2, 1]]
 
 
 def test_dense_layers_are_missing_whether_the_engine_reports_them_or_not() -> None:
@@ -125,29 +125,29 @@ def test_a_dense_layer_with_routes_is_rejected_in_compact_routes() -> None:
 @given(turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4))
 def test_a_growing_sequence_keeps_the_routes_of_each_token(turns: list[tuple[int, int]]) -> None:
     """Each turn adds (tool or prompt tokens, sampled tokens); a request reads all that is there but its last token."""
-    found = GrowingColumn(ROUTES, compact(routes(0)), turns[0][0])
+    actual = GrowingColumn(ROUTES, compact(routes(0)), turns[0][0])
     expected: list[list[list[int]]] = []
     total = 0
     for version, (given_tokens, sampled) in enumerate(turns):
         total += given_tokens + sampled
         whole = compact(routes(total - 1, seed=version))
         expected += whole[len(expected) :].tolist()
-        found.append(whole[len(found.rows) :])
-    assert found.tensor.tolist() == expected and len(found.rows) == total - 1
+        actual.append(whole[len(actual.rows) :])
+    assert actual.tensor.tolist() == expected and len(actual.rows) == total - 1
 
 
 def test_unreported_tokens_are_missing_and_other_models_are_rejected() -> None:
     first, second = compact(routes(2)), compact(routes(3, seed=1))
-    found = GrowingColumn(ROUTES, first[:0], 4)
-    found.append(first)
-    found.append_fill(2)  # tokens of a tool: read with the next ones
-    found.append(second)
-    assert torch.equal(found.tensor, torch.cat([first, second]))
-    whole = found.complete(4)
-    assert isinstance(whole, torch.Tensor) and torch.equal(whole[:5], found.tensor)
+    result = GrowingColumn(ROUTES, first[:0], 4)
+    result.append(first)
+    result.append_fill(2)  # tokens of a tool: read with the next ones
+    result.append(second)
+    assert torch.equal(result.tensor, torch.cat([first, second]))
+    whole = result.complete(4)
+    assert isinstance(whole, torch.Tensor) and torch.equal(whole[:5], result.tensor)
     assert is_missing(whole).all(1).tolist() == [False] * 5 + [True] * 2
     with pytest.raises(ValueError, match="Expected routed_experts of form"):
-        found.append(compact(routes(1), WIDE))
+        result.append(compact(routes(1), WIDE))
 
 
 def test_row_t_belongs_to_input_token_t() -> None:
@@ -197,5 +197,5 @@ def test_rollouts_of_a_checkpoint_keep_their_routes_bitwise(tmp_path: Path) -> N
         group = RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
         save_groups(tmp_path / "r", [StoredRollouts(0, prompt, group)])
         (stored,) = load_groups(tmp_path / "r", lambda position: prompt)
-        found = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
-        assert found is not None and found.dtype == shape.dtype and torch.equal(found, completion.routed_experts)  # type: ignore[arg-type]
+        result = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
+        assert result is not None and result.dtype == shape.dtype and torch.equal(result, completion.routed_experts)  # type: ignore[arg-type]

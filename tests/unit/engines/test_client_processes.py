@@ -91,8 +91,8 @@ def test_responses_and_errors_equal_those_of_a_client_in_this_process(engine: st
     filtered = replace(case.request, params=replace(case.request.params, top_k=4, return_sampling_mask=True))
 
     async def run(clients: ClientProcesses, server: Any) -> None:
-        for found in await asyncio.gather(*(clients.generate(server, case.request) for _ in range(6))):
-            assert same(found, case.expected)
+        for result in await asyncio.gather(*(clients.generate(server, case.request) for _ in range(6))):
+            assert same(result, case.expected)
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids(clients)]
         assert not any(KEY in line for line in lines) and stub.calls[-1].headers["Authorization"] == f"Bearer {KEY}"
         with pytest.raises(ContractViolation, match="number of response tokens is 6, expected at most 3") as breach:
@@ -159,8 +159,8 @@ def test_a_request_survives_the_process_that_reads_its_response() -> None:
         await until(lambda: asked)
         (old,) = pids(clients)
         os.kill(old, signal.SIGKILL)
-        found = await asyncio.wait_for(task, 20)
-        assert same(found.token_ids, case.expected.token_ids) and len(set(asked)) == 2
+        result = await asyncio.wait_for(task, 20)
+        assert same(result.token_ids, case.expected.token_ids) and len(set(asked)) == 2
         assert pool.counts.retries == 1 and pool.counts.evicted_servers == 0, "the server is not to blame"
         assert pids(clients) != [old]
 
@@ -217,16 +217,16 @@ def test_messages_arrive_unchanged_however_they_are_split() -> None:
     sender.send({"id": 2}, {})
     stream = b"".join(sent)
     for size in (1, 7, 64, len(stream)):
-        found: list[Any] = []
-        receiver = Frames(lambda *message: found.append(message), lambda: None)  # noqa: B023
+        result: list[Any] = []
+        receiver = Frames(lambda *message: result.append(message), lambda: None)  # noqa: B023
         rest = stream
         while rest:
             place = receiver.get_buffer(-1)
             count = min(size, len(place), len(rest))
             place[:count], rest = rest[:count], rest[count:]
             receiver.buffer_updated(count)
-        assert same(found, [({"id": 1, "text": "é\n"}, columns), ({"id": 2}, {})])
-        assert len({column.untyped_storage().data_ptr() for column in found[0][1].values() if len(column)}) == 5
+        assert same(result, [({"id": 1, "text": "é\n"}, columns), ({"id": 2}, {})])
+        assert len({column.untyped_storage().data_ptr() for column in result[0][1].values() if len(column)}) == 5
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -260,8 +260,11 @@ def test_a_generation_without_tokens_stays_one() -> None:
     nothing = {"output_ids": [], "meta_info": {**case.answer["meta_info"], "finish_reason": {"type": "abort"}}}
 
     async def run(clients: ClientProcesses, server: Any) -> None:
-        found = await clients.generate(server, case.request)
-        assert same(found, replace(Generation.empty(found.finish_reason), echo=None)) and found.finish_reason == "abort"
+        completions = await clients.generate(server, case.request)
+        assert (
+            same(completions, replace(Generation.empty(completions.finish_reason), echo=None))
+            and completions.finish_reason == "abort"
+        )
 
     case.use(case.stub(nothing), run)
 

@@ -46,11 +46,11 @@ def test_what_needs_the_gpus_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(("engine", "flag"), [("sglang", "--enable-memory-saver"), ("vllm", "--enable-sleep-mode")])
 def test_they_are_started_on_the_trainers_gpus_with_what_releases_memory(engine: str, flag: str) -> None:
-    found = colocated(rollout={"engine": engine}, servers={"count": 2})
-    plans = server_plans(found, {}, ["4", "5", "6"], skip_gpus=3)
+    parsed = colocated(rollout={"engine": engine}, servers={"count": 2})
+    plans = server_plans(parsed, {}, ["4", "5", "6"], skip_gpus=3)
     assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["4", "5"]
     assert all(flag in plan.argv for plan in plans)
-    assert flag not in server_plans(found, {})[0].argv  # without a GPU the engines refuse it
+    assert flag not in server_plans(parsed, {})[0].argv  # without a GPU the engines refuse it
 
 
 def test_scripts_are_told_who_has_which_gpus(capsys: pytest.CaptureFixture[str]) -> None:

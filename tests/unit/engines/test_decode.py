@@ -117,10 +117,10 @@ def test_under_filters_mu_is_the_distribution_after_them_and_the_allowed_ids_are
             assert response[step] in allowed and recorded[step].tolist() == sorted(allowed)
             assert float(decoded.logprobs[row, step]) == pytest.approx(allowed[response[step]], abs=5e-5)
             slots = zip(decoded.topk_ids[row, step].tolist(), decoded.topk_logprobs[row, step].tolist(), strict=True)
-            found = {i: value for i, value in slots if i >= 0}
+            result = {i: value for i, value in slots if i >= 0}
             best = sorted(allowed, key=lambda i: -allowed[i])[:k]
-            assert set(found) == {*best, response[step]}
-            assert all(value == pytest.approx(allowed[i], abs=5e-5) for i, value in found.items())
+            assert set(result) == {*best, response[step]}
+            assert all(value == pytest.approx(allowed[i], abs=5e-5) for i, value in result.items())
             sizes.append(len(allowed))
     assert max(sizes) > 2 and min(sizes) < 40
 
@@ -146,8 +146,8 @@ def test_the_topk_slots_are_the_most_probable_tokens_and_the_sampled_one(parts: 
             assert ids[:3] == expected[step].topk(3).indices.tolist()
             assert ids[3] == (-1 if token in ids[:3] else token)
             used = [i for i in ids if i >= 0]
-            found = decoded.topk_logprobs[row, step, : len(used)]
-            torch.testing.assert_close(found, expected[step, used], atol=2e-5, rtol=0)
+            actual = decoded.topk_logprobs[row, step, : len(used)]
+            torch.testing.assert_close(actual, expected[step, used], atol=2e-5, rtol=0)
             seen.add(ids[3] >= 0)
     assert seen == {True, False}
 
@@ -193,8 +193,8 @@ def test_rows_have_limits_and_ends_of_their_own_and_are_reported_when_they_reach
         steps = lengths[2] if stop_at == 3 else lengths[-1]
         assert decoded.tokens.shape == decoded.logprobs.shape == (len(prompts), steps)
         assert finished == [[i for i, row in enumerate(expected) if len(row) == n] for n in lengths if n <= steps]
-        for row, found in zip(expected, decoded.tokens.tolist(), strict=True):
-            assert found[: len(row)] == row[:steps]
+        for row, actual in zip(expected, decoded.tokens.tolist(), strict=True):
+            assert actual[: len(row)] == row[:steps]
 
 
 @pytest.mark.parametrize("limits", [0, [0, 5]])

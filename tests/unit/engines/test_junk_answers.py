@@ -97,8 +97,8 @@ def outcome(case: Case, answer: Any) -> Generation | None:
     """Return the generation, or None for a complete ServerError. Nothing else may be raised."""
     decode, request, _ = case
     try:
-        found = decode(answer, request, "http://s:1/x")
-        check_generation(found, request, CONTRACT, "http://s:1")
+        generation = decode(answer, request, "http://s:1/x")
+        check_generation(generation, request, CONTRACT, "http://s:1")
     except ServerError as error:
         assert str(error).startswith("http://s:1") and len(str(error)) < 1000
         if isinstance(error, ContractViolation):
@@ -106,7 +106,7 @@ def outcome(case: Case, answer: Any) -> Generation | None:
         else:
             assert error.status == 200 and error.is_transient
         return None
-    return found
+    return generation
 
 
 def check_types(found: Generation, request: GenerateRequest) -> None:
@@ -129,10 +129,10 @@ def test_one_invalid_value_anywhere(name: str) -> None:
     for path in list(value_paths(answer)):
         for junk in JUNK:
             with with_value(answer, path, junk) as damaged:
-                found = outcome(case, damaged)
-            refused, passed = refused + (found is None), passed + (found is not None)
-            if found is not None:
-                check_types(found, request)
+                result = outcome(case, damaged)
+            refused, passed = refused + (result is None), passed + (result is not None)
+            if result is not None:
+                check_types(result, request)
     assert refused > 200 and passed > 100, "some fields are not read, some values are right"
     assert outcome(case, answer) is not None
 

@@ -66,11 +66,11 @@ def test_experts_of_every_token_in_every_layer_are_reported(dense_layers: list[i
         assert completion.routed_experts is not None
         check_routes(completion.routed_experts, shape, tokens=len(read), request=prompt.prompt_id)
         for layer in range(config.num_hidden_layers):
-            found = completion.routed_experts[:, layer]
+            result = completion.routed_experts[:, layer]
             if layer in dense_layers:
-                assert is_missing(found).all()
+                assert is_missing(result).all()
             else:
-                assert torch.equal(found.long(), one_pass(model, read, layer))
+                assert torch.equal(result.long(), one_pass(model, read, layer))
 
 
 def test_recording_changes_no_response_and_is_off_by_default() -> None:

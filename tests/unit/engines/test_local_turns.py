@@ -69,8 +69,8 @@ def greedy_turn(tokens: list[int], limit: int, ends: set[int]) -> list[int]:
 
 @pytest.mark.parametrize("max_batch", [512, 2])
 def test_turns_equal_those_of_each_response_alone_with_tool_text_between_them(max_batch: int) -> None:
-    found = engine(with_tool, max_batch=max_batch).generate(PROMPTS, params(temperature=0))
-    for prompt, completion in zip(PROMPTS, found, strict=True):
+    result = engine(with_tool, max_batch=max_batch).generate(PROMPTS, params(temperature=0))
+    for prompt, completion in zip(PROMPTS, result, strict=True):
         tokens: list[int] = []
         sampled: list[bool] = []
         for _ in range(count_turns(prompt) - 1):
@@ -85,8 +85,8 @@ def test_turns_equal_those_of_each_response_alone_with_tool_text_between_them(ma
 
 
 def test_with_filters_sampled_tokens_have_a_mask_and_appended_tokens_have_none() -> None:
-    found = engine(with_tool).generate(PROMPTS, params(top_p=0.7, min_p=0.01, return_sampling_mask=True))
-    for prompt, completion in zip(PROMPTS, found, strict=True):
+    actual = engine(with_tool).generate(PROMPTS, params(top_p=0.7, min_p=0.01, return_sampling_mask=True))
+    for prompt, completion in zip(PROMPTS, actual, strict=True):
         assert completion.sampling_mask is not None and len(completion.sampling_mask) == len(completion.token_ids)
         tokens, sampled = completion.token_ids.tolist(), completion.loss_mask
         with torch.no_grad():
@@ -110,11 +110,11 @@ def test_a_turn_ends_with_its_stop_token() -> None:
         assert turn.finish_reason == ("stop" if turn.token_ids[-1] in (*ENDS, *turn_stop_ids) else "length")
         return turns.finish()
 
-    found = engine(stops).generate(PROMPTS, params())
+    result = engine(stops).generate(PROMPTS, params())
     cut = next(i for i, token in enumerate(plain[0].token_ids.tolist()) if token in (*stop_ids, *ENDS))
-    assert int(plain[0].token_ids[cut]) in stop_ids and same(found[0].token_ids, plain[0].token_ids[: cut + 1])
+    assert int(plain[0].token_ids[cut]) in stop_ids and same(result[0].token_ids, plain[0].token_ids[: cut + 1])
     assert any(set(stop_ids) & set(c.token_ids[:-1].tolist()) for c in plain[1:])
-    assert same(list_token_ids(found[1:]), list_token_ids(plain[1:])), "the stop tokens of one turn are no others'"
+    assert same(list_token_ids(result[1:]), list_token_ids(plain[1:])), "the stop tokens of one turn are no others'"
 
 
 def test_a_one_turn_function_equals_plain_generation() -> None:
@@ -125,9 +125,9 @@ def test_a_one_turn_function_equals_plain_generation() -> None:
     settings = {"topk_logprobs": 3, "routed_experts": True}
     repeated = [prompt for prompt in PROMPTS for _ in range(SIBLINGS)]
     one = engine(one_turn)
-    found = one.generate(repeated, params(**settings))
-    assert same(found, engine().generate(repeated, params(**settings)))
-    assert same(found, [c for group in submitted(one, 6, **settings) for c in group])
+    completions = one.generate(repeated, params(**settings))
+    assert same(completions, engine().generate(repeated, params(**settings)))
+    assert same(completions, [c for group in submitted(one, 6, **settings) for c in group])
     one.close()
 
 
@@ -147,9 +147,11 @@ def test_a_function_is_stopped_between_turns_and_continues_when_it_is_rerun() ->
     expected = in_groups(engine(with_tool).generate([p for p in PROMPTS for _ in range(SIBLINGS)], params()))
     settings = {"topk_logprobs": 3, "routed_experts": True}
     one = engine(watched)
-    found = submitted(one, 2, range(6), **settings)
-    assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
-    assert all(same(list_token_ids(found[g]), list_token_ids(expected[g])) for g in (0, 3))
+    completions = submitted(one, 2, range(6), **settings)
+    assert [group is not None for group in completions] == [True, False, False] * 2, (
+        "groups of one turn are complete first"
+    )
+    assert all(same(list_token_ids(completions[g]), list_token_ids(expected[g])) for g in (0, 3))
     assert stopped == [TEXTS[i] for i in (1, 2, 4, 5) for _ in range(SIBLINGS)]
     states = one.unfinished()
     assert all(len(s.turn_ends) == 1 and s.parts == 1 for state in states.values() for s in state)  # type: ignore
@@ -174,16 +176,16 @@ def test_stopping_and_continuing_equals_an_uninterrupted_run() -> None:
     expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
     one = engine(with_tool)
     groups = [GroupRequest(key, prompt, 1) for key, prompt in enumerate(PROMPTS)]
-    found: dict[int, Completion] = {}
+    result: dict[int, Completion] = {}
     for enough in (1, 1, 1):
-        left = [group for group in groups if group.key not in found]
+        left = [group for group in groups if group.key not in result]
         for group, future in zip(left, one.submit(left, params(temperature=0), enough, range(6)), strict=True):
             if future.result() is not None:
-                (found[group.key],) = future.result()
-        assert len(found) + len(one.unfinished()) == 6
+                (result[group.key],) = future.result()
+        assert len(result) + len(one.unfinished()) == 6
     assert one.unfinished() == {}
     for key, completion in enumerate(expected):
-        actual = found[key]
+        actual = result[key]
         assert same(actual.token_ids, completion.token_ids) and same(actual.loss_mask, completion.loss_mask)
         assert actual.reward == completion.reward and actual.logprobs is not None and completion.logprobs is not None
         assert actual.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
@@ -222,9 +224,9 @@ def test_functions_that_wait_for_each_other_continue_after_a_timeout(monkeypatch
         async with room:
             return await with_tool(prompt, turns)
 
-    found = engine(in_turn).generate(PROMPTS, params(temperature=0))
+    actual = engine(in_turn).generate(PROMPTS, params(temperature=0))
     expected = engine(with_tool).generate(PROMPTS, params(temperature=0))
-    assert same(list_token_ids(found), list_token_ids(expected))
+    assert same(list_token_ids(actual), list_token_ids(expected))
 
 
 def test_a_failure_is_reported_cancels_all_functions_and_loses_no_held_response() -> None:
@@ -267,8 +269,13 @@ def test_a_function_that_returns_although_it_was_stopped_is_not_complete() -> No
             return turns.finish()  # noqa: B012
 
     one = engine(stubborn)
-    found = submitted(one, 1, range(6))
-    assert [group is not None for group in found] == [True, False, False] * 2 and set(one.unfinished()) == {1, 2, 4, 5}
+    completions = submitted(one, 1, range(6))
+    assert [group is not None for group in completions] == [True, False, False] * 2 and set(one.unfinished()) == {
+        1,
+        2,
+        4,
+        5,
+    }
 
 
 def test_two_concurrent_turns_of_a_response_are_rejected_and_an_unawaited_turn_is_harmless() -> None:
@@ -316,9 +323,9 @@ def test_agents_sample_the_same_as_a_function_with_the_same_turns() -> None:
     by_function = engine(two_turns).generate(PROMPTS, replace(how, max_new_tokens=24 - longest))
     agents = AgentFunction(AgentConfig(function=f"{__name__}:two_completions", reward="exit"), {})
     tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
-    found = engine(agents).generate(tasks, how)
+    result = engine(agents).generate(tasks, how)
     agents.close()
-    for prompt, one, other in zip(PROMPTS, by_function, found, strict=True):
+    for prompt, one, other in zip(PROMPTS, by_function, result, strict=True):
         start, length = len(prompt.token_ids), len(one.token_ids)
         assert same(other.token_ids[: start + length], ids([*prompt.token_ids, *one.token_ids.tolist()]))
         assert other.loss_mask is not None and not other.loss_mask[:start].any() and other.reward == 0.5
@@ -343,8 +350,8 @@ def test_agents_are_stopped_between_turns_and_rerun() -> None:
     tasks = [replace(p, is_task=True, messages=({"role": "user", "content": p.text},)) for p in PROMPTS]
     groups = [GroupRequest(key, task, 2) for key, task in enumerate(tasks)]
     how = params(max_new_tokens=40, temperature=0)
-    found = [future.result() for future in one.submit(groups, how, 2, range(6))]
-    assert [group is not None for group in found] == [True, False, False] * 2, "groups of one turn are complete first"
+    result = [future.result() for future in one.submit(groups, how, 2, range(6))]
+    assert [group is not None for group in result] == [True, False, False] * 2, "groups of one turn are complete first"
     assert set(one.unfinished()) == {1, 2, 4, 5}
     left = [group for group in groups if group.key % 3]
     continued = [future.result() for future in one.submit(left, how, 4)]

@@ -40,9 +40,9 @@ def sampled(
     engine = LocalEngine(CONFIG, TOKENIZER, dtype=dtype, device=torch.device("cpu"), perturbation=perturbation)
     for version, model in enumerate(models):
         engine.update_weights(stream_model(model), version)
-    found = engine.generate(PROMPTS, SamplingParams(**{"max_new_tokens": 6, "seed": 4} | settings))
+    completions = engine.generate(PROMPTS, SamplingParams(**{"max_new_tokens": 6, "seed": 4} | settings))
     engine.close()
-    return found
+    return completions
 
 
 @torch.no_grad()
@@ -55,10 +55,10 @@ def whole_distributions(model: Any, prompt: Prompt, completion: Completion) -> T
 
 def largest_difference(model: Any, completions: Sequence[Completion]) -> float:
     worst = 0.0
-    for prompt, found in zip(PROMPTS, completions, strict=True):
-        assert found.logprobs is not None
-        own = whole_distributions(model, prompt, found).gather(1, found.token_ids.long()[:, None])[:, 0]
-        worst = max(worst, (own - found.logprobs).abs().max().item())
+    for prompt, result in zip(PROMPTS, completions, strict=True):
+        assert result.logprobs is not None
+        own = whole_distributions(model, prompt, result).gather(1, result.token_ids.long()[:, None])[:, 0]
+        worst = max(worst, (own - result.logprobs).abs().max().item())
     return worst
 
 
@@ -77,9 +77,9 @@ def test_log_probabilities_are_those_of_a_model_that_modelopt_quantised_after_ea
     with torch.no_grad():
         for name, parameter in second.named_parameters():
             parameter.mul_(2 if "_proj" in name else 1)  # scales that were kept from the first weights would cut these
-    found = sampled(Perturbation(weights=form), [first, second])
-    assert largest_difference(quantized_by_modelopt(second, form), found) < 2e-4
-    assert largest_difference(second, found) > 1e-2
+    completions = sampled(Perturbation(weights=form), [first, second])
+    assert largest_difference(quantized_by_modelopt(second, form), completions) < 2e-4
+    assert largest_difference(second, completions) > 1e-2
 
 
 def test_fp8_weights_are_e4m3_with_one_scale_a_tensor_and_other_parts_are_exact() -> None:
@@ -106,7 +106,7 @@ def test_routers_choose_by_their_logits_with_the_noise_of_the_seed() -> None:
     """One pass over the prompts, beside a model whose routers add the same numbers by a path of their own."""
     sigma, model = 0.7, build_hf_model(CONFIG, torch.float32, seed=1)
     perturbation = Perturbation(router_noise=sigma)
-    found = sampled(perturbation, [model], max_new_tokens=1, routed_experts=True)
+    completions = sampled(perturbation, [model], max_new_tokens=1, routed_experts=True)
     noisy, generator = copy.deepcopy(model), torch.Generator()
     generator.manual_seed(random.Random("router/4").getrandbits(62))
     for layer in noisy.model.layers:
@@ -123,16 +123,16 @@ def test_routers_choose_by_their_logits_with_the_noise_of_the_seed() -> None:
     with torch.no_grad():
         expected = noisy(torch.tensor(distinct)).logits[:, -1].log_softmax(-1)
     worst = 0.0
-    for prompt, completion in zip(PROMPTS, found, strict=True):
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert completion.logprobs is not None
         own = expected[distinct.index(prompt.token_ids), int(completion.token_ids[0])]
         worst = max(worst, abs(float(own - completion.logprobs[0])))
-    assert worst < 1e-4 < 1e-2 < largest_difference(model, found)
-    again, other = sampled(perturbation, [model]), sampled(perturbation, [model], seed=5)
-    for one, two in zip(sampled(perturbation, [model]), again, strict=True):
+    assert worst < 1e-4 < 1e-2 < largest_difference(model, completions)
+    second, other = sampled(perturbation, [model]), sampled(perturbation, [model], seed=5)
+    for one, two in zip(sampled(perturbation, [model]), second, strict=True):
         assert one.logprobs is not None and two.logprobs is not None
         assert one.token_ids.equal(two.token_ids) and one.logprobs.equal(two.logprobs)
-    assert [c.token_ids.tolist() for c in again] != [c.token_ids.tolist() for c in other]
+    assert [c.token_ids.tolist() for c in second] != [c.token_ids.tolist() for c in other]
 
 
 def test_recorded_routes_are_those_of_the_noisy_routers() -> None:
@@ -150,10 +150,10 @@ def test_recorded_routes_are_those_of_the_noisy_routers() -> None:
 
 def test_a_hidden_filter_draws_from_the_nucleus_and_reports_the_whole_distribution() -> None:
     model = build_hf_model(CONFIG, torch.float32, seed=1)
-    found = sampled(Perturbation(unrecorded_top_p=0.5), [model])
-    assert largest_difference(model, found) < 1e-4
+    generations = sampled(Perturbation(unrecorded_top_p=0.5), [model])
+    assert largest_difference(model, generations) < 1e-4
     outside = {0.5: 0, 1.0: 0}
-    for top_p, completions in ((0.5, found), (1.0, sampled(Perturbation(), [model]))):
+    for top_p, completions in ((0.5, generations), (1.0, sampled(Perturbation(), [model]))):
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             probabilities = whole_distributions(model, prompt, completion).exp().double()
             for row, token in zip(probabilities, completion.token_ids.tolist(), strict=True):

@@ -42,10 +42,10 @@ def test_given_experts_and_weights_are_used_and_what_is_missing_stays_live(case:
         routes = foreign_routes(sample, model, i)
         routes = with_weights(routes, foreign_weights(sample, model, i)) if weighted else routes
         routed.append(replace(sample, routed_experts=routes))
-    found = rescore(model, routed, temperature=TEMPERATURE, forced=ForcedRoutes(model, shape))
+    actual = rescore(model, routed, temperature=TEMPERATURE, forced=ForcedRoutes(model, shape))
     exact = in_float64(hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family))
     routers = ForcedRouters(exact)
-    for i, (sample, row) in enumerate(zip(routed, found, strict=True)):
+    for i, (sample, row) in enumerate(zip(routed, actual, strict=True)):
         weights = foreign_weights(sample, model, i) if weighted else None
         with torch.no_grad(), routers.using(foreign_routes(sample, model, i), weights):
             logits = exact(sample.tokens[None]).logits[0] / TEMPERATURE
@@ -104,9 +104,9 @@ def test_the_sets_of_a_filter_are_those_that_the_engine_records() -> None:
     params = SamplingParams(
         max_new_tokens=9, temperature=TEMPERATURE, top_k=7, top_p=0.8, seed=3, return_sampling_mask=True
     )
-    (found,) = engine.generate([prompt], params)
+    (result,) = engine.generate([prompt], params)
     engine.close()
-    plain = to_training_sample(prompt.token_ids, found.token_ids, found.logprobs, 1.0)
-    cut = with_filter(model, plain, params, len(found.token_ids)).sampling_mask
-    assert cut is not None and found.sampling_mask is not None
-    assert torch.equal(cut.counts, found.sampling_mask.counts) and torch.equal(cut.ids, found.sampling_mask.ids)
+    plain = to_training_sample(prompt.token_ids, result.token_ids, result.logprobs, 1.0)
+    cut = with_filter(model, plain, params, len(result.token_ids)).sampling_mask
+    assert cut is not None and result.sampling_mask is not None
+    assert torch.equal(cut.counts, result.sampling_mask.counts) and torch.equal(cut.ids, result.sampling_mask.ids)

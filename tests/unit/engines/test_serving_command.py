@@ -47,19 +47,19 @@ def test_filters_of_rollouts_become_a_flag_of_vllm() -> None:
 
 
 def test_routing_and_random_weights_become_flags() -> None:
-    found = config_of(
+    parsed = config_of(
         rollout={"dtype": "fp32"},
         train={"router_replay": "rollout"},
         model={"random_init": True},
         warmup={"num_steps": 1},
     )
-    line = shlex.join(plans(found)[0].argv)
+    line = shlex.join(plans(parsed)[0].argv)
     assert "--dtype float32 --load-format dummy --enable-return-routed-experts" in line
 
 
 def test_vllm_gets_the_flags_that_training_needs() -> None:
-    found = config_of("vllm", loss={"name": "dppo_topk_tv", "topk": 40}, train={"router_replay": "compare"})
-    (plan,) = plans(found, PYTHONPATH="/mine")
+    parsed = config_of("vllm", loss={"name": "dppo_topk_tv", "topk": 40}, train={"router_replay": "compare"})
+    (plan,) = plans(parsed, PYTHONPATH="/mine")
     line = shlex.join(plan.argv)
     for part in (
         "-m vllm.entrypoints.openai.api_server",
@@ -134,9 +134,9 @@ def test_every_key_of_the_engine_section_is_passed_through_and_wins() -> None:
 
 def test_servers_have_ports_one_after_the_other_and_the_configured_command() -> None:
     servers = {"count": 3, "port": 4000, "host": "node7", "command": ["my-sglang", "go"]}
-    found = plans(config_of(rollout={"servers": servers}))
-    assert [plan.url for plan in found] == [f"http://node7:{port}" for port in (4000, 4001, 4002)]
-    assert found[2].argv[:6] == ("my-sglang", "go", "--host", "node7", "--port", "4002")
+    result = plans(config_of(rollout={"servers": servers}))
+    assert [plan.url for plan in result] == [f"http://node7:{port}" for port in (4000, 4001, 4002)]
+    assert result[2].argv[:6] == ("my-sglang", "go", "--host", "node7", "--port", "4002")
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_keys_that_are_missing_or_have_no_meaning_are_errors() -> None:
 
 
 def test_each_server_gets_its_own_gpus_after_those_of_the_trainer() -> None:
-    found = config_of(rollout={"servers": {"count": 2}, "sglang": {"tp-size": 2}})
+    parsed = config_of(rollout={"servers": {"count": 2}, "sglang": {"tp-size": 2}})
     gpus = [str(i) for i in range(8)]
-    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plans(found, gpus)] == ["0,1", "2,3"]
-    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plans(found, gpus, 4)] == ["4,5", "6,7"]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plans(parsed, gpus)] == ["0,1", "2,3"]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in plans(parsed, gpus, 4)] == ["4,5", "6,7"]
     with pytest.raises(ConfigError, match=r"2 servers of 2 GPUs \+ 5 for the trainer need 9 GPUs, but 8 are visible"):
-        plans(found, gpus, 5)
-    assert all("CUDA_VISIBLE_DEVICES" not in p.env for p in plans(found))
+        plans(parsed, gpus, 5)
+    assert all("CUDA_VISIBLE_DEVICES" not in p.env for p in plans(parsed))
 
 
 @pytest.mark.parametrize(

@@ -363,9 +363,9 @@ def test_weight_digests_are_listed_by_rank(version: str) -> None:
         stub = Stub(server_answers(version, **{"/weights_checker": answer}))
         return use_server(stub, lambda server: server.weight_digests())
 
-    found = sums({"success": True, "ranks": [second, first]})
-    assert [rank.tp_rank for rank in found] == [0, 1] and [len(rank.digests) for rank in found] == [21, 21]
-    assert (found[0].digests["lm_head.weight"], found[1].digests["lm_head.weight"]) == (
+    result = sums({"success": True, "ranks": [second, first]})
+    assert [rank.tp_rank for rank in result] == [0, 1] and [len(rank.digests) for rank in result] == [21, 21]
+    assert (result[0].digests["lm_head.weight"], result[1].digests["lm_head.weight"]) == (
         first["checksums"]["lm_head.weight"],
         "0",
     )

@@ -42,20 +42,24 @@ def filtered() -> tuple[GenerateRequest, dict[str, Any], Generation]:
 
 def test_allowed_ids_are_read_and_all_log_probabilities_are_those_over_them() -> None:
     request, answer, plain = filtered()
-    found = decode(request, answer)
-    assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
-    assert plain.topk_token_ids is not None and plain.topk_logprobs is not None and found.echo is not None
-    sets = [part.tolist() for part in found.sampling_mask.ids.split(found.sampling_mask.counts.tolist())]
+    generation = decode(request, answer)
+    assert (
+        generation.sampling_mask is not None
+        and generation.topk_token_ids is not None
+        and generation.topk_logprobs is not None
+    )
+    assert plain.topk_token_ids is not None and plain.topk_logprobs is not None and generation.echo is not None
+    sets = [part.tolist() for part in generation.sampling_mask.ids.split(generation.sampling_mask.counts.tolist())]
     assert sets == answer["meta_info"]["output_token_sampling_mask"]
-    np.testing.assert_allclose(found.logprobs.numpy(), plain.logprobs.numpy() - np.log(MASS), atol=1e-6)
+    np.testing.assert_allclose(generation.logprobs.numpy(), plain.logprobs.numpy() - np.log(MASS), atol=1e-6)
     for row, allowed in enumerate(sets):
         before = zip(plain.topk_token_ids[row].tolist(), plain.topk_logprobs[row].tolist(), strict=True)
-        after = zip(found.topk_token_ids[row].tolist(), found.topk_logprobs[row].tolist(), strict=True)
+        after = zip(generation.topk_token_ids[row].tolist(), generation.topk_logprobs[row].tolist(), strict=True)
         expected = {i: value - np.log(MASS[row]) for i, value in before if i in allowed}
         assert {i: pytest.approx(value, abs=1e-6) for i, value in after if i >= 0} == expected
-        used = found.topk_token_ids[row, :-1] >= 0
+        used = generation.topk_token_ids[row, :-1] >= 0
         assert used.tolist() == sorted(used.tolist(), reverse=True), "unused slots stand behind the others"
-        assert found.echo.best_token_ids is not None and found.echo.best_token_ids[row] == sets[row][0]
+        assert generation.echo.best_token_ids is not None and generation.echo.best_token_ids[row] == sets[row][0]
 
 
 def test_training_requests_sampling_masks_and_evaluation_does_not() -> None:
@@ -113,8 +117,8 @@ def test_a_request_aborted_in_the_queue_has_no_masks() -> None:
     request, answer, _ = filtered()
     del answer["meta_info"]["output_token_sampling_mask"]
     answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "x"}
-    found = decode(request, answer)
-    assert found.finish_reason == FinishReason.ABORT and not len(found.token_ids)
+    generation = decode(request, answer)
+    assert generation.finish_reason == FinishReason.ABORT and not len(generation.token_ids)
 
 
 @pytest.mark.slow
@@ -137,8 +141,8 @@ def test_sampling_masks_pass_through_a_client_process_unchanged() -> None:
     assert expected.sampling_mask is not None and len(expected.sampling_mask.ids) > len(expected.sampling_mask)
 
     async def run(clients: ClientProcesses, server: Any) -> None:
-        found = await clients.generate(server, request)
-        assert same(found, expected)
+        completions = await clients.generate(server, request)
+        assert same(completions, expected)
         broken = meta["output_token_sampling_mask"]
         broken[3] = [next(i for i in range(100, 200) if i not in broken[3])]
         with pytest.raises(

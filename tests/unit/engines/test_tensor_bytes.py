@@ -50,9 +50,9 @@ def in_order(tensor: Tensor) -> bytes:
 
 
 def test_a_message_between_ranks() -> None:
-    found = from_message(to_message({**STRANGE, "arrays": [t.numpy() for t in STRANGE.values() if t.dtype != BF16]}))
-    assert all(same(found[name], tensor) for name, tensor in STRANGE.items())
-    arrays = [torch.from_numpy(array) for array in found["arrays"]]
+    result = from_message(to_message({**STRANGE, "arrays": [t.numpy() for t in STRANGE.values() if t.dtype != BF16]}))
+    assert all(same(result[name], tensor) for name, tensor in STRANGE.items())
+    arrays = [torch.from_numpy(array) for array in result["arrays"]]
     assert all(map(same, arrays, [t for t in STRANGE.values() if t.dtype != BF16]))
 
 
@@ -73,8 +73,8 @@ def test_a_frame_between_processes() -> None:
             end.close()
         return columns
 
-    found = asyncio.run(run())
-    assert all(same(found[name], tensor) for name, tensor in STRANGE.items())
+    result = asyncio.run(run())
+    assert all(same(result[name], tensor) for name, tensor in STRANGE.items())
 
 
 def test_a_bucket_of_weights() -> None:
@@ -91,9 +91,9 @@ def test_digests_are_those_of_the_same_numbers_lying_together(digest: Callable[[
 
 
 def parts(tensor: Tensor, algorithm: str) -> str:
-    found = PartsDigest(algorithm)
-    found.add(0, tensor)
-    return found.hexdigest()
+    result = PartsDigest(algorithm)
+    result.add(0, tensor)
+    return result.hexdigest()
 
 
 def test_groups_on_disk_whose_columns_lie_in_the_same_memory(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_groups_on_disk_whose_columns_lie_in_the_same_memory(tmp_path: Path) -> 
         for t, p in parts
     )
     save_groups(tmp_path / "groups", [StoredRollouts(0, prompt, RolloutGroup(prompt=prompt, rollouts=rollouts))])
-    (found,) = load_groups(tmp_path / "groups", lambda position: prompt)
-    assert isinstance(found.content, RolloutGroup)
-    for rollout, (token_ids, expected) in zip(found.content.rollouts, parts, strict=True):
+    (actual,) = load_groups(tmp_path / "groups", lambda position: prompt)
+    assert isinstance(actual.content, RolloutGroup)
+    for rollout, (token_ids, expected) in zip(actual.content.rollouts, parts, strict=True):
         assert same(rollout.completion.token_ids, token_ids) and same(rollout.completion.logprobs, expected)

@@ -226,17 +226,17 @@ def filtered() -> tuple[GenerateRequest, Any, Generation]:
 
 def test_allowed_ids_are_parsed_and_filtered_ids_leave_the_topk() -> None:
     request, answer, plain = filtered()
-    found, sets = decode(request, answer), answer["choices"][0]["sampling_mask"]
-    assert found.sampling_mask is not None and found.topk_token_ids is not None and found.topk_logprobs is not None
-    assert [part.tolist() for part in found.sampling_mask.ids.split(found.sampling_mask.counts.tolist())] == sets
-    assert same(found.logprobs, plain.logprobs), "vLLM's are those over the allowed ids already"
+    result, sets = decode(request, answer), answer["choices"][0]["sampling_mask"]
+    assert result.sampling_mask is not None and result.topk_token_ids is not None and result.topk_logprobs is not None
+    assert [part.tolist() for part in result.sampling_mask.ids.split(result.sampling_mask.counts.tolist())] == sets
+    assert same(result.logprobs, plain.logprobs), "vLLM's are those over the allowed ids already"
     assert plain.topk_token_ids is not None and plain.topk_logprobs is not None
     cut = 0
     for row, allowed in enumerate(sets):
         before = dict(zip(plain.topk_token_ids[row].tolist(), plain.topk_logprobs[row].tolist(), strict=True))
-        after = dict(zip(found.topk_token_ids[row].tolist(), found.topk_logprobs[row].tolist(), strict=True))
+        after = dict(zip(result.topk_token_ids[row].tolist(), result.topk_logprobs[row].tolist(), strict=True))
         assert {i: v for i, v in after.items() if i >= 0} == {i: v for i, v in before.items() if i in allowed}
-        used = found.topk_token_ids[row, :-1] >= 0
+        used = result.topk_token_ids[row, :-1] >= 0
         assert used.tolist() == sorted(used.tolist(), reverse=True), "unused slots stand behind the others"
         cut += len(used) - int(used.sum())
     assert cut, "the case has tokens that a filter cut"
@@ -262,8 +262,8 @@ def test_invalid_allowed_ids_are_reported(damage: Callable[[Any], Any], message:
 def test_an_aborted_request_without_its_allowed_ids_counts_as_one_without_tokens() -> None:
     request, answer, _ = filtered()
     answer["choices"][0] |= {"sampling_mask": None, "finish_reason": "abort"}
-    found = decode(request, answer)
-    assert found.finish_reason == FinishReason.ABORT and not len(found.token_ids)
+    generation = decode(request, answer)
+    assert generation.finish_reason == FinishReason.ABORT and not len(generation.token_ids)
 
 
 def test_greedy_requests_of_a_server_that_returns_allowed_ids_are_for_the_one_token_of_top_k_1() -> None:
@@ -428,16 +428,16 @@ def test_weight_digests_are_listed_for_each_rank() -> None:
         "dp0:pp0:pcp0:tp0:model.norm.weight": "a" * 64,
         "dp0:pp0:pcp0:tp0:model.layers.0.mlp.gate.weight": hashlib.sha256().hexdigest(),  # packed out of reach
     }
-    found = use_server(
+    result = use_server(
         Stub(server_answers(PLAIN, **{"/weight_checker": {"checksums": stock}})), lambda server: server.weight_digests()
     )
-    assert found == (
+    assert result == (
         RankDigests(tp_rank=0, digests={"model.norm.weight": "a" * 64}),
         RankDigests(tp_rank=1, digests={"model.layers.0.mlp.experts.w2_weight": "b" * 64}),
     )
     ours = {"results": [{"tp_rank": 1, "sums": {"a": "1"}, "loaded": {"b": "2"}}]}
-    found = use_server(Stub(server_answers(**{"/collective_rpc": ours})), lambda server: server.weight_digests())
-    assert found == (RankDigests(tp_rank=1, digests={"a": "1"}, loaded={"b": "2"}),)
+    result = use_server(Stub(server_answers(**{"/collective_rpc": ours})), lambda server: server.weight_digests())
+    assert result == (RankDigests(tp_rank=1, digests={"a": "1"}, loaded={"b": "2"}),)
     for case, path, junk in [
         (PLAIN, "/weight_checker", {}),
         (PLAIN, "/weight_checker", {"checksums": {"x": "1"}}),

@@ -220,7 +220,7 @@ def test_the_gradient_includes_the_loss_scale_and_is_skipped_if_not_needed() -> 
     assert error(hidden.grad / scale, of_hidden) < 2e-6
     assert error(weight.main_grad / scale, of_weight) < 2e-6  # type: ignore[attr-defined]
     with torch.no_grad():
-        again = dppo_head_loss(
+        second = dppo_head_loss(
             problem.hidden,
             problem.weight,
             problem.targets,
@@ -231,7 +231,7 @@ def test_the_gradient_includes_the_loss_scale_and_is_skipped_if_not_needed() -> 
             teacher=TeacherTargets(problem.teacher_hidden, problem.teacher_weight, KINDS[0]),
             plan=RowPlan.of(problem.targets.loss_mask, None),
         )
-    torch.testing.assert_close(again.loss_sum, output.loss_sum.detach())
+    torch.testing.assert_close(second.loss_sum, output.loss_sum.detach())
 
 
 def test_a_worked_example() -> None:

@@ -133,8 +133,8 @@ def test_rows_outside_the_plan_are_zero_and_the_rest_is_as_without_a_plan() -> N
             assert (values[~mask] == 0).all()
         weights = torch.where(mask, advantages, 0.0)
         (weights @ got.logprobs + (weights * 0.3) @ got.entropy).backward()
-        again = statistics(whole, plain)
-        (weights @ again.logprobs + (weights * 0.3) @ again.entropy).backward()
+        second = statistics(whole, plain)
+        (weights @ second.logprobs + (weights * 0.3) @ second.entropy).backward()
         for mine, other in zip(leaves[:2], plain[:2], strict=True):
             assert mine.grad is not None and other.grad is not None
             torch.testing.assert_close(mine.grad, other.grad)

@@ -199,17 +199,17 @@ def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(famil
     save_hf_folder(tmp_path / "out", folder, stream_model(source), torch.bfloat16)
     written = FolderWeights(tmp_path / "out")
     for name, bias in biases.items():
-        for found in (dict(stream_model(model))[name], sent[name], written[name]):
-            assert found.dtype == torch.float32 and torch.equal(found, bias), name
+        for result in (dict(stream_model(model))[name], sent[name], written[name]):
+            assert result.dtype == torch.float32 and torch.equal(result, bias), name
     others = [name for name in sent if name not in biases]
     assert {sent[name].dtype for name in others} == {written[name].dtype for name in others} == {torch.bfloat16}
     assert stored_dtype("lm_head.weight", torch.float16) == torch.float16
     with pytest.raises(CheckpointError, match=r"Missing weights.*e_score"):
         copy_into_model(model, ((n, w) for n, w in stream_model(source) if n not in biases))
-    again = build_hf_model(read_hf_config(tmp_path / "out"), torch.bfloat16)
-    copy_into_model(again, written.stream(tied=False))
+    second = build_hf_model(read_hf_config(tmp_path / "out"), torch.bfloat16)
+    copy_into_model(second, written.stream(tied=False))
     tokens = samples()[3].tokens[None]
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert torch.equal(second(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3", "moonlight"])
@@ -239,10 +239,10 @@ def test_the_local_engine_samples_what_float64_scores_and_says_its_routes(family
 def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> None:
     hf_config = AutoConfig.for_model("deepseek_v3")
     config = run_config(rollout={"engine": "sglang", "dtype": "bf16", "sglang": {"tp-size": 8}})
-    found = plan_kv_cache(config, hf_config, 0, get_machine("h200"))
-    assert found.bytes_per_token == 61 * (512 + 64) * 2
+    planned = plan_kv_cache(config, hf_config, 0, get_machine("h200"))
+    assert planned.bytes_per_token == 61 * (512 + 64) * 2
     assert (
-        found.cache_bytes is not None and found.tokens_in_flight == found.cache_bytes // found.bytes_per_token
+        planned.cache_bytes is not None and planned.tokens_in_flight == planned.cache_bytes // planned.bytes_per_token
     )  # on each GPU
     # Every weight but the embedding, the norms and the experts that are not chosen is one multiplication.
     shapes = {n: s for n, s in weight_shapes(hf_config).items() if len(s) == 2 and "embed_tokens" not in n}
@@ -260,7 +260,7 @@ def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> Non
 )
 def test_what_goes_with_no_model_of_a_family_is_refused(family: str, section: Any, message: str) -> None:
     shape = model_shape(family_config(family))
-    (found,) = family_problems(run_config(**section), shape)
-    assert re.search(message, str(found))
+    (result,) = family_problems(run_config(**section), shape)
+    assert re.search(message, str(result))
     assert not list(family_problems(run_config(), shape))
     assert not list(family_problems(run_config(**section), model_shape(family_config("llama"))))

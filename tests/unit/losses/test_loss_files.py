@@ -85,8 +85,8 @@ def test_configurations_are_read_without_torch() -> None:
 @pytest.mark.parametrize("name", loss_names())
 def test_a_loss_is_pickled_dumped_and_hashed(name: str) -> None:
     config = loss_config(name)
-    again = pickle.loads(pickle.dumps(config))
-    assert type(again) is type(config) and again == config and hash(again) == hash(config)
+    reloaded = pickle.loads(pickle.dumps(config))
+    assert type(reloaded) is type(config) and reloaded == config and hash(reloaded) == hash(config)
     assert LossConfig(**config.model_dump()) == config
 
 
@@ -231,5 +231,5 @@ def gradient(inputs: LossInputs, config: LossConfig) -> torch.Tensor:
     assert inputs.topk_logprobs is not None
     leaf = inputs.logprobs.clone().requires_grad_()
     inputs = replace(inputs, logprobs=leaf, topk_logprobs=inputs.topk_logprobs.clone().requires_grad_())
-    (found,) = torch.autograd.grad(policy_loss(inputs, config).loss_sum, leaf)
-    return found
+    (result,) = torch.autograd.grad(policy_loss(inputs, config).loss_sum, leaf)
+    return result

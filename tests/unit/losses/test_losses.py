@@ -357,7 +357,7 @@ def test_the_kl_penalty_is_to_the_policy_that_kl_target_names(target: str, estim
         "reference": torch.tensor([0.1, 0.6, 0.25]).double(),
         "rollout": torch.tensor([0.4, 0.45, 0.2]).double(),
     }
-    found = []
+    actual = []
     for coefficient in (0.0, 0.5):
         leaf = pi.log().requires_grad_()
         inputs = LossInputs(
@@ -368,7 +368,7 @@ def test_the_kl_penalty_is_to_the_policy_that_kl_target_names(target: str, estim
             loss_mask=torch.tensor([True, True, True]),
         )
         keys = {"kl_coef": coefficient, "kl_target": target, "kl_estimator": estimator} if coefficient else {}
-        found.append(torch.autograd.grad(policy_loss(inputs, LossConfig(name="pg_is", **keys)).loss_sum, leaf)[0])
+        actual.append(torch.autograd.grad(policy_loss(inputs, LossConfig(name="pg_is", **keys)).loss_sum, leaf)[0])
     ratio = pi / policies[target]
     expected = {"k1": torch.ones_like(ratio), "k2": ratio.log(), "k3": 1 - 1 / ratio}[estimator]
-    torch.testing.assert_close(found[1] - found[0], 0.5 * expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual[1] - actual[0], 0.5 * expected, rtol=1e-10, atol=1e-12)

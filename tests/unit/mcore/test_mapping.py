@@ -87,8 +87,8 @@ def test_values_survive_join_split_shard_and_unshard() -> None:
         parts = [weights[n] for n in rule.names(layer, expert)[1]]
         full = rule.join(parts, shape)
         for size in (1, 2, 4):
-            again = mapping.unshard(rule, [mapping.shard(rule, full, rank, size) for rank in range(size)])
-            assert torch.equal(again, full)
+            second = mapping.unshard(rule, [mapping.shard(rule, full, rank, size) for rank in range(size)])
+            assert torch.equal(second, full)
         assert all(torch.equal(a, b) for a, b in zip(rule.split(full, shape), parts, strict=True))
 
 

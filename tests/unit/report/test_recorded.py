@@ -54,32 +54,32 @@ def test_masked_tokens_equal_a_count_over_pandas_rows(tmp_path: Path) -> None:
                 place = (int(token), 1 if advantage > 0 else -1)
                 counts[place] = counts.get(place, 0) + 1
     step = read_tokens(tmp_path / "rollouts/step_000001.parquet")
-    found = masked_tokens(step, most=1000)
-    assert {(each.token_id, each.sign): each.count for each in found} == counts
-    assert [each.count for each in found] == sorted(counts.values(), reverse=True)
-    assert sum(each.share for each in found if each.sign > 0) == pytest.approx(1)
-    for each in found[:6]:
+    masked = masked_tokens(step, most=1000)
+    assert {(each.token_id, each.sign): each.count for each in masked} == counts
+    assert [each.count for each in masked] == sorted(counts.values(), reverse=True)
+    assert sum(each.share for each in masked if each.sign > 0) == pytest.approx(1)
+    for each in masked[:6]:
         has = rows.response_ids.map(lambda ids, token=each.token_id: token in ids)
         few = min(has.sum(), (~has).sum()) < 3
         gap = None if few else rows.reward[has].mean() - rows.reward[~has].mean()
         assert each.reward_gap == (None if gap is None else pytest.approx(gap))
-    assert len(masked_table(found, decode)) == len(found)
+    assert len(masked_table(masked, decode)) == len(masked)
 
 
 def test_the_masked_token_table_in_tensorboard_escapes_markup(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_run(tmp_path, 1, tokens=40)
-    found = masked_tokens(read_tokens(tmp_path / "rollouts/step_000001.parquet"))
+    masked = masked_tokens(read_tokens(tmp_path / "rollouts/step_000001.parquet"))
     writer = MetricsWriter(tmp_path, {}, tensorboard=True, wandb_project=None, resumed_step=None)
     assert writer.has_tables
-    writer.write_table(1, "rollouts/masked_tokens", TABLE_COLUMNS, masked_table(found, decode))
+    writer.write_table(1, "rollouts/masked_tokens", TABLE_COLUMNS, masked_table(masked, decode))
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (event,) = events.Tensors("rollouts/masked_tokens/text_summary")
     text = event.tensor_proto.string_val[0].decode()
-    assert text.count("\n") == len(found) + 1 and "<" not in text and f"| {found[0].count} |" in text
+    assert text.count("\n") == len(masked) + 1 and "<" not in text and f"| {masked[0].count} |" in text
 
 
 def test_a_file_is_at_most_as_large_as_estimated(tmp_path: Path) -> None:

@@ -54,12 +54,12 @@ def test_rollout_text_cannot_close_its_element_and_is_preserved(tmp_path: Path) 
     write_run(tmp_path / "run", 3)
     page = build([ReportedRun(tmp_path / "run", decode)])
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
-    found = scripts(page)
-    assert sorted(found) == ["data", "step-0-1", "step-0-2", "step-0-3"]
-    view = found["step-0-2"]
+    result = scripts(page)
+    assert sorted(result) == ["data", "step-0-1", "step-0-2", "step-0-3"]
+    view = result["step-0-2"]
     assert set(HOSTILE) <= set(view["vocabulary"])
     assert view["responses"][0]["label"] == HOSTILE[1] and view["samples"] == 16
-    assert found["data"]["runs"][0]["recorded"] == [1, 2, 3]
+    assert result["data"]["runs"][0]["recorded"] == [1, 2, 3]
     assert view["maskedTokens"] >= sum(each["count"] for each in view["masked"]) > 0
     # The page's program makes text of it, never markup.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page)

@@ -125,8 +125,8 @@ GOOD: list[tuple[str, Any, dict[str, Any], float]] = [
 
 def test_right_and_wrong_programs_in_every_format_of_tests(share: Code) -> None:
     for source, tests, metadata, expected in GOOD:
-        found = share(item(source, tests, **metadata))
-        assert found == {"score": expected, "passed": expected}, (source, tests, found)
+        actual = share(item(source, tests, **metadata))
+        assert actual == {"score": expected, "passed": expected}, (source, tests, actual)
 
 
 def test_all_or_nothing_stops_at_the_first_failure_and_the_time_budget_ends_slow_programs() -> None:
@@ -325,9 +325,9 @@ def test_a_program_sees_nothing_of_the_machine(
         print(os.path.exists("/etc/passwd"), os.path.exists("/proc/self"), sorted(os.listdir(".")))
         print(os.getuid() != 0, os.getpid() < 9, sorted(os.listdir("/dev")), [f for f in range(99) if isopen(f)])
     """
-    found = RunningProgram(sandbox, {"main.py": IS_OPEN + textwrap.dedent(source)}).finish()
-    assert found.code == 0 and "sk-123" not in found.output
-    assert found.output.splitlines() == [
+    result = RunningProgram(sandbox, {"main.py": IS_OPEN + textwrap.dedent(source)}).finish()
+    assert result.code == 0 and "sk-123" not in result.output
+    assert result.output.splitlines() == [
         "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR'] False False",
         "False False ['main.py', 'stdin']",
         "True True ['null', 'urandom'] [0, 1, 2]",
@@ -383,8 +383,8 @@ def test_programs_that_exhaust_resources_are_killed_with_all_their_children(sand
     short = replace(sandbox, limits=replace(sandbox.limits, seconds=1.5, memory_mb=256, output_kb=64))
     for name, source in HOGS.items():
         started = time.monotonic()
-        found = ended(short, source)
-        assert found.code != 0 and "had" not in found.output and len(found.output) <= 64 << 10, (name, found)
+        result = ended(short, source)
+        assert result.code != 0 and "had" not in result.output and len(result.output) <= 64 << 10, (name, result)
         assert time.monotonic() - started < 8, name
     assert ended(short, DAEMON) == ProgramExit(0, "done\n"), "what it leaves holds its output open"
 
@@ -467,8 +467,8 @@ def test_an_unprivileged_user_gets_the_same_sandbox() -> None:
         command += sources
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = [line.rstrip() for line in done.stdout.splitlines()]
-    assert found == ["''", "0 " + NOT_ROOT, "1", "None  ran for more than 2 s", "1"]
+    result = [line.rstrip() for line in done.stdout.splitlines()]
+    assert result == ["''", "0 " + NOT_ROOT, "1", "None  ran for more than 2 s", "1"]
 
 
 def test_a_machine_without_namespaces_is_rejected_unless_the_network_is_allowed(

@@ -272,9 +272,9 @@ def test_wrong_options_are_rejected_by_name(name: str, options: dict[str, Any], 
     with pytest.raises(ConfigError) as error:
         config(reward={"function": name, "options": options})
     assert message in str(error.value), error.value
-    with pytest.raises(RewardError) as again:
+    with pytest.raises(RewardError) as second:
         load(FunctionSpec(name, options=options, table="reward.functions.x"))
-    assert message in str(again.value) and "reward.functions.x." in str(again.value)
+    assert message in str(second.value) and "reward.functions.x." in str(second.value)
 
 
 def test_files_keys_and_labels_are_checked_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

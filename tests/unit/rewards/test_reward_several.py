@@ -147,8 +147,8 @@ def test_the_reward_is_the_weighted_sum_with_the_shaping_once_and_all_is_logged(
     assert second.reward == -0.125 * 11 + 0.25 and second.score == -1.375
     assert third.reward_failed and third.reward == 0.0 and not third.reward_parts
     metrics = rollout_metrics([group], [])
-    found = {name: m.numerator / m.denominator for name, m in metrics.items() if name.startswith("reward")}
-    assert found == pytest.approx(
+    result = {name: m.numerator / m.denominator for name, m in metrics.items() if name.startswith("reward")}
+    assert result == pytest.approx(
         {
             "reward": (1.625 - 1.125) / 2,
             "reward/score": (1.625 - 1.375) / 2,

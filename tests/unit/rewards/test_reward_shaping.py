@@ -106,8 +106,8 @@ def test_parts_are_logged_as_means_over_the_scored_samples_that_have_them() -> N
         rollout(0.0, {"score": 9.0}, failed=True),
     )
     metrics = rollout_metrics([RolloutGroup(prompt=rollouts[0].prompt, rollouts=rollouts)], [])
-    found = {name: metric.numerator / metric.denominator for name, metric in metrics.items() if "reward" in name}
-    assert found == {
+    result = {name: metric.numerator / metric.denominator for name, metric in metrics.items() if "reward" in name}
+    assert result == {
         "reward": 0.25,
         "reward/score": 0.5,
         "reward/overlong": -0.25,

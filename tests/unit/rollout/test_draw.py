@@ -33,7 +33,7 @@ def parts() -> tuple[LocalEngine, Any, list[Prompt]]:
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 5}])
 def test_the_tokens_are_those_of_transformers_own_sampling(parts: Any, sampling: dict[str, Any]) -> None:
     engine, model, prompts = parts
-    found = engine.generate(prompts, SamplingParams(max_new_tokens=6, seed=3, **sampling))
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=6, seed=3, **sampling))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         ids = torch.tensor([p.token_ids for p in prompts])
@@ -46,21 +46,21 @@ def test_the_tokens_are_those_of_transformers_own_sampling(parts: Any, sampling:
             eos_token_id=sorted(engine._end_tokens),
             **settings,
         )[:, ids.shape[1] :]
-    for completion, row in zip(found, expected.tolist(), strict=True):
+    for completion, row in zip(completions, expected.tolist(), strict=True):
         assert completion.token_ids.tolist() == row[: len(completion.token_ids)]
 
 
 def test_sampling_in_a_thread_does_not_depend_on_the_global_generator(parts: Any) -> None:
     engine, _, prompts = parts
     params = SamplingParams(max_new_tokens=12, seed=5)
-    expected, found = engine.generate(prompts, params), []
+    expected, actual = engine.generate(prompts, params), []
     before = torch.get_rng_state()
-    thread = threading.Thread(target=lambda: found.extend(engine.generate(prompts, params)))
+    thread = threading.Thread(target=lambda: actual.extend(engine.generate(prompts, params)))
     thread.start()
     while thread.is_alive():  # as recomputation does in the backward pass
         torch.manual_seed(random.getrandbits(30))
     thread.join()
     torch.set_rng_state(before)
-    assert same(found, expected)
+    assert same(actual, expected)
     engine.generate(prompts, params)
     assert torch.equal(torch.get_rng_state(), before), "the trainer's random state must not move"

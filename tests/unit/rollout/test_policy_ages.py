@@ -108,9 +108,9 @@ def test_groups_submitted_one_by_one_have_seeds_of_their_own(monkeypatch: pytest
         assert len(run.engine.seeds) == 16 and all(len(keys) == 1 for keys in run.engine.seeds)
         seeds += list(run.engine.seeds.values())
     assert len(set(seeds)) == 32, "siblings of two groups would be the same samples"
-    again = run_with_seeds(1)
-    again.steps(3)
-    assert list(again.engine.seeds.values()) == seeds[:16]
+    second = run_with_seeds(1)
+    second.steps(3)
+    assert list(second.engine.seeds.values()) == seeds[:16]
 
 
 def test_refills_and_ranks_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +129,9 @@ def test_refills_and_ranks_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPat
 def test_single_groups_stay_single_on_another_number_of_ranks() -> None:
     single = [[SavedSubmission(2, 1, [PromptSlot(position, 2)]) for position in part] for part in ((0, 1, 4), (2, 3))]
     for dp in (1, 3):
-        found = SchedulerState(8, 3, {}, [[], []], single).with_data_parallel_size(dp).submissions
-        assert all(len(each.slots) == 1 for submissions in found for each in submissions)
-        assert sorted(each.slots[0].position for submissions in found for each in submissions) == [0, 1, 2, 3, 4]
+        result = SchedulerState(8, 3, {}, [[], []], single).with_data_parallel_size(dp).submissions
+        assert all(len(each.slots) == 1 for submissions in result for each in submissions)
+        assert sorted(each.slots[0].position for submissions in result for each in submissions) == [0, 1, 2, 3, 4]
 
 
 def test_only_scored_samples_give_a_group_signal() -> None:

@@ -25,8 +25,8 @@ from tests.unit.streams import unusable
     ],
 )
 def test_router_replay_accepts_names_of_other_frameworks(given: str, name: str, asks: bool) -> None:
-    found = config(train={"router_replay": given, "epochs": 2})
-    assert found.train.router_replay == name and found.train.needs_engine_routing == asks
+    parsed = config(train={"router_replay": given, "epochs": 2})
+    assert parsed.train.router_replay == name and parsed.train.needs_engine_routing == asks
 
 
 @pytest.mark.parametrize("value", ["R4", True, 3])

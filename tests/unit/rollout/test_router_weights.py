@@ -89,10 +89,10 @@ def answer(change: Change | None = None, *, norm: bool = True, column: Change | 
     shape = replace(NARROW, weights_add_to_one=norm)
     weights = torch.rand(given.routed_experts.shape).softmax(-1) * (1.0 if norm else 0.7)
     weights = weights if change is None else change(weights)
-    found = with_weights(given.routed_experts, weights)
-    found = found if column is None else column(found)
+    result = with_weights(given.routed_experts, weights)
+    result = result if column is None else column(result)
     return check_generation(
-        replace(given, routed_experts=found), replace(request, routing=shape), CONTRACT, "http://s:1"
+        replace(given, routed_experts=result), replace(request, routing=shape), CONTRACT, "http://s:1"
     )
 
 
@@ -142,8 +142,8 @@ def test_invalid_router_weights_are_refused_with_their_position(lie: dict[str, A
 def own_weights(model: Any, tokens: list[int], layer: int) -> Tensor:
     """``[tokens, k]``: what the router's own weights make of its inputs."""
     gate = model.model.layers[layer].mlp.gate
-    found = router_logits(model, tokens, layer).double().softmax(-1).topk(gate.top_k, dim=-1).values
-    return found / found.sum(-1, keepdim=True) if gate.norm_topk_prob else found
+    result = router_logits(model, tokens, layer).double().softmax(-1).topk(gate.top_k, dim=-1).values
+    return result / result.sum(-1, keepdim=True) if gate.norm_topk_prob else result
 
 
 @pytest.mark.parametrize(("norm", "dense_layers"), [(True, [1]), (False, [])])
@@ -160,11 +160,11 @@ def test_the_local_engine_reports_the_weights_of_every_token(norm: bool, dense_l
         assert column is not None and column.shape == (len(read), shape.num_layers, shape.width)
         assert torch.equal(select_experts(column, shape), experts.routed_experts)  # type: ignore[arg-type]
         for layer in range(shape.num_layers):
-            found = select_weights(column, shape)[:, layer]
+            result = select_weights(column, shape)[:, layer]
             if layer in dense_layers:
-                assert found.isnan().all() and is_missing(column[:, layer]).all()
+                assert result.isnan().all() and is_missing(column[:, layer]).all()
             else:
-                torch.testing.assert_close(found.double(), own_weights(model, read, layer), rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(result.double(), own_weights(model, read, layer), rtol=1e-4, atol=1e-6)
 
 
 def test_models_without_router_weights_are_refused() -> None:
@@ -222,5 +222,5 @@ def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:
     group = RolloutGroup(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=completion, reward=1.0),))
     save_groups(tmp_path / "r", [StoredRollouts(0, prompt, group)])
     (stored,) = load_groups(tmp_path / "r", lambda position: prompt)
-    found = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
-    assert found is not None and torch.equal(found, column)
+    result = stored.content.rollouts[0].completion.routed_experts  # type: ignore[union-attr]
+    assert result is not None and torch.equal(result, column)

@@ -92,10 +92,10 @@ def test_refills_of_an_old_batch_are_sampled_with_the_current_weights() -> None:
         "surplus": 0,
         "canceled": 0,
     }
-    found = values(collected[1])
-    assert found.pop("carried_groups") == 0
+    result = values(collected[1])
+    assert result.pop("carried_groups") == 0
     dropped_groups = {"dropped_groups/no_signal": 1, "dropped_groups/surplus": 0, "dropped_groups/canceled": 0}
-    assert found == {"policy_age": 0.75, "policy_age_max": 1, "stale_fraction": 0.75, **dropped_groups}
+    assert result == {"policy_age": 0.75, "policy_age_max": 1, "stale_fraction": 0.75, **dropped_groups}
 
 
 def test_oversampling_keeps_the_first_groups_with_signal_in_the_order_of_the_prompts() -> None:
@@ -151,16 +151,16 @@ def test_saved_rollouts_are_unusable_after_a_change_that_concerns_them() -> None
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_another_number_of_ranks_loses_no_prompt(dp: int) -> None:
-    found = SchedulerState.from_json(DRAWN.with_data_parallel_size(dp).to_json())
-    assert found.dp == dp and (found.cursor, found.next_step, found.ages) == (14, 5, {"3": 3})
-    assert sorted(p for of_rank in found.waiting for p in of_rank) == [(2, 2), (9, 3)]
-    drawn = [draw for of_rank in found.submissions for draw in of_rank]
+    result = SchedulerState.from_json(DRAWN.with_data_parallel_size(dp).to_json())
+    assert result.dp == dp and (result.cursor, result.next_step, result.ages) == (14, 5, {"3": 3})
+    assert sorted(p for of_rank in result.waiting for p in of_rank) == [(2, 2), (9, 3)]
+    drawn = [draw for of_rank in result.submissions for draw in of_rank]
     assert sorted(p.position for draw in drawn for p in draw.slots) == [7, 8, 10, 11, 12, 13]
     assert {(draw.step, draw.sampled_at) for draw in drawn} == {(4, 3)}
     assert len({len(draw.slots) for draw in drawn}) <= 2
-    again = found.without_submissions(4)
-    assert sorted(p.position for of_rank in again.waiting for p in of_rank) == [2, 7, 8, 9, 10, 11, 12, 13]
-    assert again.next_step == 4 and not any(again.submissions)
+    second = result.without_submissions(4)
+    assert sorted(p.position for of_rank in second.waiting for p in of_rank) == [2, 7, 8, 9, 10, 11, 12, 13]
+    assert second.next_step == 4 and not any(second.submissions)
 
 
 def test_prompts_with_unusable_rollouts_are_submitted_first() -> None:
@@ -210,10 +210,10 @@ def test_rollouts_survive_a_file_unchanged(tmp_path: Path) -> None:
         StoredRollouts(9, numbers[9], None),
     ]
     save_groups(tmp_path / "a", entries)
-    found = load_groups(tmp_path / "a", numbers.__getitem__)
-    assert same(found, entries)
-    assert type(found[2].content[1].versions[0]) is VersionSpan  # type: ignore[index, union-attr]
-    assert type(found[2].content[1].turn_ends[0][1]) is FinishReason  # type: ignore[index, union-attr]
+    groups = load_groups(tmp_path / "a", numbers.__getitem__)
+    assert same(groups, entries)
+    assert type(groups[2].content[1].versions[0]) is VersionSpan  # type: ignore[index, union-attr]
+    assert type(groups[2].content[1].turn_ends[0][1]) is FinishReason  # type: ignore[index, union-attr]
 
 
 def test_tables_and_tensors_in_any_field_survive_a_file(tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_tables_and_tensors_in_any_field_survive_a_file(tmp_path: Path) -> None:
 
     def there_and_back(changed: RolloutGroup) -> RolloutGroup:
         save_groups(tmp_path / "a", [StoredRollouts(0, numbers[0], changed)])
-        (found,) = load_groups(tmp_path / "a", numbers.__getitem__)
-        assert isinstance(found.content, RolloutGroup)
-        return found.content
+        (result,) = load_groups(tmp_path / "a", numbers.__getitem__)
+        assert isinstance(result.content, RolloutGroup)
+        return result.content
 
     for value in (table, ragged, ((True, False),), {"a": (1, 2.5), "b": None}, ("x", 1)):
         changed = group(0, (0.0, 1.0))

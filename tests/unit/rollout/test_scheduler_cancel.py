@@ -39,16 +39,16 @@ class Turtle:
         keys = [group.key for group in groups]
         assert [int(group.prompt.text) for group in groups] == keys
         self.calls.append(keys)
-        found: list[SampledFuture] = []
+        result: list[SampledFuture] = []
         for group in groups:
             self.slow[group.key] = self.slow.get(group.key, 0) - 1
             self.kept.setdefault(group.key, []).append(self.policy_version)
-            found.append(Future())
+            result.append(Future())
             stopped = self.slow[group.key] >= 0
-            found[-1].set_result(None if stopped else [self._completion(group.key)] * group.siblings)
-        assert sum(future.result() is not None for future in found) >= enough
+            result[-1].set_result(None if stopped else [self._completion(group.key)] * group.siblings)
+        assert sum(future.result() is not None for future in result) >= enough
         self.kept = {key: versions for key, versions in self.kept.items() if key in keep or key not in keys}
-        return found
+        return result
 
     def _completion(self, key: int) -> Completion:
         versions = self.kept[key]
@@ -93,17 +93,17 @@ def test_a_canceled_group_comes_first_in_the_next_step() -> None:
 
 
 def test_groups_canceled_for_good_are_counted_as_dropped() -> None:
-    found = [c.dropped_groups for c in run_with(Turtle({1: 1, 4: 1, 7: 3}), carry=0).steps(2)]
-    assert found == [{"no_signal": 0, "surplus": 0, "canceled": 2}, {"no_signal": 0, "surplus": 1, "canceled": 1}]
+    result = [c.dropped_groups for c in run_with(Turtle({1: 1, 4: 1, 7: 3}), carry=0).steps(2)]
+    assert result == [{"no_signal": 0, "surplus": 0, "canceled": 2}, {"no_signal": 0, "surplus": 1, "canceled": 1}]
 
 
 def test_ages_are_those_of_the_tokens() -> None:
     collected = run_with(Turtle({1: 2}), carry=3).steps(3)
     assert positions(collected[2])[0] == 1 and collected[2].ages == [2, 0, 0, 0]
     # 2 siblings, 4 tokens a step: 8 of age 2, 8 of age 1, and 4 groups of 8 of age 0.
-    found = values(collected[2])
-    assert found["policy_age"] == (8 * 2 + 8 * 1) / (8 + 8 + 4 * 8)
-    assert found["policy_age_max"] == 2 and found["stale_fraction"] == 0.25
+    result = values(collected[2])
+    assert result["policy_age"] == (8 * 2 + 8 * 1) / (8 + 8 + 4 * 8)
+    assert result["policy_age_max"] == 2 and result["stale_fraction"] == 0.25
     assert [values(c)["policy_age"] for c in collected[:2]] == [0, 0]
 
 
@@ -138,10 +138,10 @@ def test_refills_continue_canceled_groups() -> None:
 def test_a_resume_continues_canceled_groups() -> None:
     run = run_with(Turtle({1: 9, 4: 9}), carry=3)
     run.steps(1)
-    again = run_with(Turtle({}), carry=3)
-    again.step = 1
-    again.stream.restore(SchedulerState.from_json(run.stream.state().to_json()), {})
-    assert positions(again.steps(2)[0]) == [1, 4, 6, 7]
+    second = run_with(Turtle({}), carry=3)
+    second.step = 1
+    second.stream.restore(SchedulerState.from_json(run.stream.state().to_json()), {})
+    assert positions(second.steps(2)[0]) == [1, 4, 6, 7]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -176,9 +176,10 @@ def test_a_reward_that_fails_for_a_group_costs_that_group_and_for_a_step_the_run
 
         def score(self, items: Sequence[Any], *, is_batch: bool) -> list[Any]:
             assert not is_batch
-            found = super().score(items, is_batch=is_batch)
+            actual = super().score(items, is_batch=is_batch)
             return [
-                replace(result, failed=self.broken(int(item.prompt))) for result, item in zip(found, items, strict=True)
+                replace(result, failed=self.broken(int(item.prompt)))
+                for result, item in zip(actual, items, strict=True)
             ]
 
     settings = {"engine": "sglang"}
@@ -201,9 +202,9 @@ def test_ranks_take_new_prompts_in_turn_whatever_they_carry(monkeypatch: pytest.
 
     monkeypatch.setattr("megatron_dppo.rollout.scheduler.all_gather_objects", all_gather_objects)
     runs = [run_with(Turtle({1: 1, 3: 1}), carry=2, dp=2, rank=rank) for rank in range(2)]
-    found: dict[int, list[CollectedRollouts]] = {}
+    result: dict[int, list[CollectedRollouts]] = {}
     threads = [
-        threading.Thread(target=lambda rank=rank: found.update({rank: runs[rank].steps(3)}), name=str(rank))
+        threading.Thread(target=lambda rank=rank: result.update({rank: runs[rank].steps(3)}), name=str(rank))
         for rank in range(2)
     ]
     for thread in threads:
@@ -214,7 +215,7 @@ def test_ranks_take_new_prompts_in_turn_whatever_they_carry(monkeypatch: pytest.
     assert runs[1].engine.calls == [list(range(6, 12)), list(range(16, 22)), list(range(28, 34))]
     assert [run.stream.cursor for run in runs] == [34, 34]
     assert [run.stream._waiting for run in runs] == [[[], []], [[], []]]
-    assert positions(found[0][1]) == [1, 3, 12, 13]
+    assert positions(result[0][1]) == [1, 3, 12, 13]
 
 
 def test_with_real_requests_every_prompt_is_collected_in_some_step() -> None:

@@ -78,12 +78,12 @@ def test_every_token_has_the_version_that_sampled_it(combination: Combination, t
     half = STEPS // 2
     collected = list(loop.steps(half))
     loop.save(tmp_path / "saved")
-    other, again = start(combination)
+    other, second = start(combination)
     other.resume(loop, tmp_path / "saved")
     collected += loop.steps(STEPS)
     loop.check_prompts(collected)
     expected = [numbers(c.groups) for c in collected]
     assert same([numbers(c.groups) for c in other.steps(STEPS)], expected[half:])
-    for made, stream in ((engine, loop.stream), (again, other.stream)):
+    for made, stream in ((engine, loop.stream), (second, other.stream)):
         made.close()
         stream.close()

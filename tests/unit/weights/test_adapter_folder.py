@@ -131,14 +131,14 @@ def test_fused_experts_by_the_formula_of_peft_018() -> None:
             where = expected["down"][e] if kind == "down" else expected["gate_up"][e, i * width : (i + 1) * width]
             where += b @ a
     attention = {"base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight": torch.ones(2, 2)}
-    found, config = fuse_experts(tensors | attention, adapter_config(LoraConfig(rank=rank, alpha=6.0), "unused"))
+    actual, config = fuse_experts(tensors | attention, adapter_config(LoraConfig(rank=rank, alpha=6.0), "unused"))
     for kind, name, width_of in (("gate_up", "base_layer.", 2 * rank), ("down", "", rank)):
-        a, b = (found.pop(f"{prefix}.{name}lora_{part}.weight") for part in "AB")
+        a, b = (actual.pop(f"{prefix}.{name}lora_{part}.weight") for part in "AB")
         product = torch.einsum(
             "ore,eri->eio", b.reshape(len(b), width_of, experts), a.reshape(experts, width_of, a.shape[1])
         )
         torch.testing.assert_close(product, expected[kind])
-    assert found == attention and config["target_modules"] == ["q_proj"]
+    assert actual == attention and config["target_modules"] == ["q_proj"]
     assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     (pattern,) = config["rank_pattern"]
     assert (config["rank_pattern"][pattern], config["alpha_pattern"][pattern], config["r"]) == (4, 12, 2)

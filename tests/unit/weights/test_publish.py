@@ -60,8 +60,8 @@ def test_a_run_ends_with_the_wrong_tensors_unless_the_server_recovers(
     original = server.weight_digests
 
     async def lies_once() -> object:
-        found, server.ignores = await original(), set()
-        return found
+        result, server.ignores = await original(), set()
+        return result
 
     monkeypatch.setattr(server, "weight_digests", lies_once)
     (note,) = sender.publish()

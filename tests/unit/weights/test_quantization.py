@@ -147,18 +147,18 @@ def test_a_folder_declares_its_quantization(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
     assert config["modules_to_not_convert"] == ["lm_head", "model.layers.1.mlp.gate"]
-    found = stored(tmp_path / "out")
-    scales = {name: w for name, w in found.items() if name.endswith("_scale_inv")}
+    result = stored(tmp_path / "out")
+    scales = {name: w for name, w in result.items() if name.endswith("_scale_inv")}
     assert {w.dtype for w in scales.values()} == {torch.float32}
     assert scales["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 3)
-    assert found["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
-    assert found["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
-    names = find_quantized_names(found, "fp8")
+    assert result["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+    assert result["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    names = find_quantized_names(result, "fp8")
     assert names == {name for name in before if name.endswith("_proj.weight")}
     # A folder that leaves something out is published as it is.
     part = Quantization("fp8", frozenset({"model.layers.1.self_attn.o_proj.weight"}))
-    again = dict(quantize_stream(before.items(), part))
-    assert [name for name in again if name.endswith("_scale_inv")] == [
+    second = dict(quantize_stream(before.items(), part))
+    assert [name for name in second if name.endswith("_scale_inv")] == [
         "model.layers.1.self_attn.o_proj.weight_scale_inv"
     ]
 
@@ -178,10 +178,10 @@ def test_fp8_of_tiny_weights_is_finite_and_within_half_a_step_of_its_scale() -> 
     for value in largest.tolist():
         weight = torch.tensor([[value, -value, value / 2, 0.0]])
         numbers, scale = fp8_blocks(weight)
-        found = numbers.double() * scale.double()
-        assert bool(found.isfinite().all()), value
+        result = numbers.double() * scale.double()
+        assert bool(result.isfinite().all()), value
         # Three bits of mantissa are a relative error of 1/16; beside it the rounding of the scale, and its clamp.
-        error = (found - weight.double()).abs() / value
+        error = (result - weight.double()).abs() / value
         assert float(error.max()) < (1 / 16 if float(scale) > 2.0**-126 else 0.5), value
 
 

@@ -273,5 +273,5 @@ def test_memory_that_cannot_be_shared_is_refused_before_any_work() -> None:
         ConfigError, match=r"the servers on .*, up to http://127.0.0.1:30001, use 2 GPUs, but the trainer has 1"
     ):
         sharing_of(both, on_gpu, tied=False)
-    found = sharing_of(both, SimpleNamespace(is_cuda=False), tied=True)
-    assert found.tied and found.owners == {f"http://127.0.0.1:3000{i}": [0] for i in (0, 1)}
+    result = sharing_of(both, SimpleNamespace(is_cuda=False), tied=True)
+    assert result.tied and result.owners == {f"http://127.0.0.1:3000{i}": [0] for i in (0, 1)}

@@ -112,14 +112,14 @@ def test_digests_are_predicted_for_every_rank(algorithm: str, size: int) -> None
     assert [name for name, _ in stream.watch(weights.items())] == list(weights)
     for rank in range(size):
         held = on_server(weights, rank, size)
-        found = stream.expected(layout, rank)
-        assert found.keys() == held.keys()
+        digests = stream.expected(layout, rank)
+        assert digests.keys() == held.keys()
         for name, tensor in held.items():
             parts = PartsDigest(algorithm)
             parts.add(0, tensor)
-            assert found[name].digest == (sha(tensor) if algorithm == "sha256" else parts.hexdigest()), name
+            assert digests[name].digest == (sha(tensor) if algorithm == "sha256" else parts.hexdigest()), name
     assert (
-        found["model.layers.0.mlp.experts.w13_weight"].sent_as == "model.layers.0.mlp.experts.*.{gate,up}_proj.weight"
+        digests["model.layers.0.mlp.experts.w13_weight"].sent_as == "model.layers.0.mlp.experts.*.{gate,up}_proj.weight"
     )
 
 
@@ -144,9 +144,9 @@ def test_digests_of_fp8_blocks_and_scales_are_predicted_for_every_rank(
                 held[name], held[f"{name}_scale_inv"] = fp8_blocks(tensor)
             else:
                 held[name] = tensor.bfloat16()
-        found = stream.expected(layout, rank)
-        assert found.keys() == held.keys()
-        assert not [name for name, tensor in held.items() if found[name].digest != sha(tensor)]
+        digests = stream.expected(layout, rank)
+        assert digests.keys() == held.keys()
+        assert not [name for name, tensor in held.items() if digests[name].digest != sha(tensor)]
 
 
 def test_reordered_int4_experts_must_change() -> None:
@@ -159,10 +159,10 @@ def test_reordered_int4_experts_must_change() -> None:
         expert = "model.layers.0.mlp.experts.0"
         made = {f"{expert}.{part}_proj.weight": torch.randn(16, 32) for part in ("gate", "up")}
         list(stream.watch(quantize_stream(made.items(), Quantization("int4"))))
-        found = stream.expected(layout, 0)
-        assert found.keys() == {name, name.replace("packed", "scale")}
-        sums = dict.fromkeys(found, packed.ljust(64, "0"))
-        return record.verify(layout, [RankDigests(tp_rank=0, digests=sums)], {0: found})
+        digests = stream.expected(layout, 0)
+        assert digests.keys() == {name, name.replace("packed", "scale")}
+        sums = dict.fromkeys(digests, packed.ljust(64, "0"))
+        return record.verify(layout, [RankDigests(tp_rank=0, digests=sums)], {0: digests})
 
     assert len(judge(0, "a").changed) == 2 and len(judge(1, "b").changed) == 2
     assert len(judge(2, "b").wrong) == 2
@@ -174,9 +174,9 @@ def test_no_digest_is_predicted_for_incomplete_unsplittable_or_quantized_tensors
     layouts = [WeightLayout(algorithm="sha256", tp_size=n, plain=True) for n in (1, 3)]
     stream = StreamDigests(layouts, KV_HEADS)
     list(stream.watch(weights.items()))
-    found = stream.expected(layouts[0], 0)
-    assert "model.layers.0.self_attn.qkv_proj.weight" not in found
-    assert "model.layers.0.mlp.experts.w13_weight" not in found and "model.layers.0.mlp.experts.w2_weight" in found
+    digests = stream.expected(layouts[0], 0)
+    assert "model.layers.0.self_attn.qkv_proj.weight" not in digests
+    assert "model.layers.0.mlp.experts.w13_weight" not in digests and "model.layers.0.mlp.experts.w2_weight" in digests
     assert stream.expected(layouts[1], 0).keys() <= {
         *("model.norm.weight", "model.layers.0.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight")
     }
