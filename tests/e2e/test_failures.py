@@ -130,3 +130,23 @@ def test_rollouts_that_do_not_fit_the_policy_stop_every_rank_before_the_first_up
     assert "Traceback" not in result.stdout
     assert not [r for r in records(tmp_path / "run") if r["step"] > 0], "nothing was learned"
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_mini_batches_without_a_counted_token_are_no_updates(short_run: list[str], tmp_path: Path) -> None:
+    """Responses of one token that is no end are cut off, and ``mask_truncated`` leaves their tokens out of the loss.
+
+    So most mini-batches of two samples have no token, the first one of a step too; then nothing is checked or updated.
+    """
+    few = flags(
+        train__mask_truncated="true",
+        train__mini_batches=4,
+        rollout__prompts_per_step=4,
+        rollout__samples_per_prompt=2,
+        rollout__max_new_tokens=1,
+        run__num_steps=3,
+    )
+    result = train([*short_run, *few], processes=1)
+    assert result.returncode == 0, result.stderr
+    steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
+    assert len(steps) == 3 and all(step["train/skipped_updates"] == 0 for step in steps)
+    assert any("train/abs_prob_diff" not in step for step in steps), "a step without a token"
