@@ -74,4 +74,4 @@ def test_the_guard_allows_nothing_on_policy() -> None:
     stale = FirstUpdateGuard.from_config(
         made.train, made.rollout, made.model, nonfinite_fraction=0.0, is_on_policy=False
     )
-    assert stale.max_prob_diff is None
+    stale({"abs_prob_diff": 0.5})

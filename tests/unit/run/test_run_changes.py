@@ -31,7 +31,7 @@ FREE = {
     "distillation.teacher_api_key_env",
     "distillation.teacher_timeout_seconds",
     "distillation.teacher_max_in_flight",
-    *("agent.timeout_seconds", "agent.max_running", "agent.host", "agent.max_body_bytes"),
+    *("agent.timeout_seconds", "agent.max_running", "agent.host", "agent.max_body_bytes", "agent.max_failed_fraction"),
     "optimizer.use_precision_aware_optimizer",
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
