@@ -24,6 +24,7 @@ from megatron_dppo.engines.servers.pool import ServerPool
 from megatron_dppo.engines.sglang import wire as sglang
 from megatron_dppo.engines.vllm import wire as vllm
 from megatron_dppo.errors import ContractViolation, ResponseLost, ServerError
+from megatron_dppo.rollout.sampling_sums import rank_sums
 from megatron_dppo.rollout.server import GenerateRequest, Generation
 from tests.unit.columns import ids, logs, mask, same
 from tests.unit.engines import test_sglang, test_vllm
@@ -44,7 +45,9 @@ class Case:
         own = sglang.parse_wire_id(name) if self.is_sglang else name.removeprefix(vllm.wire_id(""))
         self.request = replace(request, request_id=own)
         decode = sglang.decode_generation if self.is_sglang else vllm.decode_generation
-        self.expected = replace(decode(self.answer, self.request, "http://s"), echo=None)
+        decoded = decode(self.answer, self.request, "http://s")
+        # The echo stays in the process, which has checked it.
+        self.expected = replace(decoded, echo=None, ranks=rank_sums(decoded, self.request))
         self.path = "/generate" if self.is_sglang else "/inference/v1/generate"
 
     def stub(self, answer: Any = None) -> Stub:
