@@ -40,7 +40,7 @@ def raise_file_limit() -> None:
     """Raise the soft limit on open files (``ulimit -n``) to what a run with many connections needs.
 
     Raises:
-        ConfigError: the hard limit is too low for any run.
+        ConfigError: The hard limit is too low for any run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)

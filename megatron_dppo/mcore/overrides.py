@@ -72,7 +72,7 @@ def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict
     """``model.transformer``, if TransformerConfig has every key of it, with such values, and none is set elsewhere.
 
     Raises:
-        ConfigError: an unknown key, one that another section owns, a value of another type, or one that makes router
+        ConfigError: An unknown key, one that another section owns, a value of another type, or one that makes router
             replay do nothing; of several of these, all (``MultipleErrors``).
     """
     problems = ErrorCollector()

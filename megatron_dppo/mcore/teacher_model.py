@@ -49,7 +49,7 @@ class MegatronTeacher:
         model: ``[model]`` of the policy, whose dtype and TransformerConfig fields the teacher shares.
         distillation: Divergence, and which weights stay on the device during a pass.
         temperature: Sampling temperature of the rollouts.
-        hf_config: transformers configuration of the teacher.
+        hf_config: Transformers configuration of the teacher.
         weights: Full tensors by Hugging Face name.
         layout: Layout of the policy.
         groups: Process groups of the policy.

@@ -59,7 +59,7 @@ class PolicyTrainer:
         train: ``[train]``: router replay.
         rollout: ``[rollout]``: the sampling temperature, and whether the engine samples with this model.
         seed: Seed of the adapters and of the layer noise.
-        hf_config: transformers configuration of the model.
+        hf_config: Transformers configuration of the model.
         weights: Initial weights: full tensors by Hugging Face name.
         reference: Weights of the reference policy, kept in host memory and swapped in for ``logprobs(reference=True)``.
             None with adapters takes the model without its adapters as the reference.

@@ -18,7 +18,7 @@ def make_reasoning_gym_reward(*, partial_credit: bool = False) -> Callable[..., 
     """Return a reward function of our own signature; each row names its task in ``source_dataset``.
 
     Raises:
-        RewardError: reasoning-gym is not installed.
+        RewardError: Reasoning-gym is not installed.
     """
     _import_reasoning_gym()
 

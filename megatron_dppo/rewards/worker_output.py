@@ -22,7 +22,7 @@ class WorkerOutput:
     A function that prints megabytes for each sample would fill the disk with the log of a run.
 
     Args:
-        readers: reading ends of the process's stdout and stderr. They are closed when nobody can write any more.
+        readers: Reading ends of the process's stdout and stderr. They are closed when nobody can write any more.
     """
 
     def __init__(self, readers: tuple[Connection, Connection]) -> None:

@@ -32,7 +32,7 @@ class Gpus(Protocol):
         """Give updated weights to the engine, now or at its next turn.
 
         Args:
-            samples_next: whether the engine samples before the next checkpoint.
+            samples_next: Whether the engine samples before the next checkpoint.
         """
 
     def exclude(self, servers: Mapping[str, str]) -> None:
@@ -73,8 +73,8 @@ class SharedGpus:
     stay on the device while they are gathered and for the probe's forward pass, and leave after it.
 
     Args:
-        trainer: policy with everything on the device.
-        publisher: publisher to servers that have released their memory.
+        trainer: Policy with everything on the device.
+        publisher: Publisher to servers that have released their memory.
     """
 
     def __init__(self, trainer: PolicyTrainer, publisher: ServerPublisher) -> None:

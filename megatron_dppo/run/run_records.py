@@ -59,13 +59,13 @@ def step_metrics(
     """Return the metrics of a step, reduced over all ranks; a collective.
 
     Args:
-        groups: parallel groups of this rank.
-        collected: rollouts of this rank.
-        samples: their training samples.
-        results: one for each update.
-        clock: seconds of each part of the step.
-        requests: metrics of this step's requests, see ``request_metrics``.
-        dp: number of data-parallel ranks.
+        groups: Parallel groups of this rank.
+        collected: Rollouts of this rank.
+        samples: Their training samples.
+        results: One for each update.
+        clock: Seconds of each part of the step.
+        requests: Metrics of this step's requests, see ``request_metrics``.
+        dp: Number of data-parallel ranks.
     """
     local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
     rollout = reduce_over_samples(groups, local)
@@ -159,7 +159,7 @@ class Records:
         """Open the metrics' files and trackers on rank 0.
 
         Args:
-            resumed_step: records of later steps are dropped; None at the beginning of a run.
+            resumed_step: Records of later steps are dropped; None at the beginning of a run.
         """
         if dist.get_rank() != 0:
             return

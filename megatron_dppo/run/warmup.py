@@ -177,8 +177,8 @@ def _resume(trainer: PolicyTrainer, folder: Path, expected: Mapping[str, str], r
     """Load an interrupted warm-up and return the number of its steps; a collective of all ranks.
 
     Args:
-        trainer: gets its state.
-        folder: where it was saved.
+        trainer: Gets its state.
+        folder: Where it was saved.
         expected: ``_state`` of this warm-up. A saved warm-up with another state is not resumed.
         resume: ``never`` resumes nothing.
 

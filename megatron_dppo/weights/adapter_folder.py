@@ -132,7 +132,7 @@ def fuse_adapter(source: Path, target: Path) -> None:
     """Write the adapters of a run in the layout of ``fuse_experts``.
 
     Args:
-        source: hf-adapter/ of a run.
+        source: Hf-adapter/ of a run.
         target: New folder.
 
     Raises:

@@ -100,10 +100,10 @@ class ServerRecord:
         """Compare digests after a sync, and remember them if nothing is wrong.
 
         Args:
-            layout: layout of the server.
-            ranks: digests after the sync.
-            expected: digests that follow from what was sent, by rank and the server's name.
-            combined: digest of everything that was sent, for a layout whose digests cannot be predicted.
+            layout: Layout of the server.
+            ranks: Digests after the sync.
+            expected: Digests that follow from what was sent, by rank and the server's name.
+            combined: Digest of everything that was sent, for a layout whose digests cannot be predicted.
         """
         held = _flatten(ranks)
         if not layout.plain:

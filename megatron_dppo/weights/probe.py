@@ -59,13 +59,13 @@ class Probe:
     """Requests a response from servers and computes the same with the trainer's own shards.
 
     Args:
-        trainer: policy whose weights the servers should hold.
-        params: sampling parameters of the run, and the columns that it records.
-        hf_config: transformers config of the model, for its context and vocabulary.
-        tokenizer: tokenizer of the model.
-        prompts: prompt data set; the first prompts make up the request.
-        dtype: coarser dtype of engine and trainer.
-        micro_batch_tokens: token budget of one packed micro-batch.
+        trainer: Policy whose weights the servers should hold.
+        params: Sampling parameters of the run, and the columns that it records.
+        hf_config: Transformers config of the model, for its context and vocabulary.
+        tokenizer: Tokenizer of the model.
+        prompts: Prompt data set; the first prompts make up the request.
+        dtype: Coarser dtype of engine and trainer.
+        micro_batch_tokens: Token budget of one packed micro-batch.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ def compute_readings(
     A collective over all ranks. The result is complete on the first rank of each replica, and empty on the others.
 
     Args:
-        trainer: policy with router replay switched on, if routes are expected.
-        responses: responses of the servers.
-        expected: expectation of the probe.
-        budget: token budget of one micro-batch.
+        trainer: Policy with router replay switched on, if routes are expected.
+        responses: Responses of the servers.
+        expected: Expectation of the probe.
+        budget: Token budget of one micro-batch.
     """
     samples = [_sample(expected, generation) for response in responses for generation in response.generations]
     packed = trainer.pack(samples, budget)

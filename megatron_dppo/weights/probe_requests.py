@@ -144,9 +144,9 @@ async def send_probe(
     """Send the probe's requests, with all fields that the run's requests have.
 
     Raises:
-        ServerError: the server does not respond, a field is missing (the message names it and the flag to set), or the
+        ServerError: The server does not respond, a field is missing (the message names it and the flag to set), or the
             response violates the rollout contract in anything but its probabilities.
-        ProbeError: another tokenizer, another vocabulary, another policy version, an impossible Top-K.
+        ProbeError: Another tokenizer, another vocabulary, another policy version, an impossible Top-K.
     """
     info = await server.info()
     tokens = await server.tokenize(expected.prompt)

@@ -66,7 +66,7 @@ def open_transfer_group(
 
     Raises:
         OSError: Rank 0 cannot listen at this address.
-        torch.distributed.DistStoreError: a rank did not join in time.
+        torch.distributed.DistStoreError: A rank did not join in time.
     """
     limit = timedelta(seconds=timeout)
     # With a given socket, the store listens on this address only; by itself it would listen on all addresses.

@@ -112,12 +112,12 @@ def verify_response(
     """Compare a server's response with what the trainer computes.
 
     Args:
-        response: result of ``send_probe``.
-        expected: the expectation that ``send_probe`` got.
-        readings: one reading for each generation of the response.
+        response: Result of ``send_probe``.
+        expected: The expectation that ``send_probe`` got.
+        readings: One reading for each generation of the response.
 
     Raises:
-        ProbeError: they differ by more than the dtype explains, or another explanation fits better; the message names
+        ProbeError: They differ by more than the dtype explains, or another explanation fits better; the message names
             the likely cause and the fix.
     """
     result = _ResponseCheck(response, expected, readings).result()

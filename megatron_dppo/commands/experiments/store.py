@@ -122,7 +122,7 @@ class Store:
         """Refuse a place where no folder can be; reads only.
 
         Raises:
-            UserError: a file is in its way, or it cannot be looked at.
+            UserError: A file is in its way, or it cannot be looked at.
         """
         try:
             there = existing_parent(self.folder)

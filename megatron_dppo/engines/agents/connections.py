@@ -31,8 +31,8 @@ class ConnectionLimit:
     the kernel, where they take no file descriptor.
 
     Args:
-        server: makes and counts the connections.
-        max_connections: maximum number of open connections.
+        server: Makes and counts the connections.
+        max_connections: Maximum number of open connections.
     """
 
     def __init__(self, server: web.Server, max_connections: int) -> None:

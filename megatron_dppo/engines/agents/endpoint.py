@@ -52,8 +52,8 @@ class Endpoint:
     """HTTP server in its own thread, from the first episode until ``close``.
 
     Args:
-        host: address to listen on; the port is a free one.
-        max_body_bytes: maximum size of a request body.
+        host: Address to listen on; the port is a free one.
+        max_body_bytes: Maximum size of a request body.
     """
 
     def __init__(self, host: str, max_body_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Endpoint:
         """Return the API key of an episode; start listening if this is the first one.
 
         Raises:
-            OSError: the server cannot listen on the address.
+            OSError: The server cannot listen on the address.
         """
         if self._thread is None:
             thread = LoopThread("agents")
@@ -207,8 +207,8 @@ class Endpoint:
         """Receive a body, and return a function that inflates and parses it.
 
         Raises:
-            CallError: the body did not arrive in time.
-            web.HTTPException: it is too large.
+            CallError: The body did not arrive in time.
+            web.HTTPException: It is too large.
         """
         try:
             async with asyncio.timeout(_TRANSFER_SECONDS):

@@ -86,9 +86,9 @@ class Episode:
     """Calls of an agent for one sample. Belongs to one event loop, except for what the endpoint counts.
 
     Args:
-        turns: turns of the response.
-        template: chat template of the model.
-        max_calls: maximum number of calls, rejected ones included; further ones are rejected.
+        turns: Turns of the response.
+        template: Chat template of the model.
+        max_calls: Maximum number of calls, rejected ones included; further ones are rejected.
         executor: Threads that parse, render and tokenize. An episode uses one at a time.
     """
 
@@ -128,7 +128,7 @@ class Episode:
         """Count a call, before its body is read.
 
         Raises:
-            CallError: the episode has made all its calls.
+            CallError: The episode has made all its calls.
         """
         if self._num_admitted >= self.max_calls:
             self.is_cut_off = True
@@ -142,7 +142,7 @@ class Episode:
             read: Parses the body of the call. Runs in a thread.
 
         Raises:
-            CallError: the call is rejected, or the episode has ended.
+            CallError: The call is rejected, or the episode has ended.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -313,9 +313,9 @@ class Episode:
         """Append the agent's tokens to a conversation.
 
         Args:
-            conversation: the conversation.
-            tokens: tokens to append.
-            closes: the tokens begin with the end of the last response. Its end token is not appended twice.
+            conversation: The conversation.
+            tokens: Tokens to append.
+            closes: The tokens begin with the end of the last response. Its end token is not appended twice.
         """
         branch = self._turns.switch_branch(conversation.branch)
         last = branch.response.tokens[branch.position - 1]

@@ -44,12 +44,12 @@ class AgentFunction:
     """Generate function that runs the agent of ``[agent]``; ``close`` it at the end.
 
     Args:
-        config: the section ``[agent]``.
-        variables: variables of the chat template.
+        config: The section ``[agent]``.
+        variables: Variables of the chat template.
         now: Returns the date that the chat template sees. Called once, for the first episode.
 
     Raises:
-        GenerateError: the program does not exist or cannot be isolated, or the function cannot be used.
+        GenerateError: The program does not exist or cannot be isolated, or the function cannot be used.
     """
 
     __name__ = "[agent]"
@@ -92,8 +92,8 @@ class AgentFunction:
         """Run one episode.
 
         Raises:
-            ServerError: no server responded.
-            GenerateError: the endpoint cannot listen, or too many episodes failed in a row.
+            ServerError: No server responded.
+            GenerateError: The endpoint cannot listen, or too many episodes failed in a row.
         """
         self._template = self._template or ChatTemplate(turns.tokenizer, self._variables, self._now())
         async with self._slots:

@@ -41,7 +41,7 @@ def isolate() -> None:
     """Put this process into a Landlock domain of its own.
 
     Raises:
-        OSError: the kernel does not allow it.
+        OSError: The kernel does not allow it.
     """
     version = landlock_version()
     # A domain needs one restriction. Older kernels have none for signals, and there a right that only root has, to make

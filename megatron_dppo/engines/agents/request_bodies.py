@@ -36,9 +36,9 @@ class CallError(Exception):
     """A rejected call, in the form of OpenAI's errors.
 
     Args:
-        message: the problem and its fix.
+        message: The problem and its fix.
         status: HTTP status.
-        code: machine-readable code.
+        code: Machine-readable code.
     """
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
@@ -57,8 +57,8 @@ class ContextLengthError(CallError):
     """A call that does not fit into the sequence.
 
     Args:
-        size: size of the conversation, as the beginning of the message.
-        max_tokens: maximum number of tokens.
+        size: Size of the conversation, as the beginning of the message.
+        max_tokens: Maximum number of tokens.
     """
 
     def __init__(self, size: str, max_tokens: int) -> None:
@@ -117,7 +117,7 @@ def read_chat(data: object) -> AgentRequest:
     """Read a body of ``/v1/chat/completions``.
 
     Raises:
-        CallError: the body is invalid, or asks for something unsupported.
+        CallError: The body is invalid, or asks for something unsupported.
     """
     body = _require_object(data)
     common = _read_common(body)
@@ -147,7 +147,7 @@ def read_completion(data: object) -> AgentRequest:
     """Read a body of ``/v1/completions``.
 
     Raises:
-        CallError: the body is invalid, or asks for something unsupported.
+        CallError: The body is invalid, or asks for something unsupported.
     """
     body = _require_object(data)
     common = _read_common(body)

@@ -70,8 +70,8 @@ class ProgramAgent:
     """A program that is started for each episode, in a new session. Its output is used only for error messages.
 
     Args:
-        command: program and arguments.
-        pass_env: names of further environment variables that the program gets.
+        command: Program and arguments.
+        pass_env: Names of further environment variables that the program gets.
         is_isolated: True to keep it from other processes (``launcher``). Its API key is in its environment only then,
             because otherwise the agents of other episodes can read that.
     """
@@ -153,8 +153,8 @@ async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, se
     It is canceled when the agent itself has taken more than ``seconds``, or when the episode is interrupted.
 
     Raises:
-        AgentTimeout: the agent exceeded the limit.
-        BaseException: the exception that interrupted the episode.
+        AgentTimeout: The agent exceeded the limit.
+        BaseException: The exception that interrupted the episode.
     """
     task = asyncio.create_task(work)
     try:

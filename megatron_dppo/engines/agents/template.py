@@ -16,8 +16,8 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Args:
-        tokenizer: tokenizer of the model.
-        variables: variables of the template, ``data.chat_template_kwargs``.
+        tokenizer: Tokenizer of the model.
+        variables: Variables of the template, ``data.chat_template_kwargs``.
         now: Date that the template sees.
     """
 
@@ -32,7 +32,7 @@ class ChatTemplate:
         """Check without rendering or encoding that a call may fit into a number of tokens.
 
         Raises:
-            CallError: it has more characters than that many of the tokenizer's longest token.
+            CallError: It has more characters than that many of the tokenizer's longest token.
         """
         # Unicode's normal form composes up to four characters into one.
         size = sum(len(text) if text.isascii() else len(text) // 4 for text in call.texts)
@@ -48,7 +48,7 @@ class ChatTemplate:
         """Return the tokens of a text, which may contain special tokens; token ids are checked and returned.
 
         Raises:
-            CallError: the text cannot be encoded, or a token id does not exist.
+            CallError: The text cannot be encoded, or a token id does not exist.
         """
         if not isinstance(text, str):
             if text and max(text) >= len(self._tokenizer):
@@ -63,7 +63,7 @@ class ChatTemplate:
         """Return the prompt tokens of messages that start a conversation.
 
         Raises:
-            CallError: there is no template, or it rejects the messages.
+            CallError: There is no template, or it rejects the messages.
         """
         return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
@@ -76,15 +76,15 @@ class ChatTemplate:
         would write (thoughts that it removes, JSON with other blanks), and stays as it is.
 
         Args:
-            known: messages so far; the last one is the response.
-            new: messages that follow.
-            tools: tools of the conversation.
+            known: Messages so far; the last one is the response.
+            new: Messages that follow.
+            tools: Tools of the conversation.
 
         Returns:
             The text; None if the template would change what comes before it.
 
         Raises:
-            CallError: the template rejects the messages.
+            CallError: The template rejects the messages.
         """
         *before, response = known
         # 1. End of a message of plain text, as the response was sampled.

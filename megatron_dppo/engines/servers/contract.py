@@ -49,10 +49,10 @@ class SamplingMaskCheck:
     """Checks of the sampling mask of a response of R tokens; the constructor checks its ids and counts.
 
     Args:
-        generation: the response.
-        request: the request.
-        vocab_size: every id is below it.
-        raise_violation: called with each violation.
+        generation: The response.
+        request: The request.
+        vocab_size: Every id is below it.
+        raise_violation: Called with each violation.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
     (``Completion``).
 
     Args:
-        generation: the response.
-        request: the request.
-        contract: contract of the run.
+        generation: The response.
+        request: The request.
+        contract: Contract of the run.
         url: URL of the server, for the error message.
 
     Raises:
-        ContractViolation: names the field, the value and what was expected.
+        ContractViolation: Names the field, the value and what was expected.
     """
     check_frame(generation, request, contract, url)
     check_values(generation, request, contract, url)
@@ -362,9 +362,9 @@ class _ResponseCheck:
         """Check the K most probable tokens.
 
         Args:
-            name: name of the column, for the error message.
-            ids: their ids, [R, K].
-            values: their log-probabilities, [R, K].
+            name: Name of the column, for the error message.
+            ids: Their ids, [R, K].
+            values: Their log-probabilities, [R, K].
             is_used: True for each slot that holds a token, [R, K]; None if all do.
 
         Returns:

@@ -131,7 +131,7 @@ class HttpClient:
             timeout: Seconds for all attempts and the waits between them.
             repeat: The call may run twice on the server. If False, it is repeated only if no connection could be
                 opened, so that it never reached the server.
-            max_bytes: largest response, inflated. No more is read or kept in memory.
+            max_bytes: Largest response, inflated. No more is read or kept in memory.
 
         Raises:
             ServerError: No connection, no response in time, a response that is not 2xx or too large.
@@ -223,14 +223,14 @@ async def read_limited(response: aiohttp.ClientResponse, max_bytes: int) -> tupl
     """Read a response up to a size.
 
     Args:
-        response: response of a session without ``auto_decompress``.
-        max_bytes: size of the inflated body, after which nothing more is read.
+        response: Response of a session without ``auto_decompress``.
+        max_bytes: Size of the inflated body, after which nothing more is read.
 
     Returns:
         The inflated body, and False if it is longer than ``max_bytes`` and was cut off.
 
     Raises:
-        ServerError: the body is compressed in a way that was not asked for, or not as its header says.
+        ServerError: The body is compressed in a way that was not asked for, or not as its header says.
     """
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     inflate = None

@@ -34,7 +34,7 @@ def show(
         pi: Probability of each sampled token now.
         mu: Probability in the rollout. Two more tokens share the rest of both, by 3 : 1 in mu and by 1 : 3 in pi.
         advantages: Advantage of each token. All tokens are one sequence.
-        recomputed: pi', probabilities that the trainer recomputed; None = ``mu``.
+        recomputed: Pi', probabilities that the trainer recomputed; None = ``mu``.
     """
     p, m = torch.tensor(pi, dtype=torch.float64), torch.tensor(mu, dtype=torch.float64)
     logprobs = p.log().requires_grad_()

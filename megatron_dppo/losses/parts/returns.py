@@ -24,7 +24,7 @@ def kl_estimate(logprobs: Tensor, target_logprobs: Tensor, estimator: KlEstimato
     Args:
         logprobs: ``[T]`` log p of the token; a gradient passes through.
         target_logprobs: ``[T]``.
-        estimator: k1 is unbiased and may be negative, k3 is unbiased and never is, k2 is half the square.
+        estimator: K1 is unbiased and may be negative, k3 is unbiased and never is, k2 is half the square.
     """
     log_ratio = (logprobs - target_logprobs).clamp(-_MAX_LOG_KL_RATIO, _MAX_LOG_KL_RATIO)
     if estimator == "k1":

@@ -75,7 +75,7 @@ def prepare_extensions(config: TransformerConfig) -> None:
     """Build and load the extension that the configuration needs, before the first step does.
 
     Raises:
-        ExtensionError: see ``load_extension``.
+        ExtensionError: See ``load_extension``.
     """
     if needs_extension(config):
         from megatron.core.tensor_parallel import random

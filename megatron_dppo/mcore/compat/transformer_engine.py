@@ -43,7 +43,7 @@ def check_attention_support(dtype: str, context_parallel_size: int, *, transform
         transformer_engine: True if the model is built of Transformer Engine's layers.
 
     Raises:
-        ConfigError: fp32 with context parallelism. Transformer Engine's fused kernels do not support fp32, and its
+        ConfigError: Fp32 with context parallelism. Transformer Engine's fused kernels do not support fp32, and its
             unfused one does not support context parallelism
             (transformer_engine/pytorch/attention/dot_product_attention/utils.py).
     """
