@@ -175,6 +175,7 @@ def test_a_sample_of_keys_at_their_extremes() -> None:
     run_inputs(SAMPLE.sample(INPUTS, 30))
 
 
+@pytest.mark.slow
 def test_a_sample_of_hostile_model_folders() -> None:
     run_damages(SAMPLE.sample(DAMAGES, 30))
 

@@ -32,6 +32,7 @@ def check_cases(root: Path, count: int, seed: int) -> None:
     assert len(commands) >= 8, commands
 
 
+@pytest.mark.slow
 def test_a_sample_of_mutated_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     check_cases(tmp_path, 60, seed=1)

@@ -50,6 +50,7 @@ def test_characters_that_the_encoding_lacks_are_written_as_escapes(tmp_path: Pat
     assert (result.returncode, result.stdout, result.stderr) == (0, b"out \\xfc \\ud800\n", b"error \\u202e\n")
 
 
+@pytest.mark.slow
 def test_a_low_limit_on_open_files_is_raised_or_named() -> None:
     command = "-m", "megatron_dppo.train", "missing.toml"
     refused = shell('ulimit -n 100; exec "$@"', *command)
