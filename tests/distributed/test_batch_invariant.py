@@ -102,7 +102,9 @@ def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, 
         # Equally many on every rank for the update; fewer were asked for on the second one.
         samples = samples[: (GROUPS - 1) * SIBLINGS]
         metrics: list[float] = []
-        for _ in updater.run(samples, step, Clock(), lambda m, result=metrics: result.append(m["abs_prob_diff"])):
+        for _ in updater.run(
+            samples, step, Clock(), lambda m, _, result=metrics: result.append(m["abs_prob_diff"]) or {}
+        ):
             pass
         assert metrics == [0.0], "the first update's own pass"
         moved = max(moved, apart(trainer, samples, 512))
