@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 _Count = Annotated[int, Field(ge=0, le=10**9)]
 _Counter = Annotated[int, Field(ge=0, le=2**62)]
 """Position in the prompt stream, or a version."""
+_MAX_SCORE = 3.5e38
+"""Rewards are finite in float32."""
 _Slot = Annotated[list[_Counter], Field(min_length=2, max_length=2)]
 
 
@@ -110,7 +112,8 @@ def find_schema_problem(state: dict[str, Any]) -> str:
         return f"has no {where!r}" if detail["type"] == "missing" else f"has {where} = {_short(detail['input'])}"
     if record.best is not None:
         accuracy, step = record.best
-        if type(accuracy) not in (int, float) or not abs(accuracy) <= 1 or type(step) is not int or step < 0:
+        # The mean score of the held-out prompts: of any size that a reward may have.
+        if type(accuracy) not in (int, float) or not abs(accuracy) <= _MAX_SCORE or type(step) is not int or step < 0:
             return f"has best = {_short(record.best)}"
     return ""
 

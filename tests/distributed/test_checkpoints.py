@@ -25,7 +25,23 @@ pytestmark = pytest.mark.distributed
 
 # Megatron Core 0.19.2 keeps in the shards what earlier versions write to common.pt.
 MEGATRON_FILES = [".metadata", "metadata.json", "__0_0.distcp", *["common.pt"] * (megatron_version() < (0, 19))]
-STATE: dict[str, Any] = {"identity": {}, "layout": {}, "config": {}, "stream": {}}
+STATE: dict[str, Any] = {
+    "skipped_in_a_row": 0,
+    "answers_before": [],
+    "best": [-12.5, 1],
+    "evaluation_due": False,
+    "identity": {"model": {}, "seed": 0, "prompts": ""},
+    "layout": {
+        "layout": "",
+        "world_size": 2,
+        "has_expert_parallelism": False,
+        "virtual_pipeline_size": None,
+        "use_distributed_optimizer": True,
+    },
+    "config": {"run": {"num_steps": 9}, "data": {"train": ""}, "rollout": {}, "reward": {}, "train": {}},
+    "stream": {"cursor": 0, "next": 0, "ages": {}, "waiting": [[]], "draws": [[]]},
+}
+"""State of a run. Its best score is that of a reward below -1."""
 
 
 class Evil:
