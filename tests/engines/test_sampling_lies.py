@@ -74,8 +74,8 @@ def run(urls: list[Engine | Proxy], model: Path, folder: Path, **more: Any) -> t
     ("params", "words"),
     [
         ({"top_p": 0.7}, "filter"),
-        ({"min_p": 0.3}, "filter"),
-        ({"top_k": 1}, "greedy decoding"),
+        pytest.param({"min_p": 0.3}, "filter", marks=pytest.mark.long),
+        pytest.param({"top_k": 1}, "greedy decoding", marks=pytest.mark.long),
     ],
     ids=["top_p", "min_p", "greedy"],
 )
