@@ -174,7 +174,7 @@ def test_copies_are_found_and_a_confident_policy_repeats_itself_honestly() -> No
     assert "copies: 56 of 64 responses" in found[""]
 
 
-@pytest.mark.parametrize("servers", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("servers", [10, pytest.param(200, marks=pytest.mark.long)])
 def test_honest_servers_pass_whole_runs(servers: int) -> None:
     """500 steps of each server. The limit allows 1 % in 10,000 steps: 0.1 alarms in the 100,000 steps of 200 servers.
 
