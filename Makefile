@@ -72,19 +72,20 @@ example-vllm:
 	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/vllm.toml --nproc-per-node 2 \
 		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
-# The sample of make test: fused head, vocabulary shards, the objective on two ranks, router replay, one parity; a run
-# that learns, one that is ended by SIGTERM and resumed.
-SAMPLE := tests/distributed/test_fused_head.py \
-	tests/distributed/test_vocab_logprobs.py \
+# The sample of make test, longest first: a run that learns, one that is ended by SIGTERM and resumed; one parity, fused
+# head, the objective on two ranks, router replay, vocabulary shards.
+SAMPLE := tests/e2e/test_training.py::test_reward_and_held_out_accuracy_rise \
+	tests/e2e/test_training.py::test_everything_promised_is_written \
+	tests/e2e/test_resume.py::test_sigterm_saves_and_the_next_run_continues \
+	tests/distributed/test_model_parity.py::test_two_processes_equal_transformers \
+	tests/distributed/test_fused_head.py \
 	'tests/distributed/test_objective.py::test_losses_on_layouts[2-14]' \
 	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[2-experts]' \
-	tests/distributed/test_model_parity.py::test_two_processes_equal_transformers \
-	tests/e2e/test_training.py::test_reward_and_held_out_accuracy_rise \
-	tests/e2e/test_training.py::test_everything_promised_is_written \
-	tests/e2e/test_resume.py::test_sigterm_saves_and_the_next_run_continues
+	tests/distributed/test_vocab_logprobs.py
 
 test:
-	@python=$$(tools/setup_env.sh) && $$python -m pytest $(SAMPLE) tests/unit -m "not slow" -n 2 --dist loadfile --durations 15 $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m pytest $(SAMPLE) tests/unit -m "not slow" -n 2 --dist loadfile \
+		--no-loadscope-reorder --durations 15 $(ARGS)
 
 test-rest:
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit tests/distributed tests/e2e -m "slow or distributed or e2e" \

@@ -22,7 +22,7 @@ from tests.e2e.runs import records, train
 from tests.engines.changes import logprobs, telling, topk
 from tests.engines.inprocess import make_model
 from tests.engines.proxy import Exchange, Proxy
-from tests.engines.runs import arguments
+from tests.engines.runs import from_model
 from tests.engines.servers import start_sglang, stop_engine, wait_ready
 from tests.engines.test_sampling_lies import Sampling
 
@@ -84,29 +84,13 @@ LIES: dict[str, Callable[[], dict[str, Any]]] = {
 
 def run(name: str, url: str, model: Path, dtype: str, steps: int) -> str:
     """Return the row of one lie."""
-    values = {
-        "parallel__expert_model_parallel_size": 1,
-        "model__path": model,
-        "model__dtype": dtype,
-        "model__random_init": "false",
-        "warmup__num_steps": 0,
-        "rollout__dtype": dtype,
-        "rollout__max_new_tokens": 32,
-        "rollout__prompts_per_step": 8,
-        "rollout__samples_per_prompt": 8,
-        "rollout__weight_sync__method": "ipc",
-        "train__mini_batches": 1,
-        "run__num_steps": steps,
-        "eval__every": 100,
-        "eval__max_prompts": 1,
-    }
     with tempfile.TemporaryDirectory() as folder, Proxy(url, **LIES[name]()) as proxy:
-        result = train(arguments([proxy], Path(folder) / "run", **values))
+        result = train(from_model([proxy], model, Path(folder) / "run", dtype, run__num_steps=steps))
         steps_done = [r for r in records(Path(folder) / "run") if r["step"] > 0]
     text = result.stdout + result.stderr
-    told = re.search(rf"{re.escape(proxy.url)}: (.{{0,90}})", text.split("nothing was learned")[-1])
+    reason = re.search(rf"{re.escape(proxy.url)}: (.{{0,90}})", text.split("nothing was learned")[-1])
     difference = max((r["train/abs_prob_diff_first"] for r in steps_done), default=float("nan"))
-    words = told.group(1) if told and result.returncode else ""
+    words = reason.group(1) if reason and result.returncode else ""
     return f"| {name} | {result.returncode} | {len(steps_done)} | {difference:.2g} | {words} |"
 
 

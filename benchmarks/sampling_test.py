@@ -1,4 +1,4 @@
-"""How many tokens the sampling test needs to find a lie, and how often it stops honest runs.
+"""Number of tokens that the sampling test needs to detect a lie, and the share of right runs that it stops.
 
     python -m benchmarks.sampling_test [--runs 10000] [--steps 300]
 
@@ -44,26 +44,26 @@ _POOL = 4000
 _POOL_STEP = 100
 
 
-def steps_until_found(sample: Callable[..., np.ndarray], seed: int, *, by_ranks: bool) -> int | None:
+def steps_until_detected(sample: Callable[..., np.ndarray], seed: int, *, by_ranks: bool) -> int | None:
     """Return the number of steps until a server that samples so fails. None: not within ``_MAX_STEPS``."""
     random = np.random.default_rng(seed)
     test = SamplingTest(num_servers=1)
     for step in range(1, _MAX_STEPS + 1):
         p = distributions(random, STEP)
         tokens = sample(random, p)
-        found = (
+        problems = (
             test.add_ranks({"": ranks_of(p, tokens)})
             if by_ranks
             else test.add_surprise({"": surprise_of(p, tokens)}, SelectionShares())
         )
-        if found:
+        if problems:
             return step
     return None
 
 
 def median_tokens(sample: Callable[..., np.ndarray], *, by_ranks: bool) -> str:
-    """Return the median number of tokens until a lie is found, over five seeds."""
-    steps = [steps_until_found(sample, seed, by_ranks=by_ranks) or _MAX_STEPS * 10 for seed in range(5)]
+    """Return the median number of tokens until a lie is detected, over five seeds."""
+    steps = [steps_until_detected(sample, seed, by_ranks=by_ranks) or _MAX_STEPS * 10 for seed in range(5)]
     median = sorted(steps)[2]
     return f"{median * STEP:,}" if median <= _MAX_STEPS else f"more than {_MAX_STEPS * STEP:,}"
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
-    print("| server | tokens until found, rank (witness alone) | surprise |\n|---|---|---|")
+    print("| server | tokens until detected, rank (most probable token alone) | surprise |\n|---|---|---|")
     for name, sample in LIES.items():
         print(f"| {name} | {median_tokens(sample, by_ranks=True)} | {median_tokens(sample, by_ranks=False)} |")
     alarms = count_false_alarms(options.runs, options.steps)

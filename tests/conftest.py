@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
 
 # Several ranks share the cores of one machine; more threads each make them many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,3 +30,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Give each file to one worker, and all whole runs to the same one: they share a warmed-up model."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/e2e" if file.startswith("tests/e2e/") else file
+
+    return Scheduling(config, log)

@@ -34,7 +34,7 @@ class ReplayCounts:
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.rows = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
-        """Of each layer: tokens with a route; those where the live choice differs from it; those where the used choice
+        """Of each layer: tokens with a route; tokens whose live choice differs from it; tokens whose used choice
         differs. Shape [L, 3]."""
         self.weights = torch.zeros(2, dtype=torch.float64, device=device)
         """Sum of ``|replayed - live|`` over all weights of the routes, and the number of these weights."""

@@ -220,25 +220,33 @@ class ReplayDriver:
         return raw.view(routes.dtype)
 
     def metrics(self, *, is_first: bool) -> dict[str, Metric]:
-        """Return the counts of the last run on this rank, as shares of tokens times layers.
+        """Return the counts of the last run on this rank, as shares of tokens times layers, and by layer.
 
         Args:
             is_first: True on the first rank of tensor and context parallelism. Missing routes are counted for the whole
                 row on every rank, so only this one reports them.
         """
-        known, live, used = self._counts.rows.sum(0).tolist()
+        rows = self._counts.rows.tolist()
+        known, live, used = (sum(column) for column in zip(*rows, strict=True))
         difference, num_weights = self._counts.weights.tolist()
-        return {
+        by_layer = {f"{BY_LAYER}{layer}": Metric(rows[layer][1], rows[layer][0]) for layer in self.layers}
+        return by_layer | {
             "router_disagreement": Metric(used, known),
             "router_live_disagreement": Metric(live, known),
             "router_missing": Metric(self._num_missing * is_first, self._num_rows * is_first),
             **({"router_weight_diff": Metric(difference, num_weights)} if self._shape.weights else {}),
         }
 
-    def layer_metrics(self) -> dict[str, Metric]:
-        """Return ``router_live_disagreement`` of each layer of this rank by the layer's number."""
-        rows = self._counts.rows.tolist()
-        return {str(layer): Metric(rows[layer][1], rows[layer][0]) for layer in self.layers}
+
+BY_LAYER = "router_live_disagreement/"
+"""Prefix of the metrics of single layers."""
+
+
+def with_worst_layer(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Replace the metrics of single layers by the largest one: a wrong layer hardly shows in the mean of many."""
+    by_layer = [value for name, value in metrics.items() if name.startswith(BY_LAYER)]
+    totals = {name: value for name, value in metrics.items() if not name.startswith(BY_LAYER)}
+    return totals | ({"router_live_disagreement_max": max(by_layer)} if by_layer else {})
 
 
 _INCOMPATIBLE_FIELDS = {

@@ -82,7 +82,7 @@ class MicroBatchRow:
 
 
 class RowRecord(NamedTuple):
-    """Tokens of a row as the loss computed them, on the CPU. Values outside the loss mask are undefined."""
+    """Tokens of a row as the loss computed them. Values outside the loss mask are undefined."""
 
     logprobs: Tensor
     """Log-probabilities [T] of the labels, fp32."""
@@ -93,6 +93,10 @@ class RowRecord(NamedTuple):
     divergence: Tensor
     """Divergence [T] of policy and rollout policy, as the loss measures it, fp32. NaN if the loss does not return
     it."""
+
+    def cpu(self) -> RowRecord:
+        """Return the record in host memory; a copy from a GPU waits for everything that computes it."""
+        return RowRecord(*(column.cpu() for column in self))
 
 
 @torch.no_grad()
@@ -107,10 +111,10 @@ def record_row(output: LossOutput, row: MicroBatchRow) -> RowRecord:
     unknown = torch.full_like(output.logprobs, torch.nan)
     entropy = unknown if output.entropy is None else output.entropy
     divergence = unknown if output.divergence is None else output.divergence
-    # As floats in one tensor, so that one gather and one copy to the host carry all of them.
+    # As floats in one tensor, so that one gather carries all of them.
     columns = torch.stack([column.float() for column in (output.logprobs, output.keep_mask, entropy, divergence)], 1)
     # A loss of whole sequences covers the whole row on every rank already.
     if row.shard is not None and len(columns) < row.batch.tokens.numel():
         columns = row.shard.gather(columns)
-    logprobs, keep, entropy, divergence = columns.cpu().T.contiguous()
+    logprobs, keep, entropy, divergence = columns.T.contiguous()
     return RowRecord(logprobs, keep > 0, entropy, divergence)

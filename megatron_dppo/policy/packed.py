@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,15 +31,21 @@ class PackedBatch:
     """One packed micro-batch for each bin."""
     totals: BatchTotals
     """Token and sequence counts over all data-parallel ranks."""
+    shape: RowShape = field(default_factory=RowShape)
+    """Multiples that rows and sequences are padded to."""
 
     def positions(self, samples: Sequence[TrainingSample]) -> list[tuple[int, slice, int]]:
-        """Return ``(sample index, tokens in its packed row, micro-batch index)`` for each sample."""
-        return [
-            (i, slice(start, start + samples[i].num_tokens), batch_index)
-            for batch_index, (indices, batch) in enumerate(zip(self.bins, self.batches, strict=True))
-            # Not strict: ``cu_seqlens`` ends with the row's length, and a padding sequence may come before it.
-            for i, start in zip(indices, batch.cu_seqlens.tolist(), strict=False)
-        ]
+        """Return ``(sample index, tokens in its packed row, micro-batch index)`` for each sample.
+
+        It follows from the lengths: reading ``cu_seqlens`` would pack every micro-batch once more.
+        """
+        result = []
+        for batch_index, indices in enumerate(self.bins):
+            start = 0
+            for i in indices:
+                result.append((i, slice(start, start + samples[i].num_tokens), batch_index))
+                start += self.shape.padded(samples[i].num_tokens)
+        return result
 
 
 class Packer:
@@ -91,6 +96,7 @@ class Packer:
             bins=bins,
             batches=MicroBatches(len(bins), lambda i: pack([samples[j] for j in bins[i]], shape, samples[0])),
             totals=BatchTotals(num_tokens=num_tokens, num_sequences=num_sequences),
+            shape=shape,
         )
 
 
@@ -179,23 +185,17 @@ class TokenRecorder:
         self.samples: dict[int, SampleRecord] = {}
         self._updates = 0
 
-    def add(
-        self, samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord], shape: RowShape
-    ) -> None:
+    def add(self, samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord]) -> None:
         """Record one update.
 
         Args:
             samples: Samples that this rank trained on.
             packed: Packing of these samples.
             rows: Record of each micro-batch. Empty on all but the last pipeline stage.
-            shape: Multiples that rows and sequences were padded to.
         """
-        for indices, row in zip(packed.bins, rows, strict=False):
-            # Computed again, because reading ``cu_seqlens`` would pack the micro-batch once more.
-            starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in indices)])
-            for i, start in zip(indices, starts, strict=False):
-                span = slice(start, start + samples[i].num_tokens)
-                # Clones, so that a record does not keep the whole row in memory.
-                record = SampleRecord(self._updates, row.logprobs[span].clone(), row.keep[span].clone())
-                self.samples[samples[i].number] = record
+        for i, where, number in packed.positions(samples) if rows else ():
+            row = rows[number]
+            # Clones, so that a record does not keep the whole row in memory.
+            record = SampleRecord(self._updates, row.logprobs[where].clone(), row.keep[where].clone())
+            self.samples[samples[i].number] = record
         self._updates += 1

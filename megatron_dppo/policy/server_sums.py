@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
-from megatron_dppo.data.training_samples import RowShape
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.types import TrainingSample
+from megatron_dppo.types.sums import Sums, add_by_key
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.row import RowRecord
@@ -30,7 +28,7 @@ class TokenSource(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSums:
+class ServerSums(Sums):
     """Sums over the tokens of one source that have a loss. Here q is |pi - mu| and d is log pi - log mu."""
 
     tokens: float
@@ -55,9 +53,6 @@ class ServerSums:
     entropy: float
     """Sum of H."""
 
-    def __add__(self, other: ServerSums) -> ServerSums:
-        return ServerSums(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
     def mean(self, name: str) -> float:
         """Return a sum divided by the number of tokens."""
         value: float = getattr(self, name)
@@ -68,11 +63,7 @@ SumsBySource = Mapping[TokenSource, ServerSums]
 
 
 def sum_by_server(
-    samples: Sequence[TrainingSample],
-    packed: PackedBatch,
-    rows: Sequence[RowRecord],
-    shape: RowShape,
-    policy_version: int,
+    samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord], policy_version: int
 ) -> dict[TokenSource, ServerSums]:
     """Return the sums of each source over the tokens that this rank trains on.
 
@@ -80,20 +71,15 @@ def sum_by_server(
         samples: Samples of this rank.
         packed: Packing of these samples.
         rows: Record of each micro-batch before the update. Empty on all but the last pipeline stage.
-        shape: Multiples that rows and sequences were padded to.
         policy_version: Version of the policy before the update.
     """
-    parts: dict[TokenSource, list[ServerSums]] = {}
-    for indices, row in zip(packed.bins, rows, strict=False):
-        starts = accumulate([0, *(shape.padded(samples[i].num_tokens) for i in indices)])
-        for i, start in zip(indices, starts, strict=False):
-            sample = samples[i]
-            for span in sample.sources:
-                source = TokenSource(span.server, span.policy_version != policy_version)
-                sums = _sum_span(sample, row, slice(span.start, span.end), start)
-                if sums is not None:
-                    parts.setdefault(source, []).append(sums)
-    return {source: _add_all(sums) for source, sums in parts.items()}
+    result: dict[TokenSource, ServerSums] = {}
+    for i, where, number in packed.positions(samples) if rows else ():
+        for span in samples[i].sources:
+            sums = _sum_span(samples[i], rows[number], slice(span.start, span.end), where.start)
+            if sums is not None:
+                add_by_key(result, {TokenSource(span.server, span.policy_version != policy_version): sums})
+    return result
 
 
 def gather_sums(local: SumsBySource, groups: ParallelGroups, *, is_last_stage: bool) -> dict[TokenSource, ServerSums]:
@@ -104,8 +90,7 @@ def gather_sums(local: SumsBySource, groups: ParallelGroups, *, is_last_stage: b
     contributes = is_last_stage and all(is_leader(group) for group in (groups.tp, groups.cp))
     total: dict[TokenSource, ServerSums] = {}
     for part in all_gather_objects(dict(local) if contributes else {}, groups.world):
-        for source, sums in part.items():
-            total[source] = total[source] + sums if source in total else sums
+        add_by_key(total, part)
     return dict(sorted(total.items()))
 
 
@@ -113,9 +98,7 @@ def without_servers(sample: TrainingSample, servers: Container[str]) -> Training
     """Return the sample outside the loss if one of ``servers`` sampled a part of it, else the sample itself."""
     if not any(source.server in servers for source in sample.sources):
         return sample
-    # As for truncated responses: they keep their place in the batch, and have no advantage.
-    nothing = torch.zeros_like(sample.loss_mask)
-    return replace(sample, loss_mask=nothing, advantages=torch.zeros_like(sample.advantages))
+    return sample.without_loss()
 
 
 def _sum_span(sample: TrainingSample, row: RowRecord, span: slice, start: int) -> ServerSums | None:
@@ -147,10 +130,3 @@ def _sum_span(sample: TrainingSample, row: RowRecord, span: slice, start: int) -
         surprise_square=float(surprise.square().sum()),
         entropy=float(entropy.sum()),
     )
-
-
-def _add_all(parts: Sequence[ServerSums]) -> ServerSums:
-    total, *further = parts
-    for part in further:
-        total = total + part
-    return total

@@ -39,7 +39,7 @@ from megatron_dppo.mcore.layer_noise import LayerNoise
 from megatron_dppo.mcore.lora import Lora
 from megatron_dppo.mcore.model import LoadBalancingLosses, build_model, transformer_config
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
-from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes
+from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes, with_worst_layer
 from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
 from megatron_dppo.mcore.row_padding import exclude_padding
 from megatron_dppo.parallel.groups import ParallelGroups
@@ -182,7 +182,8 @@ class PolicyTrainer:
             batches: Micro-batches of this rank.
             objective: Loss.
             teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
-            records: Receives the tokens of each micro-batch, on the last pipeline stage. None disables recording.
+            records: Receives the tokens of each micro-batch in host memory, on the last pipeline stage. None disables
+                recording.
         """
         for chunk in self._chunks:
             chunk.train()
@@ -193,6 +194,9 @@ class PolicyTrainer:
             local = forward_backward(
                 self._chunks, plain, self._head, objective, self._cp_group, teacher_targets, records, noise
             )
+        if records is not None:
+            # After the schedule: a copy within it would make every micro-batch wait for the device.
+            records[:] = [record.cpu() for record in records]
         # Tensor-parallel ranks compute the same loss, so one reports it. Context-parallel ranks have other tokens.
         is_first_tp = dist.get_rank(self.groups.tp) == 0
         metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=is_first_tp))
@@ -211,12 +215,7 @@ class PolicyTrainer:
         if self._replay is None or batches[0].routed_experts is None:
             return {}
         # Megatron requires sequence parallelism for MoE with tensor parallelism: every rank routes different tokens.
-        metrics = reduce_metrics([self._replay.metrics(is_first=is_first)], self.groups.world)
-        by_layer = reduce_metrics([self._replay.layer_metrics()], self.groups.world)
-        if by_layer:
-            # One layer with wrong routes hardly shows in the mean of many.
-            metrics["router_live_disagreement_max"] = max(by_layer.values())
-        return metrics
+        return with_worst_layer(reduce_metrics([self._replay.metrics(is_first=is_first)], self.groups.world))
 
     def apply(self, metrics: dict[str, float]) -> StepResult:
         """Step the optimizer with the accumulated gradients; skipped when the gradient norm is not finite."""

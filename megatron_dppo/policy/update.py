@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -123,7 +122,7 @@ class Updater:
                     samples = [without_servers(sample, rejected) for sample in samples]
                     gradient = self._accumulate([samples[i] for i in indices], clock, is_last, with_sums=True)
                 if self._recorder is not None and gradient.records is not None:
-                    self._recorder.add(gradient.samples, gradient.packed, gradient.records, self._trainer.row_shape)
+                    self._recorder.add(gradient.samples, gradient.packed, gradient.records)
                 with clock.part("optimizer"):
                     if gradient.packed.totals.num_tokens:
                         result = self._trainer.apply(gradient.metrics)
@@ -161,7 +160,7 @@ class Updater:
         sums: dict[TokenSource, ServerSums] = {}
         if with_sums:
             trainer = self._trainer
-            local = sum_by_server(samples, packed, records or [], trainer.row_shape, trainer.policy_version)
+            local = sum_by_server(samples, packed, records or [], trainer.policy_version)
             sums = gather_sums(local, trainer.groups, is_last_stage=trainer.is_last_stage)
         return _Gradient(samples, packed, records, metrics, sums)
 
@@ -215,12 +214,9 @@ class Updater:
 
         # Cut the packed rows back into samples.
         for name, values in columns.items():
-            for indices, row in zip(packed.bins, values, strict=False):
-                lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in indices]
-                for i, start in zip(indices, accumulate([0, *lengths]), strict=False):
-                    sample_values = row[start : start + samples[i].num_tokens].clone()
-                    changes: dict[str, Any] = {name: sample_values}
-                    samples[i] = replace(samples[i], **changes)
+            for i, where, number in packed.positions(samples) if values else ():
+                changes: dict[str, Any] = {name: values[number][where].clone()}
+                samples[i] = replace(samples[i], **changes)
         return samples
 
     def pack_batches(self, samples: list[TrainingSample]) -> MicroBatches:

@@ -13,13 +13,14 @@ Two statistics have a known expectation if each token is drawn from the reported
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.types import Completion, RolloutGroup
+from megatron_dppo.types.sums import Sums, add_by_key
 
 if TYPE_CHECKING:
     from megatron_dppo.rollout.server import GenerateRequest, Generation
@@ -29,7 +30,7 @@ _CONFIDENT = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSums:
+class RankSums(Sums):
     """Sums over sampled tokens."""
 
     tokens: float = 0.0
@@ -45,9 +46,6 @@ class RankSums:
     """Number of tokens that were not the most probable one, where that had a probability of at least 0.9."""
     rare_expected: float = 0.0
     """Expectation of ``rare``."""
-
-    def __add__(self, other: RankSums) -> RankSums:
-        return RankSums(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 def rank_sums(generation: Generation, request: GenerateRequest) -> RankSums:
@@ -101,7 +99,7 @@ def _sum_ranks(sampled: NDArray[np.int32], ids: NDArray[np.int32], probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepeatSums:
+class RepeatSums(Sums):
     """Sums over the responses of groups."""
 
     responses: float = 0.0
@@ -109,9 +107,6 @@ class RepeatSums:
     """Number of responses that equal an earlier sibling."""
     expected: float = 0.0
     """Expectation of ``repeats``."""
-
-    def __add__(self, other: RepeatSums) -> RepeatSums:
-        return RepeatSums(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 def repeat_sums(groups: Iterable[RolloutGroup]) -> dict[str, RepeatSums]:
@@ -122,8 +117,7 @@ def repeat_sums(groups: Iterable[RolloutGroup]) -> dict[str, RepeatSums]:
     """
     result: dict[str, RepeatSums] = {}
     for group in groups:
-        for server, sums in _sum_repeats([rollout.completion for rollout in group.rollouts]).items():
-            result[server] = result.get(server, RepeatSums()) + sums
+        add_by_key(result, _sum_repeats([rollout.completion for rollout in group.rollouts]))
     return result
 
 
@@ -139,7 +133,7 @@ def _sum_repeats(siblings: Sequence[Completion]) -> Mapping[str, RepeatSums]:
         # Rounding can bring the sum of the distinct responses above 1.
         expected = min(sum(probability_by_tokens.values()), 1.0)
         sums = RepeatSums(responses=1.0, repeats=float(tokens in probability_by_tokens), expected=expected)
-        result[server] = result.get(server, RepeatSums()) + sums
+        add_by_key(result, {server: sums})
         # Tokens that were not sampled have log-probability 0. With a tool's tokens this is an upper bound.
         probability_by_tokens[tokens] = float(np.exp(completion.logprobs.double().sum()))
     return result

@@ -187,36 +187,38 @@ class FirstUpdateGuard:
             TrainingStopped: A limit is exceeded, and no server without a problem is left. The message names the
                 numbers, the limits and likely causes.
         """
-        problems = self._metric_problems(metrics)
-        if problems:
-            _stop(problems)
+        overall = self._overall_problems(metrics)
+        if problems := self._step_problems(metrics):
+            # All at once: they may have one cause.
+            _stop(problems + overall)
         by_server = {} if sums is None else self._server_problems(sums)
         good = [(source.is_stale, each) for source, each in (sums or {}).items() if source.server not in by_server]
-        if by_server and (not good or "" in by_server):
-            _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()])
-        if "abs_prob_diff" in metrics and not by_server and self.is_on_policy and self.max_prob_diff is not None:
-            # The same mean as by server, also where a loss reports no tokens.
-            difference = metrics["abs_prob_diff"]
-            if not difference <= self.max_prob_diff:
-                _stop([self._difference_problem(difference, self.max_prob_diff)])
-        if not by_server:
-            self.history.add(good)
-        return by_server
+        if by_server:
+            if not good or "" in by_server:
+                _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()])
+            return by_server
+        if overall:
+            _stop(overall)
+        self.history.add(good)
+        return {}
 
-    def _metric_problems(self, metrics: Mapping[str, float]) -> list[str]:
+    def _overall_problems(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return what is wrong with the mean over all servers: the only number without sums by server."""
+        difference = metrics.get("abs_prob_diff")
+        if not self.is_on_policy or self.max_prob_diff is None or difference is None:
+            return []
+        # Written as `not a <= b` so that NaN counts as exceeded, as in all checks below.
+        return [] if difference <= self.max_prob_diff else [self._difference_problem(difference, self.max_prob_diff)]
+
+    def _step_problems(self, metrics: Mapping[str, float]) -> list[str]:
         """Return what is wrong with the step whatever server sent it."""
         problems = []
-        # Written as `not a <= b` so that NaN counts as exceeded.
         if self.max_nonfinite_fraction is not None and not self.nonfinite_fraction <= self.max_nonfinite_fraction:
             problems.append(
                 f"{self.nonfinite_fraction:.2%} of the sampled tokens have no finite rollout log-probability and would "
                 f"be dropped from the loss; train.max_nonfinite_fraction = {self.max_nonfinite_fraction:g}. "
                 f"{_DROPPED_CAUSES}"
             )
-            # Both problems at once: they may have one cause.
-            difference = metrics.get("abs_prob_diff", 0.0)
-            if self.is_on_policy and self.max_prob_diff is not None and not difference <= self.max_prob_diff:
-                problems.append(self._difference_problem(difference, self.max_prob_diff))
         disagreement = metrics.get("router_live_disagreement_max", 0.0)
         limit = _MAX_LAYER_DISAGREEMENT[self.dtype]
         if self.is_on_policy and self.max_prob_diff is not None and not disagreement <= limit:

@@ -16,6 +16,7 @@ from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory, count_nonfinite_tokens
 from megatron_dppo.run.sampling_test import SamplingTest, SelectionShares
 from megatron_dppo.types import DropReason, FinishReason, Metric
+from megatron_dppo.types.sums import add_by_key
 
 
 @dataclass
@@ -118,10 +119,8 @@ class GuardState:
         all_ranks: dict[str, RankSums] = {}
         all_repeats: dict[str, RepeatSums] = {}
         for rank_part, repeat_part in all_gather_objects(local, groups.world):
-            for server, sums in rank_part.items():
-                all_ranks[server] = all_ranks.get(server, RankSums()) + sums
-            for server, repeats in repeat_part.items():
-                all_repeats[server] = all_repeats.get(server, RepeatSums()) + repeats
+            add_by_key(all_ranks, rank_part)
+            add_by_key(all_repeats, repeat_part)
         problems = test.add_repeats(all_repeats) | test.add_ranks(all_ranks)
         if problems:
             self.exclude(problems, frozenset(all_repeats) | frozenset(all_ranks))

@@ -49,8 +49,7 @@ def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[Tra
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     is_truncated = [rollout.completion.finish_reason == FinishReason.LENGTH for rollout in rollouts]
     return [
-        replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if truncated else sample
-        for sample, truncated in zip(samples, is_truncated, strict=True)
+        sample.without_loss() if truncated else sample for sample, truncated in zip(samples, is_truncated, strict=True)
     ]
 
 

@@ -70,6 +70,10 @@ class TrainingSample(TokenFields):
         """Length T."""
         return int(self.tokens.numel())
 
+    def without_loss(self) -> TrainingSample:
+        """Return the sample with an empty loss mask: it keeps its place in the batch and trains nothing."""
+        return replace(self, loss_mask=torch.zeros_like(self.loss_mask))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTargets(TokenFields):

@@ -1,11 +1,14 @@
 """The whole objective of every loss, per-parameter gradients included, against one process in float64.
 
 The reference runs transformers' model in float64, one sequence at a time, takes every statistic from the whole
-distribution, and has losses and aggregation of its own (``plain_losses``). It is computed once, in the parent.
+distribution, and has losses and aggregation of its own (``plain_losses``). It is computed once, in the parent, for the
+variants that the layouts of a model take.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,12 +100,11 @@ def reference_config(variant: str) -> LossConfig:
 
 @dataclass
 class Reference:
-    """The samples, and for every variant the loss, its gradients and the share of dropped tokens."""
+    """The samples, and by variant the loss and its gradients."""
 
     samples: list[TrainingSample]
     losses: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    dropped: dict[str, float] = field(default_factory=dict)
 
 
 def model_of(case: Case) -> Any:
@@ -203,22 +205,30 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     )
 
 
-def make_reference(case: Case, variants: list[str]) -> Reference:
+def make_reference(case: Case, variants: Iterable[str]) -> Reference:
     """Everything in float64 for one model."""
     model = in_float64(model_of(case))
     with torch.no_grad():
         result = Reference(make_samples(model, filtered=case.filtered))
+    inputs = statistics(model, result.samples)
     for variant in variants:
         model.zero_grad()
-        inputs = statistics(model, result.samples)
-        loss, result.dropped[variant] = plain_loss(inputs, reference_config(variant))
-        loss.backward()
+        loss = plain_loss(inputs, reference_config(variant))[0]
+        loss.backward(retain_graph=True)
         result.losses[variant] = float(loss.detach())
         holder = build_hf_model(model.config, torch.float64)
         for target, source in zip(holder.parameters(), model.parameters(), strict=True):
             target.data = torch.zeros_like(source) if source.grad is None else source.grad.clone()
         result.gradients[variant] = {name: value.clone() for name, value in stream_model(holder)}
     return result
+
+
+def dropped_shares() -> dict[str, float]:
+    """Share of tokens that each variant drops in the reference of the plain model."""
+    model = in_float64(model_of(Case()))
+    with torch.no_grad():
+        inputs = statistics(model, make_samples(model))
+        return {variant: plain_loss(inputs, reference_config(variant))[1] for variant in VARIANTS}
 
 
 def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tuple[float, float]:
@@ -241,10 +251,21 @@ def _file(folder: Path, case: Case) -> Path:
     return folder / f"tied={case.tied} dense={case.dense} shared={case.shared} filtered={case.filtered}.pt"
 
 
-def write_references(folder: Path) -> Path:
-    """The reference of each model, for the workers to read; returns the folder."""
-    for case in (Case(), Case(tied=True), Case(dense=True), Case(shared=True), Case(filtered=True)):
-        torch.save(make_reference(case, list(VARIANTS)), _file(folder, case))
+def divide_variants(cases: list[Case], every: int) -> list[tuple[Case, list[str]]]:
+    """Each layout with every n-th variant; the next layout begins one further on."""
+    return [(case, list(VARIANTS)[number % every :: every]) for number, case in enumerate(cases)]
+
+
+def write_references(folder: Path, work: list[tuple[Case, list[str]]]) -> Path:
+    """Write the reference of each model in ``work`` for the workers; returns the folder."""
+    variants: dict[Path, set[str]] = defaultdict(set)
+    models: dict[Path, Case] = {}
+    for case, names in work:
+        path = _file(folder, case)
+        models[path] = case
+        variants[path].update(names)
+    for path, case in models.items():
+        torch.save(make_reference(case, sorted(variants[path])), path)
     return folder
 
 
@@ -256,24 +277,16 @@ def read_reference(folder: Path, case: Case) -> Reference:
 
 
 def run(
-    rank: int,
-    world_size: int,
-    cases: list[Case],
-    variants: list[str],
-    references: Path,
-    report: str | None,
-    every: int = 1,
+    rank: int, world_size: int, work: list[tuple[Case, list[str]]], references: Path, report: str | None = None
 ) -> None:
-    """Variants on layouts; ``report`` is a file that gets a line for each.
+    """Compare variants on layouts with their references.
 
     Args:
         rank: of this process.
         world_size: number of them.
-        cases: the layouts.
-        variants: the losses.
+        work: each layout with its variants.
         references: what ``write_references`` made.
-        report: None = no file.
-        every: each layout takes every n-th variant, the next one begins one further on.
+        report: a file that gets a line for each comparison; None = no file.
     """
     from megatron_dppo.mcore.compat.shims import apply_shims
 
@@ -282,12 +295,12 @@ def run(
     from megatron.core import parallel_state
 
     lines = []
-    for number, case in enumerate(cases):
+    for case, variants in work:
         reference = read_reference(references, case)
         entropy = {"entropy_coef": 0.1}  # so that the entropy keeps its gradient
         sections = {"rollout": {"temperature": TEMPERATURE}, "loss": entropy}
         trainer = build_trainer(case, model_of(case), platform, "fp32", **sections)
-        for variant in variants[number % every :: every]:
+        for variant in variants:
             gradient, loss = error_of(trainer, reference, variant, case)
             lines.append(f"{trainer.layout} | {variant} | {gradient:.1e} | {loss:.1e}")
             assert gradient < TOLERANCE, f"{case}, {variant}, rank {rank}: gradient off by {gradient:.1e}"

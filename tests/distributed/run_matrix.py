@@ -26,12 +26,14 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        references, report = write_references(Path(folder)), Path(folder) / "report"
+        every_model = [(case, list(VARIANTS)) for processes in arguments.processes for case in LAYOUTS[processes]]
+        references = write_references(Path(folder), every_model)
+        report = Path(folder) / "report"
         for processes in arguments.processes:
             for case in LAYOUTS[processes]:
                 report.unlink(missing_ok=True)
                 start = time.monotonic()
-                run_distributed(run, processes, [case], list(VARIANTS), references, str(report), timeout=1800.0)
+                run_distributed(run, processes, [(case, list(VARIANTS))], references, str(report), timeout=1800.0)
                 errors: dict[str, float] = defaultdict(float)
                 for line in report.read_text(encoding="utf-8").splitlines():
                     _, variant, gradient, loss = line.split(" | ")

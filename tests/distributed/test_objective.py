@@ -11,28 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.layouts import LAYOUTS
-from tests.distributed.objective import VARIANTS, run, write_references
+from tests.distributed.objective import divide_variants, dropped_shares, run, write_references
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the reference of each model."""
-    return write_references(tmp_path_factory.mktemp("references"))
-
-
 @pytest.mark.parametrize(("processes", "every"), [(1, 7), (2, 14), (4, 5)])
-def test_losses_on_layouts(processes: int, every: int, references: Path) -> None:
-    run_distributed(run, processes, LAYOUTS[processes], list(VARIANTS), references, None, every, timeout=600.0)
+def test_losses_on_layouts(processes: int, every: int, tmp_path: Path) -> None:
+    work = divide_variants(LAYOUTS[processes], every)
+    run_distributed(run, processes, work, write_references(tmp_path, work), timeout=600.0)
 
 
-def test_the_variants_do_drop_tokens(references: Path) -> None:
-    from tests.distributed.objective import read_reference
-    from tests.distributed.parity import Case
-
-    dropped = read_reference(references, Case()).dropped
+def test_the_variants_do_drop_tokens() -> None:
+    dropped = dropped_shares()
     kept_all = {name for name, share in dropped.items() if not share}
     everything = {"pg_is", "sapo", "cispo", "drpo", "score_centering", "own/centered", "own/penalised"}
     assert kept_all == everything, "a mask that drops nothing tests nothing"

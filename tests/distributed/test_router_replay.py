@@ -78,18 +78,21 @@ COMPARED = {1: [Case(dense_layers=(2,))], 2: [Case(TP), Case(CP, transformer=FUL
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the references of each model."""
-    return write_references(tmp_path_factory.mktemp("references"))
+    """A folder for the references of the models, which tests share."""
+    return tmp_path_factory.mktemp("references")
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["experts", "weights"])
 @pytest.mark.parametrize("processes", sorted(LAYOUTS))
 def test_replay_on_every_layout(processes: int, weights: bool, references: Path) -> None:
     cases = (WEIGHTED if weights else LAYOUTS)[processes]
-    some = processes > 1 and not os.environ.get("EVERYTHING")
-    run_distributed(run, processes, cases[1::3] if some else cases, references, "rollout", weights, timeout=600.0)
+    if processes > 1 and not os.environ.get("EVERYTHING"):
+        cases = cases[1::3]
+    write_references(references, cases, weights=weights)
+    run_distributed(run, processes, cases, references, "rollout", weights, timeout=600.0)
 
 
 @pytest.mark.parametrize("processes", sorted(COMPARED))
 def test_routes_that_are_compared_change_nothing(processes: int, references: Path) -> None:
+    write_references(references, COMPARED[processes], weights=True)
     run_distributed(run, processes, COMPARED[processes], references, "compare", True, timeout=300.0)

@@ -29,3 +29,23 @@ def arguments(engines: Sequence[Engine | Proxy], folder: Path, **more: Any) -> l
         log__tensorboard="false",
     )
     return flags(**{**values, **more})
+
+
+def from_model(
+    engines: Sequence[Engine | Proxy], model: Path, folder: Path, dtype: str = "bf16", **more: Any
+) -> list[str]:
+    """A run on one process that starts from the weights of a model, with one update a step and no warm-up."""
+    values: dict[str, Any] = dict(
+        parallel__expert_model_parallel_size=1,
+        model__path=model,
+        model__dtype=dtype,
+        model__random_init="false",
+        warmup__num_steps=0,
+        rollout__dtype=dtype,
+        rollout__max_new_tokens=32,
+        rollout__weight_sync__method="ipc",
+        train__mini_batches=1,
+        eval__every=100,
+        eval__max_prompts=1,
+    )
+    return arguments(engines, folder, **{**values, **more})

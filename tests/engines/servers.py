@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -121,6 +121,17 @@ def start_sglang(
     command += ["--max-running-requests", "64", "--log-level", "warning"]
     command += options
     return start_engine("sglang", command, port, log, env)
+
+
+@contextlib.contextmanager
+def bf16_sglang(model: Path, log: Path) -> Iterator[Engine]:
+    """An SGLang server in bf16, as ``megatron-dppo serve`` starts one, until the end of the context."""
+    options = ("--dtype", "bfloat16", "--enable-return-routed-experts", "--enable-fp32-lm-head")
+    engine = start_sglang(model, log, *options)
+    try:
+        yield wait_ready(engine)
+    finally:
+        stop_engine(engine)
 
 
 def start_vllm(model: Path, log: Path, *options: str, env: Mapping[str, str] | None = None) -> Engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from tests.e2e.runs import records, train
 from tests.engines.changes import logprobs, telling, topk
 from tests.engines.inprocess import make_model
 from tests.engines.proxy import Exchange, Proxy
-from tests.engines.runs import arguments
-from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.runs import from_model
+from tests.engines.servers import Engine, bf16_sglang
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    log = tmp_path_factory.mktemp("bf16") / "log"
-    options = ("--dtype", "bfloat16", "--enable-return-routed-experts", "--enable-fp32-lm-head")
-    started = start_sglang(model, log, *options)
-    try:
-        yield wait_ready(started)
-    finally:
-        stop_engine(started)
+    with bf16_sglang(model, tmp_path_factory.mktemp("bf16") / "log") as started:
+        yield started
 
 
 class Sampling:
@@ -50,23 +44,7 @@ class Sampling:
 
 
 def run(urls: list[Engine | Proxy], model: Path, folder: Path, **more: Any) -> tuple[int, str]:
-    values = {
-        "parallel__expert_model_parallel_size": 1,
-        "model__path": model,
-        "model__dtype": "bf16",
-        "model__random_init": "false",
-        "warmup__num_steps": 0,
-        "rollout__dtype": "bf16",
-        "rollout__max_new_tokens": 32,
-        "rollout__prompts_per_step": 8,
-        "rollout__samples_per_prompt": 8,
-        "rollout__weight_sync__method": "ipc",
-        "train__mini_batches": 1,
-        "run__num_steps": 6,
-        "eval__every": 100,
-        "eval__max_prompts": 1,
-    }
-    result = train(arguments(urls, folder, **values | more))
+    result = train(from_model(urls, model, folder, **{"run__num_steps": 6, **more}))
     return result.returncode, result.stdout + result.stderr
 
 
@@ -101,7 +79,7 @@ def test_one_liar_of_two_servers_is_left_out_and_the_run_goes_on(engine: Engine,
             lie(exchange)
 
     with Proxy(engine.url, lie=both) as liar, Proxy(engine.url) as honest:
-        code, text = run([liar, replace(engine, url=honest.url)], model, tmp_path / "run", run__num_steps=2)
+        code, text = run([liar, honest], model, tmp_path / "run", run__num_steps=2)
     assert code == 0, text
     assert f"{liar.url} is not used any more in this run" in text and "Rounding goes both ways" in text, text
     assert [record["step"] for record in records(tmp_path / "run") if record["step"] > 0] == [1, 2]

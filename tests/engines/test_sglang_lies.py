@@ -20,8 +20,8 @@ from tests.engines.changes import logprobs, next_one, routes, telling, topk
 from tests.engines.inprocess import build_trainer, make_model, prepare
 from tests.engines.probes import expectation
 from tests.engines.proxy import Lie, Proxy
-from tests.engines.runs import arguments
-from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.engines.runs import from_model
+from tests.engines.servers import Engine, bf16_sglang
 from tests.engines.tiny import ROUTING
 
 K, TEMPERATURE = 4, 0.7
@@ -48,14 +48,8 @@ def confident(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bf16(confident: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """As ``megatron-dppo serve`` starts one."""
-    log = tmp_path_factory.mktemp("bf16") / "log"
-    options = ("--dtype", "bfloat16", "--enable-return-routed-experts", "--enable-fp32-lm-head")
-    engine = start_sglang(confident, log, *options)
-    try:
-        yield wait_ready(engine)
-    finally:
-        stop_engine(engine)
+    with bf16_sglang(confident, tmp_path_factory.mktemp("bf16") / "log") as engine:
+        yield engine
 
 
 def _judge_all(rank: int, world_size: int, url: str, folder: Path) -> None:
@@ -99,25 +93,15 @@ def test_corruptions_of_a_confident_bf16_server_are_reported(bf16: Engine, confi
 
 def run_with(lie: Lie, engine: Engine, model: Path, folder: Path, **more: Any) -> tuple[int, str]:
     """A whole run against the lie; exit code and output."""
-    values = {
-        "parallel__expert_model_parallel_size": 1,
-        "model__path": model,
-        "model__dtype": "bf16",
-        "model__random_init": "false",
-        "warmup__num_steps": 0,
-        "rollout__dtype": "bf16",
-        "rollout__temperature": TEMPERATURE,
-        "rollout__max_new_tokens": 16,
-        "rollout__prompts_per_step": 4,
-        "rollout__samples_per_prompt": 4,
-        "rollout__weight_sync__attempts": 1,
-        "rollout__weight_sync__method": "ipc",
-        "train__mini_batches": 1,
-        "eval__every": 100,
-        "eval__max_prompts": 1,
-    }
+    values: dict[str, Any] = dict(
+        rollout__temperature=TEMPERATURE,
+        rollout__max_new_tokens=16,
+        rollout__prompts_per_step=4,
+        rollout__samples_per_prompt=4,
+        rollout__weight_sync__attempts=1,
+    )
     with Proxy(engine.url, lie=lie) as proxy:
-        result = train(arguments([replace(engine, url=proxy.url)], folder, **values | more))
+        result = train(from_model([proxy], model, folder, **{**values, **more}))
     return result.returncode, result.stdout + result.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -198,10 +197,8 @@ class RunScorer:
         packed = trainer.pack(samples, self.budget)
         rows, _ = trainer.token_logprobs(packed.batches, mode)
         logprobs: list[Any] = [None] * len(samples)
-        for part, row in zip(packed.bins, rows, strict=False):
-            lengths = [trainer.row_shape.padded(samples[i].num_tokens) for i in part]
-            for i, start in zip(part, accumulate([0, *lengths]), strict=False):
-                logprobs[i] = row.logprobs[start : start + samples[i].num_tokens].float().cpu().clone()
+        for i, where, number in packed.positions(samples) if rows else ():
+            logprobs[i] = rows[number].logprobs[where].float().cpu().clone()
         # Only the last pipeline stage has log-probabilities.
         gathered = all_gather_objects(logprobs, trainer.groups.replica)
         computed = [scores for scores in gathered if scores and scores[0] is not None]

@@ -93,12 +93,6 @@ VALUE_READS: Sequence[ValueRead] = (
         file="mcore/router_replay.py", function="metrics", assume=_constant(1), reason="counts do not affect the update"
     ),
     ValueRead(
-        file="mcore/router_replay.py",
-        function="layer_metrics",
-        assume=_constant(1),
-        reason="counts do not affect the update",
-    ),
-    ValueRead(
         file="optimizer/clip_grads.py",
         function="get_grad_norm_fp32",
         assume=_constant(1.0),

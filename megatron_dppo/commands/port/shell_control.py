@@ -121,7 +121,7 @@ class ControlFlow(ABC):
         word = self.expander.join(value) if value is not None else Word("")
         if is_added:
             word = join_words([variable.get(key, Word("")), word])
-        # ``X=v`` on an array sets its element 0 and keeps the others, as in bash.
+        # ``X=v`` on an array sets its element 0 and no other element, as in bash.
         self._state.variables[name] = variable | {key: word} if key != "0" or len(variable) > 1 else {"0": word}
         return True
 

@@ -14,6 +14,7 @@ from megatron_dppo.engines.servers.pooled_server import Gate, HealthMonitor, Poo
 from megatron_dppo.errors import ContractViolation, NoUsableServer, ServerError
 from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
+from megatron_dppo.types.sums import add_by_key
 
 _RECHECK_SECONDS = 1.0
 """Seconds between two rounds of checks when no server is usable."""
@@ -242,7 +243,7 @@ class ServerPool:
             raise _RetryElsewhere(server.describe())
         server.failures = 0
         self._last_success = self._now()
-        self.ranks[server.url] = self.ranks.get(server.url, RankSums()) + generation.ranks
+        add_by_key(self.ranks, {server.url: generation.ranks})
         return replace(generation, versions=tuple(span._replace(server=server.url) for span in generation.versions))
 
     def _handle_error(self, server: PooledServer, error: ServerError) -> None:

@@ -266,3 +266,31 @@ def test_wrong_use_is_refused() -> None:
         pool.use_version(1, ["http://other:1"])
     with pytest.raises(ValueError, match="at least one server"):
         ServerPool([], checked(CONTRACT), max_in_flight=1, health_seconds=1)
+
+
+def test_an_excluded_server_gets_no_request_also_after_a_sync() -> None:
+    servers = fakes(2)
+    pool = pool_of(servers)
+
+    async def run() -> None:
+        await ask(pool, 8)
+        pool.exclude(servers[0].url, "it samples otherwise")
+        before = shares(servers)[0]
+        await ask(pool, 8)
+        for server in servers:
+            server.version = 4
+        pool.use_version(4, [server.url for server in servers])
+        await ask(pool, 8)
+        assert before > 0 and shares(servers)[0] == before
+
+    asyncio.run(run())
+    assert any("it samples otherwise" in message for message in pool.counts.messages)
+
+
+def test_tokens_have_their_server_and_their_ranks_are_added_up_by_server() -> None:
+    servers = fakes(2)
+    pool = pool_of(servers)
+    generations = asyncio.run(ask(pool, 8))
+    urls = {server.url for server in servers}
+    assert {span.server for each in generations for span in each.versions} == urls == pool.ranks.keys()
+    assert sum(ranks.tokens for ranks in pool.ranks.values()) == sum(each.ranks.tokens for each in generations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, field, fields, make_dataclass
+from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,15 @@ def column(record: Any, name: str) -> Any:
     rows = getattr(record, name)
     assert isinstance(rows, Tensor) and rows.dtype == torch.float32
     return rows.tolist()
+
+
+def test_spans_tell_servers_and_versions_apart() -> None:
+    response = growing()
+    for server, version in (("a", 1), ("a", 1), ("b", 1), ("b", 2)):
+        part = generation([4, 5], ROWS[:2], version=version)
+        response.append_sampled(replace(part, versions=(VersionSpan(version, 0, 2, server),)))
+    spans = response.completion(FinishReason.LENGTH, Tokenizer()).policy_versions
+    assert spans == (VersionSpan(1, 0, 4, "a"), VersionSpan(1, 4, 6, "b"), VersionSpan(2, 6, 8, "b"))
 
 
 def test_a_response_appends_truncates_and_stores_a_column(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_dppo.policy.server_sums import ServerSums, TokenSource
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory, count_nonfinite_tokens
+from megatron_dppo.run.sampling_test import SamplingTest
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, TrainingSample, VersionSpan
 from tests.unit.columns import ids, logs, mask
 from tests.unit.configs import config
@@ -299,8 +300,9 @@ def test_tokens_of_older_weights_are_compared_with_the_steps_before() -> None:
     check = replace(guard(on_policy=False), history=history)
     for _ in range(3):
         assert check(METRICS, {source: moved}) == {}
-    with pytest.raises(TrainingStopped, match="older weights differ"):
-        check(METRICS, {source: zeros})
+    for other in (zeros, sums_of(LOG_MU, [x * 0.4 for x in LOG_MU])):
+        with pytest.raises(TrainingStopped, match="older weights differ"):
+            check(METRICS, {source: other})
     # Before there is a history only an absurd value is one.
     check = replace(guard(on_policy=False), history=GuardHistory())
     with pytest.raises(TrainingStopped, match=r"at most 0\.3"):
@@ -312,3 +314,16 @@ def test_routes_of_one_wrong_layer_stop_the_run() -> None:
     with pytest.raises(TrainingStopped, match=r"in one layer the routers choose other experts .* 98%"):
         guard()(METRICS | {"router_live_disagreement_max": 0.98})
     guard(on_policy=False)(METRICS | {"router_live_disagreement_max": 0.98})
+
+
+def test_a_second_check_of_a_step_counts_its_tokens_once() -> None:
+    surprising = replace(HONEST, surprise=100.0, surprise_square=2000.0)
+    sums = {TokenSource("http://a", False): surprising}
+    evidence = []
+    for repeats in (1, 2):
+        test = SamplingTest(num_servers=1)
+        check = replace(guard(), history=GuardHistory(), sampling=test)
+        for _ in range(repeats):
+            check(METRICS, sums)
+        evidence.append(test.evidence)
+    assert evidence[0] == evidence[1] and max(evidence[0]["http://a"]["surprise_high"]) > 0

@@ -80,5 +80,7 @@ def test_what_is_left_out_is_counted_for_the_surprise() -> None:
     half = collected(FinishReason.LENGTH, dropped_groups={DropReason.NO_SIGNAL: 1})
     guard = state.begin_step(config(**SERVERS, train={"mask_truncated": True}), ParallelGroups(), half, {})
     assert guard.selection.groups == 0.5 and guard.selection.responses == 1.0
+    carried = state.begin_step(config(**SERVERS), ParallelGroups(), collected(num_carried=3), {})
+    assert carried.selection.groups == 0.75
     whole = state.begin_step(config(**SERVERS), ParallelGroups(), collected(FinishReason.LENGTH), {})
     assert whole.selection.groups == whole.selection.responses == 0.0

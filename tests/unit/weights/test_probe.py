@@ -179,6 +179,13 @@ def test_the_effect_of_routes_on_probabilities_counts_in_fp32() -> None:
     refused(Policy(USUAL), one, "wrong routed experts: of 192 rows .* 1% have other experts", routed=True)
 
 
+def test_routes_of_one_wrong_layer_are_named_though_few_rows_differ() -> None:
+    """One of three layers: a third of all rows, which bf16 allows, but every row of that layer."""
+    policy = Policy(USUAL, dtype="bf16")
+    one = of("routes", lambda x: torch.cat([x[:, :1], turned(x[:, 1:2], 20), x[:, 2:]], 1))
+    refused(policy, one, r"wrong routed experts of a layer: \d+% of the rows of one layer", routed=True)
+
+
 def test_log_odds_and_distance_by_hand() -> None:
     reported, computed = np.log(np.full(8, 0.9)), np.log(np.full(8, 0.5))
     assert log_odds(reported)[0] == pytest.approx(np.log(9)) and log_odds(np.zeros(1))[0] == pytest.approx(
