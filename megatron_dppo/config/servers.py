@@ -37,8 +37,9 @@ class ServersConfig(Section):
     colocated: bool = False
     """The servers share the trainer's GPUs. They release their memory before each update, and the trainer moves its
     weights and optimizer state to the host while they sample (``docs/engines.md``)."""
-    max_in_flight: int = Field(256, gt=0)
-    """Maximum number of requests in flight per data-parallel rank."""
+    max_in_flight: int | None = Field(None, gt=0)
+    """Maximum number of requests in flight per data-parallel rank. null means the rank's samples of a step, at most 512
+    for each server."""
     client_processes: int = Field(1, ge=0)
     """Processes per data-parallel rank that read and check the servers' responses. 0 reads them in the trainer
     itself."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from megatron_dppo.engines.client_processes import ClientProcesses
 from megatron_dppo.engines.servers.contract import Contract, checked
-from megatron_dppo.engines.servers.pool import PoolCounts, ServerPool
+from megatron_dppo.engines.servers.pool import MAX_IMBALANCE, PoolCounts, ServerPool
 from megatron_dppo.engines.servers.responder import (
     InFlightResponse,
     LoopThread,
@@ -64,6 +64,7 @@ class ServerEngine:
         health_seconds: See ``ServerPool``.
         unavailable_timeout_seconds: See ``ServerPool``.
         first: See ``ServerPool``.
+        siblings_per_server: See ``RequestSpread``. None sends all siblings to one server.
         function: User function ``rollout.generate``; None for one response per prompt.
         client_processes: Processes that send the requests; ``close`` closes them. None sends them from this process.
     """
@@ -78,6 +79,7 @@ class ServerEngine:
         health_seconds: float,
         unavailable_timeout_seconds: float = 60.0,
         first: int = 0,
+        siblings_per_server: int | None = None,
         function: GenerateFunction | None = None,
         client_processes: ClientProcesses | None = None,
     ) -> None:
@@ -93,8 +95,9 @@ class ServerEngine:
             health_seconds=health_seconds,
             unavailable_timeout_seconds=unavailable_timeout_seconds,
             first=first,
+            max_imbalance=max(MAX_IMBALANCE, siblings_per_server or 0),
         )
-        self._responder = Responder(self._pool, tokenizer, self._end_tokens, function)
+        self._responder = Responder(self._pool, tokenizer, self._end_tokens, function, siblings_per_server)
         self._held: dict[int, GroupState] = {}
         """Responses of incomplete groups that are not in flight, by key."""
         self._in_flight: dict[int, list[InFlightResponse]] = {}

@@ -40,6 +40,7 @@ class TeacherServers:
         api_key: API key of all servers.
         timeout_seconds: Deadline of one response, including the time in the server's queue.
         max_in_flight: Maximum number of requests in flight.
+        first: Index of the server that gets the first request.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class TeacherServers:
         api_key: str | None = None,
         timeout_seconds: float = 600.0,
         max_in_flight: int = 64,
+        first: int = 0,
     ) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self._api = _APIS[engine]
         self._api_key = api_key
         self._timeout = timeout_seconds
         self._max_in_flight = max_in_flight
+        self._first = first
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
         """Return float32 log-probabilities ``[T]`` of each sample, 0 before the first token of its loss mask.
@@ -109,7 +112,7 @@ class TeacherServers:
         """Return the log-probabilities from the first server that responds; each sample starts with another server."""
         body = self._api.build_body(request)
         for attempt in range(len(clients)):
-            client = clients[(number + attempt) % len(clients)]
+            client = clients[(self._first + number + attempt) % len(clients)]
             try:
                 response = await client.post(self._api.path, body, timeout=self._timeout, repeat=True)
                 return self._api.read_logprobs(response, request, client.url + self._api.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
@@ -19,6 +21,7 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.servers.http import Deadlines
+from megatron_dppo.engines.servers.spread import RequestSpread, spread_requests
 from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
@@ -26,7 +29,7 @@ from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
 from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.request_scheduler import sampling_params
+from megatron_dppo.rollout.request_scheduler import oversampled, sampling_params
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
@@ -165,7 +168,8 @@ def build_engine(
     if not is_leader(trainer.groups.replica):
         return None
     model = (inputs.hf_config, inputs.tokenizer)
-    return build_sampling_engine(config, *model, platform.device, servers, function, first=trainer.dp_rank)
+    ranks = (trainer.dp_rank, trainer.layout.dp)
+    return build_sampling_engine(config, *model, platform.device, servers, function, ranks=ranks)
 
 
 def build_sampling_engine(
@@ -176,7 +180,7 @@ def build_sampling_engine(
     servers: Sequence[InferenceServer],
     function: GenerateFunction | None,
     *,
-    first: int = 0,
+    ranks: tuple[int, int] = (0, 1),
 ) -> LocalEngine | ServerEngine:
     """Return an engine that has no weights yet and needs no trainer.
 
@@ -187,7 +191,7 @@ def build_sampling_engine(
         device: Device of the local engine.
         servers: Result of ``connect_servers``.
         function: Result of ``open_generate_function``.
-        first: Index of the server that gets the first request.
+        ranks: Data-parallel index of this rank, and number of ranks that send requests to the servers.
     """
     if config.rollout.engine == "local":
         return LocalEngine(
@@ -198,16 +202,30 @@ def build_sampling_engine(
             function=function,
             perturbation=Perturbation(**config.rollout.perturbation.model_dump()),
         )
+    spread = _request_spread(config.rollout, len(servers), *ranks)
     return ServerEngine(
         servers,
         tokenizer,
         hf_config,
-        max_in_flight=config.rollout.servers.max_in_flight,
+        max_in_flight=spread.max_in_flight,
         health_seconds=config.rollout.servers.health_seconds,
         unavailable_timeout_seconds=config.rollout.servers.unavailable_timeout_seconds,
-        first=first,
+        first=spread.first,
+        siblings_per_server=spread.siblings_per_server,
         function=function,
         client_processes=_client_processes(config, hf_config, tokenizer, servers),
+    )
+
+
+def _request_spread(rollout: RolloutConfig, servers: int, rank: int, ranks: int) -> RequestSpread:
+    per_rank = math.ceil(rollout.prompts_per_step / ranks)
+    return spread_requests(
+        rank=rank,
+        ranks=ranks,
+        servers=servers,
+        prompts=oversampled(per_rank, rollout.oversample) * ranks,
+        siblings=rollout.samples_per_prompt,
+        max_in_flight=rollout.servers.max_in_flight,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from megatron_dppo.config.layout import resolve_parallel
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
@@ -41,8 +43,13 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
     return problems.errors
 
 
-def teacher_servers(config: Config) -> TeacherServers | None:
+def teacher_servers(config: Config, *, rank: int = 0, ranks: int = 1) -> TeacherServers | None:
     """Return the teacher servers of ``distillation.teacher_urls``. None without URLs.
+
+    Args:
+        config: Configuration of the run.
+        rank: Data-parallel index. The ranks start with servers that are evenly spaced.
+        ranks: Data-parallel size.
 
     Raises:
         ConfigError: The API key is not in the environment.
@@ -56,6 +63,7 @@ def teacher_servers(config: Config) -> TeacherServers | None:
         api_key=read_api_key(chosen.teacher_api_key_env, os.environ, "distillation.teacher_api_key_env"),
         timeout_seconds=chosen.teacher_timeout_seconds,
         max_in_flight=chosen.teacher_max_in_flight,
+        first=rank * len(chosen.teacher_urls) // ranks,
     )
 
 
@@ -121,7 +129,7 @@ def build_teacher(
     """Return the teacher of ``[distillation]``. None without distillation."""
     path = config.distillation.teacher_path
     if path is None:
-        return teacher_servers(config)
+        return teacher_servers(config, rank=dist.get_rank(groups.dp), ranks=inputs.layout.dp)
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
     return MegatronTeacher(

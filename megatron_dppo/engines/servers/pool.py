@@ -21,7 +21,7 @@ _RECHECK_SECONDS = 1.0
 _PAUSE_SECONDS = 30.0
 _ABORT_INTERVAL = 0.2
 """Seconds between two aborts of a request: a server ignores an abort that arrives before it has queued the request."""
-_MAX_IMBALANCE = 16
+MAX_IMBALANCE = 16
 """Extra requests over the least loaded server up to which a sibling still goes to the server of its siblings. Beyond
 that a longer queue costs more than a prompt in the prefix cache saves."""
 
@@ -54,8 +54,8 @@ class ServerPool:
         health_seconds: Interval between two checks of each server while requests are in flight.
         unavailable_timeout_seconds: Time without a success on any server after which a request that fails everywhere
             is given up.
-        first: Index of the server that gets the first request. Each trainer rank has its own pool over the same servers
-            and sees only its own load. Different numbers keep the ranks from all starting with server 0.
+        first: Index of the server that gets the first request (``RequestSpread``).
+        max_imbalance: Extra requests over the least loaded server up to which requests of one affinity share a server.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class ServerPool:
         health_seconds: float,
         unavailable_timeout_seconds: float = 60.0,
         first: int = 0,
+        max_imbalance: int = MAX_IMBALANCE,
     ) -> None:
         if not servers:
             raise ValueError("ServerPool needs at least one server")
@@ -75,6 +76,7 @@ class ServerPool:
         """Ranks of the tokens in the distributions that the servers report, by URL."""
         self._generate_on = ask
         self._patience = unavailable_timeout_seconds
+        self._max_imbalance = max_imbalance
         self._servers = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
         self._slots = asyncio.Semaphore(max_in_flight)
         self._monitor = HealthMonitor(self._servers, health_seconds, self._mark_unhealthy, lambda: self.version)
@@ -303,7 +305,7 @@ class ServerPool:
         """Return the server of the siblings, or the least loaded one if that is much less busy."""
         least = min(ready, key=lambda server: (len(server.in_flight), server.preference))
         server = self._server_by_affinity.get(affinity, least)
-        if server not in ready or len(server.in_flight) - len(least.in_flight) > _MAX_IMBALANCE:
+        if server not in ready or len(server.in_flight) - len(least.in_flight) > self._max_imbalance:
             server = least
         self._server_by_affinity[affinity] = server
         return server

@@ -175,12 +175,19 @@ class Responder:
         tokenizer: Decodes responses.
         end_tokens: Tokens after which a response is complete.
         function: User function ``rollout.generate``; None for one response per prompt.
+        siblings_per_server: See ``RequestSpread``. None sends all siblings to one server.
     """
 
     def __init__(
-        self, pool: ServerPool, tokenizer: Any, end_tokens: tuple[int, ...], function: GenerateFunction | None
+        self,
+        pool: ServerPool,
+        tokenizer: Any,
+        end_tokens: tuple[int, ...],
+        function: GenerateFunction | None,
+        siblings_per_server: int | None = None,
     ) -> None:
         self._pool = pool
+        self._siblings_per_server = siblings_per_server
         self._tokenizer = tokenizer
         self._end_tokens = end_tokens
         self._function = function
@@ -244,6 +251,8 @@ class Responder:
         """
         request_id = sample.request_id
         affinity = f"{sample.prompt.prompt_id}/{sample.params.seed}"
+        if self._siblings_per_server is not None:
+            affinity += f"/{sample.index // self._siblings_per_server}"
         shared_routes = sample.prompt_routes if sample.response.lacks_routes else None
         if shared_routes is not None:
             await shared_routes.get(self._pool.version, request_id, affinity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.run.inputs import ModelInputs
 from megatron_dppo.run.step import add_distillation_advantages, add_teacher_logprobs
-from megatron_dppo.run.teacher_setup import teacher_problems
+from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.types import LossInputs, TrainingSample
 from tests.unit.configs import config
 from tests.unit.http_stub import Call, running
@@ -279,3 +280,21 @@ def test_an_answer_about_something_else_ends_the_step(answer: Any) -> None:
     one = TrainingSample(tokens=tokens, labels=labels, loss_mask=torch.tensor([True]), advantages=zeros)
     with running({"/generate": answer}) as stub, pytest.raises(ServerError, match=r"distillation\.teacher_urls"):
         add_teacher_logprobs([one], TeacherServers([stub.url], "sglang"), None)
+
+
+def test_ranks_score_their_first_sample_on_servers_that_are_evenly_spaced() -> None:
+    async def answer(call: Call) -> Any:
+        return served(call)
+
+    zeros = torch.zeros(1)
+    tokens, labels = torch.tensor([3]), torch.tensor([4])
+    one = TrainingSample(tokens=tokens, labels=labels, loss_mask=torch.tensor([True]), advantages=zeros)
+    with ExitStack() as stack:
+        stubs = [stack.enter_context(running({"/generate": answer})) for _ in range(4)]
+        urls = [stub.url for stub in stubs]
+        settings = config(distillation={"teacher_urls": urls}, rollout={"engine": "sglang"})
+        for rank in range(2):
+            servers = teacher_servers(settings, rank=rank, ranks=2)
+            assert servers is not None
+            servers.logprobs([one])
+        assert [len(stub.calls) for stub in stubs] == [1, 0, 1, 0]
