@@ -29,6 +29,7 @@
 # finishes its step and saves; then the job queues itself again and resumes from there. When it does not get so far in
 # time, the job is queued again all the same and resumes from the last checkpoint. At preemption the servers get SIGTERM
 # too and run for 100 more seconds: the partition needs a GraceTime that is enough for one step and a checkpoint.
+# At `scancel --signal=USR1 --batch JOBID` the trainer finishes its step and saves, too, and the job ends for good.
 # After a crash of the trainer the job queues itself again, too; exit codes 2 and 3 end it: a restart would repeat them.
 # A server that dies is restarted. docs/launch.md has the details.
 #SBATCH --job-name=megatron_dppo
@@ -135,7 +136,7 @@ fi
 if [ "$mode" = colocated ]; then serving_nodes=("${nodes[@]}") mode=start; fi
 
 declare -A servers=() starts=()
-trainer="" stopping="" last_call=""
+trainer="" stopping="" ending="" last_call=""
 
 ended_within() { # SECONDS PID...
     local end=$((SECONDS + $1)) pid
@@ -161,26 +162,30 @@ end_trainer() {
 # shellcheck disable=SC2329
 finish() {
     local code=$?
-    trap '' TERM
+    trap '' TERM USR1
     [ -z "$last_call" ] || kill "$last_call" 2>/dev/null || true
     end_trainer
     end_servers
     exit "$code"
 }
 # shellcheck disable=SC2329
-stop() {
+stop() { # SIGNAL
     stopping=1
     local end left=""
     end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9][^ ]*\).*/\1/p') || true
     [ -z "$end" ] || left=$(($(date -d "$end" +%s) - $(date +%s)))
     [ "${left:-0}" -gt 0 ] || left="" # the job is over: it was cancelled
-    say "SIGTERM: the trainer finishes its step and saves${left:+; the job has $left seconds left}"
+    say "$1: the trainer finishes its step and saves${left:+; the job has $left seconds left}"
     signal_steps TERM trainer
     # Slurm does not queue a job again that has reached its time limit.
     [ -z "$left" ] || { sleep $((left > 90 ? left - 90 : 0)) & last_call=$!; }
 }
 requeue() { # the exit CODE where that cannot be
     end_servers
+    if [ -n "$ending" ]; then
+        say "the job ends, as SIGUSR1 asked; the same sbatch line resumes the run"
+        exit "$1"
+    fi
     job_has JobState=RUNNING || fail "the job was canceled, so it is not queued again" "$1"
     say "queueing the job again"
     scontrol requeue "$SLURM_JOB_ID" || fail "the job cannot be queued again; submit it again to resume" "$1"
@@ -234,7 +239,8 @@ servers_ended() { # PID CODE
     fi
 }
 trap finish EXIT
-trap stop TERM
+trap 'stop SIGTERM' TERM
+trap 'ending=1; stop SIGUSR1' USR1
 restarts begin
 
 # The servers.

@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import megatron_dppo as md
 
@@ -224,7 +226,8 @@ def trl_trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("fused_head", [False, True])
 def test_trl_s_trainer_has_the_gradient_with_and_without_the_head(trl_trainer: Any, fused_head: bool) -> None:
-    trl_trainer.fused_head, model = fused_head, trl_trainer.model
+    trl_trainer.fused_head = fused_head
+    model = trl_trainer.model
     trl_trainer.current_gradient_accumulation_steps = 1
     draw = torch.Generator().manual_seed(3)
     prompt, answer = torch.randint(3, 10, (3, 4), generator=draw), torch.randint(3, 10, (3, 7), generator=draw)
@@ -256,6 +259,29 @@ def test_trl_s_trainer_has_the_gradient_with_and_without_the_head(trl_trainer: A
     for got, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad, rtol=2e-4, atol=1e-6)
     model.zero_grad()
+    reduced = reduced_gradients(trl_trainer, model, inputs)
+    assert sum(reduced) == sum(p.numel() for p in model.parameters()), "every gradient goes over the ranks"
+
+
+def reduced_gradients(trainer: Any, model: Any, inputs: dict[str, Any]) -> list[int]:
+    """Sizes of the buckets that DistributedDataParallel reduces in a backward pass."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sizes: list[int] = []
+
+    def record(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sizes.append(bucket.buffer().numel())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    try:
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, lambda _, bucket: record(bucket))
+        trainer.compute_loss(wrapped, inputs).backward()
+    finally:
+        dist.destroy_process_group()
+        model.zero_grad()
+    return sizes
 
 
 def test_trl_trains(trl_trainer: Any) -> None:

@@ -38,7 +38,7 @@ class DPPOTrainer(GRPOTrainer):
     Args:
         loss: the loss; ``args.beta`` is its KL coefficient. None = DPPO-Binary-TV.
         fused_head: output layer, loss and gradient in one chunked pass, without logits of the whole batch; for a model
-            in one process, not wrapped by FSDP or DeepSpeed.
+            in one process or in DistributedDataParallel, not in FSDP or DeepSpeed, which shard the output layer.
 
     Raises:
         ValueError: an option of ``args`` would do nothing, or the loss needs what TRL does not hand over.
@@ -52,6 +52,10 @@ class DPPOTrainer(GRPOTrainer):
         for name, inert in _INERT.items():
             if getattr(self.args, name, inert) != inert:
                 raise ValueError(f"{name} = {getattr(self.args, name)!r} is of TRL's own loss; leave it at {inert!r}")
+        if fused_head and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "fused_head=True with FSDP or DeepSpeed, which shard the output layer; use fused_head=False"
+            )
         if not self.use_vllm:
             warnings.warn(
                 "use_vllm=False reports no log-probabilities of the rollout, so the anchor is the trainer's own; the "
@@ -93,10 +97,13 @@ class DPPOTrainer(GRPOTrainer):
     def _by_head(self, model: Any, inputs: dict[str, Any], columns: dict[str, Any]) -> md.LossOutput:
         ids, attention_mask = _rows(inputs)
         width = inputs["completion_ids"].size(1)
-        hidden = model.get_decoder()(input_ids=ids, attention_mask=attention_mask).last_hidden_state[:, -width - 1 : -1]
+        # Through the model's own forward, since DistributedDataParallel synchronises the gradients of no other call.
+        output = model(input_ids=ids, attention_mask=attention_mask, output_hidden_states=True, logits_to_keep=1)
+        hidden = output.hidden_states[-1][:, -width - 1 : -1]
         rows, labels = hidden.reshape(-1, hidden.size(-1)), inputs["completion_ids"].flatten()
-        head: dict[str, Any] = {"group": None, "vocab_size": model.config.vocab_size, "temperature": self.temperature}
-        weight = model.get_output_embeddings().weight
+        plain = self.accelerator.unwrap_model(model)
+        head: dict[str, Any] = {"group": None, "vocab_size": plain.config.vocab_size, "temperature": self.temperature}
+        weight = plain.get_output_embeddings().weight
         targets = md.TokenTargets(labels=labels, **columns)
         return md.dppo_head_loss(rows, weight, targets, partial(_anchored, config=self.dppo), **head)
 
