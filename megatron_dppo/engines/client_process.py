@@ -59,6 +59,7 @@ class _RequestHandler:
         else:
             number: int = message["id"]
             task = asyncio.create_task(self._respond(number, message, tuple(columns["token_ids"].tolist())))
+            # The event loop holds its tasks weakly, so a reference is kept.
             self._running[number] = task
             task.add_done_callback(lambda _: self._running.pop(number))
 
@@ -80,6 +81,7 @@ class _RequestHandler:
             server = self._servers[message["server"]]
             generation = await self._generate(server, _request_from_json(message["request"], token_ids))
         except UserError as error:
+            # The trainer rebuilds the error from its class name and fields: no pickle.
             failure = {"kind": type(error).__name__, "text": str(error), "fields": vars(error)}
             self.frames.send({"id": number, "error": failure}, {})
         except Exception:

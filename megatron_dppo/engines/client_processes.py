@@ -49,6 +49,7 @@ class _Process:
 
     def __init__(self, settings: ClientProcessSettings) -> None:
         trainer_end, process_end = socket.socketpair()
+        # The child has its own copy. Ours is closed, so that the end of the child ends the connection.
         with process_end:
             # The process computes nothing with several threads and uses no GPU.
             self._process = subprocess.Popen(
@@ -102,6 +103,7 @@ class _Process:
         else:
             self._socket.close()
         try:
+            # The closed connection makes the process exit.
             await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -170,6 +172,7 @@ class ClientProcesses:
         if all(p.is_connected and not p.has_exited for p in self._processes):
             return
         async with self._start_lock:
+            # Checked again: another request may have replaced it while this one waited for the lock.
             for i, process in enumerate(self._processes):
                 if process.has_exited:
                     await process.close()

@@ -119,6 +119,7 @@ class ServerEngine:
     def take_ranks(self) -> dict[str, RankSums]:
         """Return the ranks of the tokens since the last call by URL, and reset them."""
 
+        # In the thread of the servers, where responses add to it.
         async def take() -> dict[str, RankSums]:
             ranks = self._pool.ranks
             self._pool.ranks = {}
@@ -232,6 +233,7 @@ class ServerEngine:
             if self._client_processes is not None:
                 await self._client_processes.close()
 
+        # Requests first, because they use the connections.
         self._thread.cancel()
         self.run(close())
         self._thread.close()
@@ -273,7 +275,9 @@ class ServerEngine:
         finally:
             for task in running.values():
                 task.cancel()
+            # Also the gathered futures: asyncio reports exceptions that are never retrieved.
             await asyncio.gather(*running.values(), *group_indices, return_exceptions=True)
+        # A response may have failed while it was being stopped.
         for task in running.values():
             if not task.cancelled():
                 task.result()  # raises its error

@@ -74,6 +74,7 @@ class TeacherServers:
         async def check(url: str) -> ServerError | None:
             client = HttpClient(url, api_key=self._api_key)
             try:
+                # Ids that every vocabulary has.
                 await self._score([client], 0, _ScoringRequest([0, 1, 2], 1))
             except ServerError as error:
                 return error
@@ -102,6 +103,7 @@ class TeacherServers:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(score(i, sample)) for i, sample in enumerate(samples)]
         except* ServerError as errors:
+            # One is enough: servers mostly fail for one reason.
             raise errors.exceptions[0] from None
         finally:
             for client in clients:
@@ -138,6 +140,7 @@ def _read_sglang_logprobs(response: object, request: _ScoringRequest, url: str) 
     expected = request.token_ids[request.first :]
     if not isinstance(rows, list) or len(rows) < len(expected):
         raise ServerError(url, "the response has no meta_info.input_token_logprobs of the requested tokens", 200)
+    # From the end: an entry without a value may come first.
     pairs = [row[:2] if isinstance(row, list) and len(row) > 1 else (None, None) for row in rows[-len(expected) :]]
     return [
         _check_logprob(value, returned, token, url) for (value, returned), token in zip(pairs, expected, strict=True)
@@ -145,6 +148,7 @@ def _read_sglang_logprobs(response: object, request: _ScoringRequest, url: str) 
 
 
 def _vllm_body(request: _ScoringRequest) -> dict[str, object]:
+    # 0: of each prompt token itself, and of no others. vLLM samples at least one token.
     return {"prompt": request.token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
@@ -162,6 +166,7 @@ def _read_vllm_logprobs(response: object, request: _ScoringRequest, url: str) ->
 
 
 def _check_logprob(value: object, returned_token: object, token: int, url: str) -> float:
+    # Rounding may lift a probability of 1 slightly above it.
     is_logprob = isinstance(value, int | float) and -float("inf") < value <= 1e-3
     if returned_token != token or not is_logprob:
         detail = f"expected the log-probability of token {token}, got {value!r} of token {returned_token!r}"

@@ -65,6 +65,7 @@ def count_tokens_by_version(group: RolloutGroup) -> dict[int, int]:
     tokens: dict[int, int] = {}
     for rollout in group.rollouts:
         completion = rollout.completion
+        # A completion without spans was sampled under one version.
         single_span = (VersionSpan(completion.policy_version, 0, len(completion.token_ids)),)
         for span in completion.policy_versions or single_span:
             tokens[span.policy_version] = tokens.get(span.policy_version, 0) + span.end - span.start

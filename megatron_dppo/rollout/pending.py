@@ -172,6 +172,7 @@ def score_completions(
     Raises:
         RewardError: See ``RewardScorer.score``.
     """
+    # A collective engine is called without prompts, too.
     siblings = len(completions) // max(1, len(prompts))
     repeated_prompts = [prompt for prompt in prompts for _ in range(siblings)]
     items = [

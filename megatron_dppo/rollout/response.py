@@ -164,6 +164,7 @@ class GrowingResponse:
     ) -> None:
         self.prompt = tuple(prompt)
         self._routing = routing
+        # Grows in place, at 4 bytes a token.
         self.tokens = array("i")
         self._spans: list[VersionSpan] = []
         self._logprobs = GrowingColumn(LOGPROBS, LOGPROBS.empty(()), len(self.prompt))

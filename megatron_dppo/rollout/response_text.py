@@ -22,6 +22,7 @@ def decode_response(tokenizer: Any, token_ids: Sequence[int]) -> str:
     dropped, tags = _split_special_ids(tokenizer)
     if tags.isdisjoint(token_ids):
         return tokenizer.decode(token_ids, skip_special_tokens=True)
+    # ``skip_special_tokens`` would drop the tags, so the other special tokens are removed here.
     return tokenizer.decode([each for each in token_ids if each not in dropped], skip_special_tokens=False)
 
 

@@ -90,6 +90,7 @@ def _sum_ranks(sampled: NDArray[np.int32], ids: NDArray[np.int32], probabilities
     return RankSums(
         tokens=float(len(sampled)),
         shift=float(middles[np.arange(len(sampled)), slot].sum()),
+        # The expectation of a middle is 0, so the mean square is the variance.
         variance=float((masses * np.square(middles)).sum()),
         best=float(is_best.sum()),
         best_expected=float(best.sum()),

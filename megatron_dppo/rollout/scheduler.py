@@ -286,6 +286,7 @@ class RolloutScheduler:
 
     def _wait_for_positions(self, step: int, clock: Clock) -> list[int]:
         """Wait on the rank whose engine samples; return the positions of the groups that a step takes."""
+        # In the order ``completed`` a group is due one step after its own: True counts as 1.
         due = [each for each in self._submissions if each.step + self._by_completion <= step]
         later = [each for each in self._submissions if each.step + self._by_completion > step]
         with clock.part("prefetch_wait"):

@@ -93,6 +93,7 @@ class SharedBucket:
             torch.UntypedStorage._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
         self._data = None
         if isinstance(handle, DeviceHandle):
+            # Torch reuses memory that readers have finished with only after this call.
             torch.cuda.ipc_collect()
 
 

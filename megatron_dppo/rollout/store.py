@@ -127,6 +127,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
     """Return the value that ``_encode`` wrote."""
     if not isinstance(value, dict):
         return value
+    # ``_encode`` writes the key that names the kind first; a class has its fields behind it.
     ((kind, content), *_) = value.items()
     if kind == "class":
         cls = _CLASSES[content]

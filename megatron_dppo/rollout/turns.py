@@ -137,6 +137,7 @@ class Turns:
         recorded = next(((end, reason) for end, reason in response.turn_ends if end > start), None)
         # Without a recorded end, the last turn was interrupted: all tokens after ``start`` belong to it.
         end = len(response.tokens) if recorded is None else recorded[0]
+        # The function behaves differently this time: it samples where it appended, or with a lower limit.
         if not response.is_fully_sampled(start, end) or end - start > limit:
             response.truncate(start)
             recorded = None
@@ -231,6 +232,7 @@ async def call_generate(function: GenerateFunction, turns: Turns) -> Completion:
     name = f"rollout.generate: {getattr(function, '__name__', function)}"
     try:
         result = await function(turns.prompt, turns)
+    # Errors of this package already say what to do.
     except UserError:
         raise
     except Exception as error:

@@ -55,8 +55,10 @@ def save_adapter(
     try:
         tensors = copy_to_cpu(stream) if leads else {}
     finally:
+        # The stream is a collective: it must end on all ranks, even if the copy fails here.
         drain(stream)
     run_on_leader(lambda: write_adapter(target, tensors, adapter_config(lora, base)) if leads else None, group)
+    # Only the first rank has names, so only it warns.
     if problem := describe_peft_problem(tensors):
         print(f"warning  {target}: {problem}", file=sys.stderr, flush=True)
 
@@ -123,6 +125,7 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
         for file in partial.iterdir():
             fsync(file)
         fsync(partial)
+        # POSIX renames no folder onto one that has files.
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         fsync(target.parent)
@@ -180,6 +183,7 @@ def fuse_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tu
                 # A becomes PEFT's B, [in, n * rank * experts]: the expert varies fastest.
                 rows = torch.stack([a for _, a in fused]).permute(2, 1, 0)
                 result[f"{layer}.{prefix}lora_B.weight"] = rows.flatten(1).contiguous()
+    # The third part from the end, as in ``...mlp.up_proj.lora_A.weight``.
     modules = {name.split(".")[-3] for name in result}
     return result, {**config, **_fused_config(config, projections, modules)}
 

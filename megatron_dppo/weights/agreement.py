@@ -79,6 +79,7 @@ def distance(reported: Array, computed: Array) -> Distance:
 def log_odds(logprobs: Array) -> Array:
     """Return log(p / (1 - p)), with 1 - p of at least 1e-6."""
     logprobs = np.minimum(logprobs, np.log1p(-_CERTAIN))
+    # ``expm1`` keeps the digits of 1 - p where p is close to 1.
     return logprobs - np.log(-np.expm1(logprobs))
 
 

@@ -120,6 +120,7 @@ class Converter:
         head = OutputHead(self.models[-1], self.groups.tp, self.hf_config.vocab_size, 1.0)
         batch = pack([sample], RowShape(row_multiple=self.layout.row_multiple))
         logprobs = forward_logprobs(self.models, [batch], head)
+        # The other stages report 0, so the maximum below is that of the last one.
         error = torch.zeros(1)
         if logprobs:  # on the last pipeline stage
             expected = _transformers_logprobs(self.hf_folder, sample.tokens, sample.labels)
@@ -163,6 +164,7 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    # Before anything imports Megatron.
     apply_shims(platform)
     from megatron_dppo.mcore import model, setup
     from megatron_dppo.mcore.bridge import Bridge

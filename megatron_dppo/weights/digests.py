@@ -153,6 +153,7 @@ class StreamDigests:
         """Add one tensor in the dtype that is sent."""
         if name.endswith(_SHAPE):
             return  # metadata of INT4 experts that never changes
+        # The tensors that no server can round away; see ``combined_digest``.
         if is_quantized(tensor) or tensor.dim() < 2 or is_never_quantized(name):
             self._num_combined += 1
             for algorithm, combined in self._combined.items():

@@ -127,6 +127,7 @@ def _publish(writer: _FileWriter, partial: Path, target: Path, quantization: dic
                 fsync(file)
         # The rename must not reach the disk before the files do.
         fsync(partial)
+        # POSIX renames no folder onto one that has files.
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         fsync(target.parent)
@@ -164,6 +165,7 @@ class _FileWriter:
             if number % self._size == self._rank:
                 # One file in memory at a time: the previous one must be written before this one is filled.
                 self._wait()
+                # A copy even on a CPU, because a thread writes it later.
                 self._buffer[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
             self._file_numbers[name] = number
             self._bytes += size

@@ -54,6 +54,7 @@ class MemorySharing:
 def cast_for_sending(weights: Weights, dtype: torch.dtype, *, tied: bool) -> Weights:
     """Stream copies in the dtype that is sent; a tied model's embedding also under the name of the output layer."""
     for name, tensor in weights:
+        # A copy in any case: digests may read it after the stream has moved on.
         sent = tensor.detach().to(stored_dtype(name, dtype), copy=True)
         yield name, sent
         if tied and name == "model.embed_tokens.weight":
@@ -115,6 +116,7 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
         """
         self.complete = False
         self._size = 0
+        # Before the new bucket is flattened, so that only one is in shared memory.
         self._free()
         shared: Handle | str | None = None
         if tensors and self._readers:
@@ -235,6 +237,7 @@ class HandleTransfer:
         async def read() -> None:
             servers = attempt.remaining(self._servers)
             await attempt.call_each(servers, lambda server: server.receive_handles(*bucket, server_handles[server.url]))
+            # Servers that failed while they read are not among them: their memory does not count as taken.
             readers = attempt.remaining(servers)
             stream.taken = frozenset(rank for server in readers for rank in self._owners[server.url])
 

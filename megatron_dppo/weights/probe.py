@@ -170,6 +170,7 @@ def compute_readings(
     readings, routes = trainer.token_logprobs(packed.batches, None if expected.routing is None else "record")
     for i, where, number in packed.positions(samples):
         mask = samples[i].loss_mask
+        # The last stage alone has log-probabilities, and each stage the routes of its own layers.
         if readings:
             columns = {name: None if c is None else c[where] for name, c in readings[number]._asdict().items()}
             columns_by_sample[i] |= {name: _to_numpy(column, mask) for name, column in columns.items()}

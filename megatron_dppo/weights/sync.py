@@ -205,6 +205,7 @@ class WeightSync:
         if proof is not None:
             await proof.verify(attempt.remaining(self._servers), attempt)
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.resume())
+        # A member that failed may have left the group, so the next sync forms a new one.
         if attempt.failed.keys() & set(self._broadcasts.members):
             await self._broadcasts.leave_group()
         return proof

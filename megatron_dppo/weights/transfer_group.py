@@ -129,6 +129,7 @@ def broadcast_bucket(bucket: TensorBucket, group: ProcessGroup, stream: torch.cu
     """
     with torch.cuda.stream(stream):
         dist.broadcast(bucket.data, group=group, group_src=0)
+    # The caller reuses the memory, so the bytes must have been sent.
     if stream is not None:
         stream.synchronize()
 

@@ -66,6 +66,7 @@ class ConnectionLimit:
         connections = [each for each in self._server.connections if each.transport is not None]
         if len(connections) < self.max_connections:
             return True
+        # Nothing reports a connection that closes, so closed ones are forgotten here.
         self._idle_since = {each: self._idle_since.get(each, now) for each in connections}
         self._owners = {each: self._owners[each] for each in connections if each in self._owners}
         num_owned = Counter(self._owners.values())
@@ -102,6 +103,7 @@ def reserve_descriptors() -> int:
     connection.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # RLIM_INFINITY is -1, so ``min`` must not see it.
     most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

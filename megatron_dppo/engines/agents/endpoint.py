@@ -89,6 +89,7 @@ class Endpoint:
             except BaseException:
                 thread.close()
                 raise
+            # Only after success: otherwise the next episode tries to listen again.
             self._thread = thread
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._episodes[_digest(key)] = episode
@@ -135,6 +136,7 @@ class Endpoint:
         assert self._runner.server is not None
         self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        # aiohttp's own sites accept without a limit; ``ConnectionLimit`` accepts instead.
         self._listener = socket.create_server((self._host, 0), family=family, backlog=socket.SOMAXCONN)
         self._listener.setblocking(False)
         self._port = self._listener.getsockname()[1]
@@ -164,16 +166,20 @@ class Endpoint:
                 yield episode
         finally:
             self._num_requests[episode] -= 1
+            # A ``Counter`` keeps keys at zero, and a run has any number of episodes.
             if not self._num_requests[episode]:
                 del self._num_requests[episode]
 
     async def _respond(self, request: web.Request, read: Callable[[object], AgentRequest]) -> web.StreamResponse:
         with self._authorized(request) as episode:
+            # Before the body is read, so that a call beyond the limit costs no transfer.
             episode.admit_call()
             read_json = await self._read_body(request)
+            # The body is parsed in the episode's threads: a large one must not delay other episodes.
             response = await _respond_in_episode_loop(episode, lambda: read(read_json()))
             if not response.call.stream:
                 return web.json_response(response_body(response))
+            # The response is already complete; the stream is only the format that the client asked for.
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             async with asyncio.timeout(_TRANSFER_SECONDS):
                 await stream.prepare(request)
@@ -187,6 +193,7 @@ class Endpoint:
             read_json = await self._read_body(request)
             body = await asyncio.get_running_loop().run_in_executor(episode.executor, read_json)
             value = body.get("reward") if isinstance(body, dict) else None
+            # ``bool`` is a subclass of ``int``.
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise CallError(f'expected {{"reward": NUMBER}}, got {body!r:.200}')
             try:
@@ -228,12 +235,14 @@ async def _respond_in_episode_loop(episode: Episode, read: Callable[[], AgentReq
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, episode.loop)
     except RuntimeError as error:  # the loop is closed
+        # Python warns of a coroutine that is never awaited.
         coroutine.close()
         raise error_at_end from error
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
+        # Cancelled from outside: passes on. Otherwise the episode has cancelled the call.
         if task is not None and task.cancelling():
             raise
         raise error_at_end from error
@@ -257,13 +266,16 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     except web.HTTPException as error:
         rejected = CallError(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
     except ConnectionError:
+        # The client has closed the connection, so no error can be sent.
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error!s:.200}"
+        # aiohttp's logger is disabled, so a bug of the endpoint is reported here.
         print(f"warning  agents: {request.method} {request.path!r:.80} failed: {reason}", file=sys.stderr, flush=True)
         rejected = CallError(f"the endpoint failed: {reason}", 500)
     return web.json_response(rejected.body, status=rejected.status)
 
 
 def _digest(key: str) -> bytes:
+    # aiohttp decodes headers with surrogateescape, so that a key may hold any bytes.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

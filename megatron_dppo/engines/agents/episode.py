@@ -156,6 +156,7 @@ class Episode:
             raise
         except BaseException as error:
             if not self.interrupted.done():
+                # The error is the run's, not the agent's: ``run_with_time_limit`` raises it.
                 self.interrupted.set_exception(error)
             raise CallError("the episode has ended", 503, "episode_over") from error
         finally:
@@ -181,6 +182,7 @@ class Episode:
         best = max(reversed(self._conversations), key=lambda conversation: conversation.num_sampled)
         branch = turns.switch_branch(best.branch)
         if self.is_cut_off:
+            # Replaces the reason of the last response: the agent wanted to continue and was not allowed to.
             branch.finish_reason = FinishReason.LENGTH
         sampled = sum(conversation.num_sampled for conversation in self._conversations)
         return turns.finish(
@@ -285,6 +287,7 @@ class Episode:
             for each in self._conversations
             if each.is_chat and each.tools == tools and each.keys == keys[: len(each.keys)]
         ]
+        # Longest first. The template may rule one out: it may rewrite earlier text, such as thoughts.
         for conversation in sorted(prefixes, key=lambda each: len(each.keys), reverse=True):
             count = len(conversation.keys)
             text = self._template.continuation(conversation.messages, call.messages[count:], call.tools)

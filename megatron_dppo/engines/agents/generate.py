@@ -95,6 +95,7 @@ class AgentFunction:
             ServerError: No server responded.
             GenerateError: The endpoint cannot listen, or too many episodes failed in a row.
         """
+        # The tokenizer comes with the first episode.
         self._template = self._template or ChatTemplate(turns.tokenizer, self._variables, self._now())
         async with self._slots:
             episode = Episode(turns, self._template, self._config.max_calls, self._executor)
@@ -139,6 +140,7 @@ class AgentFunction:
         A program that exits with an error after its token or call budget was used up has not failed.
         """
         if self._config.reward == "exit":
+            # A program's exit status other than 0 is the reward 0, not a failure.
             try:
                 return check_reward(agent_exit.value), ""
             except (TypeError, ValueError) as error:

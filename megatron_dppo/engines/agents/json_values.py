@@ -32,6 +32,7 @@ def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
         raise ValueError(f"Content-Encoding {encoding!r:.80}, expected gzip, deflate or none")
     inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
+        # One byte above the limit shows that there is more without inflating it.
         result = inflater.decompress(content, max_bytes + 1)
     except zlib.error as error:
         raise ValueError(f"the body is not {name}: {error}") from error
@@ -62,6 +63,7 @@ def parse_json_prefix(text: str, start: int) -> tuple[Any, int]:
 
 def _check_depth(value: Any) -> None:
     """Raise ``ValueError`` if a parsed value is nested too deeply."""
+    # By level instead of by recursion, which is what deep values would break.
     level = [value]
     for _ in range(_MAX_DEPTH + 1):
         parents = [each for each in level if isinstance(each, dict | list)]
@@ -99,4 +101,5 @@ class _Decoder(json.JSONDecoder):
         return value, end
 
 
+# Python's decoder accepts NaN and Infinity, and reads 1e999 as infinity.
 _DECODER = _Decoder(parse_constant=_reject_constant, parse_float=_parse_float)

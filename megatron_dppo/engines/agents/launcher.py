@@ -24,6 +24,7 @@ _NO_NEW_PRIVILEGES = 38
 _DROP_CAPABILITY = 24
 _CAPABILITIES = (19, 21, 38)
 """SYS_PTRACE, SYS_ADMIN and PERFMON. With the last two the kernel lets a process read any environment."""
+# As a shell does for a program that it cannot find.
 _CANNOT_START = 127
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -67,6 +68,7 @@ def main() -> None:
     """Isolate this process and replace it with the program."""
     try:
         isolate()
+        # The domain survives ``exec``, and children inherit it.
         os.execvp(sys.argv[1], sys.argv[1:])
     except OSError as error:
         print(f"cannot be started: {error}", file=sys.stderr)

@@ -127,6 +127,7 @@ def read_chat(data: object) -> AgentRequest:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
     choice = body.get("tool_choice")
+    # ``required`` or a named tool would constrain sampling: ignored and counted, like the settings above.
     is_forced = choice is not None and choice not in ("auto", "none")
     if body.get("functions") or body.get("function_call"):
         raise CallError("'functions' and 'function_call' are not supported; use 'tools'")
@@ -152,6 +153,7 @@ def read_completion(data: object) -> AgentRequest:
     body = _require_object(data)
     common = _read_common(body)
     text = body.get("prompt")
+    # OpenAI accepts a list of prompts; a list of one is one prompt.
     if isinstance(text, list) and len(text) == 1 and isinstance(text[0], str | list):
         text = text[0]
     if isinstance(text, list) and text and all(type(token) is int and token >= 0 for token in text):
@@ -215,6 +217,7 @@ def _limit(body: Mapping[str, Any], *names: str) -> int | None:
 
 def _read_message(message: Any, index: int) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
+    # OpenAI's newer name of the same role.
     role = "system" if role == "developer" else role
     if role not in _ROLES:
         raise CallError(f"messages[{index}] has the role {role!r:.80}; expected {', '.join(_ROLES)}")

@@ -45,6 +45,7 @@ def stream_events(response: AgentResponse) -> Iterator[bytes]:
     for index, call in enumerate(_tool_calls(response)):
         yield chunk({"tool_calls": [{"index": index, **call}]})
     yield chunk({}, response.finish_reason)
+    # OpenAI sends usage in a last chunk without choices.
     if response.call.stream_usage:
         yield event([], usage=_usage(response))
     yield b"data: [DONE]\n\n"
@@ -57,6 +58,7 @@ def _head(response: AgentResponse, kind: str) -> dict[str, Any]:
 
 
 def _content(response: AgentResponse) -> str | None:
+    # Null and not empty: OpenAI's form of a message of tool calls alone.
     return None if response.tool_calls and not response.text else response.text
 
 

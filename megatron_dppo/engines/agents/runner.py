@@ -94,6 +94,7 @@ class ProgramAgent:
         except OSError as error:
             return AgentExit(None, f"{self._command[0]} cannot be started: {error}")
         try:
+            # Together: a program that writes before it reads would otherwise block both sides.
             streams = asyncio.gather(_write_task(process, asdict(task)), _read_output(process, output))
             try:
                 status = await process.wait()
@@ -102,6 +103,7 @@ class ProgramAgent:
             finally:
                 streams.cancel()
         finally:
+            # Also after a normal exit: children that are still running are in its process group.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             # A child may keep the pipes open, and a transport that outlives its event loop raises when it is collected.
@@ -117,6 +119,7 @@ class ProgramAgent:
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             pipe = asyncio.subprocess.PIPE
+            # Isolated mode: neither PYTHON* variables nor site packages run code before the isolation.
             launcher = [sys.executable, "-I", "-S", _LAUNCHER] if self._is_isolated else []
             return await asyncio.create_subprocess_exec(
                 *launcher,
@@ -144,6 +147,7 @@ class FunctionAgent:
                 return AgentExit(await self._function(task))
             return AgentExit(await asyncio.to_thread(self._function, task))
         except (Exception, SystemExit) as error:
+            # ``SystemExit`` would otherwise end the event loop, and with it the trainer.
             return AgentExit(None, f"{type(error).__name__}: {error}".replace(task.api_key, "***")[:_MAX_OUTPUT])
 
 
@@ -158,6 +162,7 @@ async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, se
     """
     task = asyncio.create_task(work)
     try:
+        # Only the agent's own time counts, so the limit moves while the policy samples.
         while not task.done():
             remaining = seconds - episode.agent_seconds()
             if remaining <= 0:

@@ -25,6 +25,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._now = now or datetime.now()
         self._variables = variables
+        # Random, so that no message can contain it.
         self._marker = f"mark{secrets.token_hex(12)}"
         """Text that stands for a response in a rendered conversation."""
 
@@ -103,6 +104,7 @@ class ChatTemplate:
 
     def _text_after_marker(self, text: str) -> str | None:
         parts = text.split(self._marker)
+        # A template that drops or repeats the content has no single end.
         return parts[1] if len(parts) == 2 else None
 
     def _render(

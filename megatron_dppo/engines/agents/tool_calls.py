@@ -50,6 +50,7 @@ def split_tool_calls(text: str, *, starts_in_thought: bool = False) -> tuple[str
             # The thought began in the prompt: everything before was thought.
             calls = []
             is_valid = True
+        # Cut off right behind its tag, a call is invalid and not only mentioned.
         elif _OBJECT_OR_END.match(text, position):
             first = first if calls else match.start()
             call, position = _read_call(text, position)

@@ -176,6 +176,7 @@ class StopCriteria:
             ``should_stop`` stops the others.
         """
         is_continuing = is_active & self._continues(step, rows, sampled)
+        # Waits for the device, once a step.
         num_continuing = int(is_continuing.sum())
         if self._should_stop is not None:
             finished = rows[is_active & ~is_continuing].tolist()

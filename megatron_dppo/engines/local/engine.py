@@ -79,6 +79,7 @@ class LocalEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy full tensors into this copy; every later completion has ``version``."""
         copy_into_model(self._model, weights)
+        # The copy is in full precision, so every update is rounded anew.
         self._perturbed.quantize_weights()
         self.policy_version = version
 
@@ -91,6 +92,7 @@ class LocalEngine:
             GenerateError: The user function failed.
         """
         samples = [self._sample(prompt, params) for prompt in prompts]
+        # Waits behind rollouts that were submitted before.
         self._thread.submit(self._complete, samples, params, None).result()
         return [sample.completion for sample in samples if sample.completion is not None]
 
@@ -151,6 +153,7 @@ class LocalEngine:
         """
 
         def score() -> list[Tensor]:
+            # The routes of a call have one format: with combine weights or without.
             routes = samples[0].routed_experts if samples else None
             forced = None
             if self._routing is not None and routes is not None:

@@ -96,9 +96,11 @@ class LockstepRunner:
         """
         tasks = [asyncio.create_task(self._complete(i, sample)) for i, sample in enumerate(samples)]
         for task in tasks:
+            # The end of a run may be what a round waits for.
             task.add_done_callback(lambda _: self._changed.set())
         try:
             while await self._wait_for_round(tasks):
+                # Between rounds only, so that tokens that were decoded are never lost.
                 self._is_stopping = self._is_stopping or (self._target is not None and self._target.is_reached)
                 self._run_round()
         finally:
@@ -154,6 +156,7 @@ class LockstepRunner:
 
     def _run_round(self) -> None:
         """Decode the pending turns in the order of their responses, so that the order of the calls has no effect."""
+        # A turn that the function canceled is left out.
         turns = [turn for _, turn in sorted(self._pending.items()) if not turn.generation.done()]
         self._pending.clear()
         requests = [turn.request for turn in turns]

@@ -39,6 +39,7 @@ class WeightQuantizer:
     def __init__(self, weights_format: str) -> None:
         quantization = _import_modelopt(weights_format)
         entries = getattr(quantization, CONFIGS[weights_format])["quant_cfg"]
+        # Unpacking fails if modelopt's configuration does not have exactly one such entry.
         (settings,) = (entry["cfg"] for entry in entries if entry["quantizer_name"] == "*weight_quantizer")
         self._attributes = import_module(f"{quantization.__name__}.config").QuantizerAttributeConfig(**settings)
         self._quantizer = import_module(f"{quantization.__name__}.nn").TensorQuantizer
@@ -143,6 +144,7 @@ class PerturbedModel:
     def seed_noise(self, seed: int, device: torch.device) -> None:
         """Seed the noise of one call, so that equal calls get equal noise."""
         if self._noise:
+            # Not the seed itself: the sampler uses that.
             self._generator = torch.Generator(device).manual_seed(random.Random(f"router/{seed}").getrandbits(62))
 
     def _add_noise(self, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -68,6 +68,7 @@ class Sampler:
         self._filters = [] if self._is_greedy else build_filters(params)
         self._hidden_filter = TopPLogitsWarper(unrecorded_top_p) if unrecorded_top_p < 1 else None
         if reveals_hidden_filter and self._hidden_filter is not None and not self._is_greedy:
+            # Moves from the samples alone to samples and log-probabilities.
             self._filters.append(self._hidden_filter)
             self._hidden_filter = None
 

@@ -105,6 +105,7 @@ class SamplingMaskCheck:
         if not len(self._keys):
             return np.zeros(len(ids), np.bool_)
         keys = rows * self._vocab_size + ids
+        # ``searchsorted`` returns the length for a key above all others.
         positions = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         matches: NDArray[np.bool_] = self._keys[positions] == keys
         return matches
@@ -112,6 +113,7 @@ class SamplingMaskCheck:
     def check_logprobs(self, tolerance: float) -> None:
         """Check that a token that is alone in its set has probability 1."""
         values = self._generation.logprobs.numpy()
+        # Negated, so that NaN counts as wrong.
         is_wrong = (self.counts == 1) & ~(np.abs(values) <= tolerance)
         if is_wrong.any():
             row = int(is_wrong.argmax())
@@ -133,6 +135,7 @@ class SamplingMaskCheck:
         is_good &= ~is_used | self.contains(rows.ravel(), ids.ravel()).reshape(ids.shape)
         is_good &= ~is_used | np.isfinite(values)
         mass = np.where(is_used, np.exp(np.where(is_used, values, 0.0).astype(np.float64)), 0.0).sum(1)
+        # With each log-probability off by the tolerance, the mass is off by about as much.
         has_full_mass = (self.counts > k) | (np.abs(mass - 1) <= 2 * tolerance)
         for is_right, shown, expected in (
             (is_good.all(1), ids, "ids of the sampling mask with finite values, then -1"),
@@ -280,6 +283,7 @@ class _ResponseCheck:
             # A model folder may name end tokens that only the server reads; the server reports which one it met.
             if stop_reason is not None and stop_reason != last:
                 self._raise_violation("last token", last, f"{stop_reason!r}, the server's own stop reason")
+            # A special token counts only if the server itself names it as the reason.
             if stop_reason is not None:
                 end_tokens |= set(self._contract.special_tokens)
             if last not in end_tokens:
@@ -337,6 +341,7 @@ class _ResponseCheck:
     def check_topk(self) -> None:
         """Check the K most probable tokens, and that the sampled one is among them or in the last column."""
         k = self._request.params.topk_logprobs
+        # ``check_frame`` has run these checks; here the object is needed for its look-ups.
         mask_check = self.check_sampling_mask()
         if mask_check is not None:
             mask_check.check_logprobs(self._tolerance)
@@ -420,6 +425,7 @@ class _ResponseCheck:
             return
         if routes is None:
             self._raise_violation("routed experts", "missing", "the routers' choices of every token that was read")
+        # The last token is sampled but never read, so it has no routes.
         rows = len(self._request.token_ids) + self._length - 1 - self._request.routing_start
         try:
             check_routes(routes, shape, tokens=rows, request="routed experts")

@@ -113,6 +113,7 @@ class ResponseFields:
 
     def read_float32(self, value: object, field: str) -> NDArray[np.float32]:
         """Read an array of numbers as float32; numbers that are too large become infinite."""
+        # The contract rejects infinite values, and names the token.
         with np.errstate(over="ignore"):
             return np.array(self.read_numbers(value, field), dtype=np.float32)
 
@@ -167,6 +168,7 @@ class ResponseFields:
 
 def parse_policy_version(name: object) -> int:
     """Return the policy version of a name; -1 for ``default`` and any name that this trainer does not give."""
+    # Up to 9 digits, so that it fits into 31 bits.
     return int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10 else -1
 
 

@@ -32,6 +32,7 @@ class Frames(asyncio.BufferedProtocol):
         self._on_close = on_close
         self._transport: asyncio.Transport | None = None
         self._reader = self._read()
+        # Starts the generator; its first value is the size of a prefix.
         self._buffer = bytearray(next(self._reader))
         self._filled = 0
 
@@ -79,6 +80,7 @@ class Frames(asyncio.BufferedProtocol):
             for name, dtype_name, shape in message.pop("columns"):
                 dtype: torch.dtype = getattr(torch, dtype_name)
                 column = torch.empty(shape, dtype=dtype)
+                # asyncio rejects an empty buffer.
                 if column_size := column.nbytes:
                     # Separate memory for each column, so that one that lives longer does not keep the others alive.
                     column = torch.frombuffer((yield column_size), dtype=dtype).view(shape)

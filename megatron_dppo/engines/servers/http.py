@@ -155,6 +155,7 @@ class HttpClient:
     ) -> object:
         end = time.monotonic() + timeout
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        # Nothing has reached the server then, so a repetition is always safe.
         retried: tuple[type[Exception], ...] = (aiohttp.ClientConnectorError,)
         if repeat:
             retried = (*retried, aiohttp.ClientConnectionError)
@@ -245,6 +246,7 @@ async def read_limited(response: aiohttp.ClientResponse, max_bytes: int) -> tupl
     size = 0
     async for data in response.content.iter_any():
         try:
+            # One byte beyond the limit shows that it is exceeded. Never 0, which would mean no limit.
             chunk = data if inflate is None else inflate.decompress(data, max_bytes + 1 - size)
         except zlib.error as error:
             raise ServerError(str(response.url), f"the response is no {encoding}: {error}", response.status) from None

@@ -123,6 +123,7 @@ class ServerPool:
         Servers do not sample across a change of the weights: they would report the experts of the new weights for
         tokens of the old ones. A request that a server does not return within ``_PAUSE_SECONDS`` stays there.
         """
+        # Closed first, so that requests that return are not sent again before the update.
         self._gate.hold()
         self._monitor.is_paused = True
         end = self._now() + _PAUSE_SECONDS
@@ -223,6 +224,7 @@ class ServerPool:
         task = asyncio.ensure_future(self._generate_on(server.server, request))
         server.in_flight.add(task)
         try:
+            # ``wait`` and not ``await``: when the server is evicted, its task is cancelled, but not this one.
             await asyncio.wait({task})
         finally:  # also when the caller is cancelled
             server.in_flight.discard(task)

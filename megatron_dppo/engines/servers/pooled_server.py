@@ -86,6 +86,7 @@ class PooledServer:
         if now < self.back_off_until:  # a burst of requests that fail together counts once
             return
         seconds = min(_FIRST_BACK_OFF * 2.0**self.failures, _LONGEST_BACK_OFF)
+        # Limited, because ``2.0**failures`` overflows at 1024.
         self.failures = min(self.failures + 1, 32)
         if retry_after is not None:
             seconds = max(seconds, min(retry_after, _LONGEST_RETRY_AFTER))
@@ -231,6 +232,7 @@ class HealthMonitor:
             elif server.problem is not None and not self.is_paused:
                 await self._readmit(server)
                 if server.problem is None:
+                    # It has just passed its checks and need not wait for the end of its back-off.
                     server.back_off_until = 0.0
 
     async def _check_health(self, server: PooledServer) -> None:

@@ -222,6 +222,7 @@ class Responder:
         while (remaining := length - len(sample.response.tokens)) > 0:
             if sample.is_stopping:
                 return None
+            # Unique among all ranks, which share the servers.
             sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
             generation = await self._generate(sample, stop_token_ids, remaining)
             sample.response.append_sampled(generation)

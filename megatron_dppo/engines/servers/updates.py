@@ -85,6 +85,7 @@ class ReleasedMemory(ABC):
         try:
             await call()
         except ServerError as error:
+            # With a status the server has refused the call. Without one it may have run it.
             if error.status is not None:
                 with contextlib.suppress(ServerError):  # the first error is the one to report
                     await self._set_version(before)
@@ -182,6 +183,7 @@ class FolderUpdates(ReleasedMemory):
             ServerError: The weights are not loaded; the message states if the old weights are still there.
         """
         check_weights(Path(folder))
+        # Whoever paused the server also resumes it.
         if self._is_paused:
             return await self._load_folder(folder, version)
         await self.pause()
@@ -200,6 +202,7 @@ class FolderUpdates(ReleasedMemory):
         try:
             await self._load_weights(folder)
         except ServerError as error:
+            # After a release of the memory there are no old weights.
             is_untouched = self._untouched_text in error.detail and not self._is_cache_released
             if is_untouched:
                 await self._set_version(before)

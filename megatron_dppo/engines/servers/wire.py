@@ -79,6 +79,7 @@ class GenerationReader(ResponseFields, ABC):
             topk_logprobs=topk_logprobs,
             sampling_mask=sampling_mask,
             routed_experts=self.routed_experts(len(tokens)),
+            # The first candidate is the most probable token: no sampled one may be above it.
             echo=self.echo(candidates.ids[:, 0], candidates.logprobs[:, 0]),
         )
 

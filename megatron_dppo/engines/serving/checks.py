@@ -229,6 +229,7 @@ def _vllm_problems(url: str, needs: ServerRequirements, key: str | None, timeout
     if needs.colocated and model.get("enable_sleep_mode") is False and device != "cpu":
         yield _memory_problem("--enable-sleep-mode")
     limit = model.get("max_logprobs")
+    # -1 means no limit.
     if needs.topk and isinstance(limit, int) and 0 <= limit < needs.topk + 1:
         yield f"--max-logprobs is {limit}; loss.topk = {needs.topk} needs --max-logprobs {needs.topk + 1}"
     if needs.quantized and not model.get("quantization"):

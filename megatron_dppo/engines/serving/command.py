@@ -171,14 +171,18 @@ def server_options(
         options["load-format"] = "dummy"
     if routed_experts:
         options["enable-return-routed-experts"] = True
+    # With fp32 weights the logits are float32 anyway.
     if rollout.dtype != "fp32":
         options |= _fp32_head_options(engine, user_options)
     if rollout.weight_sync.method == "adapter":
         options |= _adapter_options(engine, lora)
     if engine == "vllm":
         options |= {
+            # Of the distribution that was sampled from: after temperature and filters.
             "logprobs-mode": "processed_logprobs",
+            # The defaults of generation_config.json would change the sampling.
             "generation-config": "vllm",
+            # Without it vLLM rejects /inference/v1/generate.
             "enable-scale-out": True,
             "worker-extension-cls": "megatron_dppo_vllm.WorkerExtension",
             "weight-transfer-config": {"backend": "megatron_dppo"},
@@ -202,6 +206,7 @@ def _fp32_head_options(engine: str, user_options: dict[str, Any]) -> dict[str, A
     name = "hf-overrides"
     override = {"head_dtype": "float32"}
     if isinstance(user_options.get(name), dict):
+        # Merged here, because the user's value replaces ours at the end.
         user_options[name] = override | user_options[name]
     return {name: override}
 

@@ -78,6 +78,7 @@ class ServerGroup:
     def __enter__(self) -> ServerGroup:
         self._files = tempfile.TemporaryDirectory(prefix="megatron_dppo_serve_")  # readable only by this user
         try:
+            # All before the first start, so that a port in use shows at once.
             for plan in self._plans:
                 require_free(plan.url)
             self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -88,6 +89,7 @@ class ServerGroup:
                 process = ServerProcess(plan, log_file, secrets_file)
                 self._servers.append(_SupervisedServer(process, self._start_timeout, self._log))
         except BaseException:
+            # ``__exit__`` is not called if ``__enter__`` fails.
             self._end()
             raise
         return self

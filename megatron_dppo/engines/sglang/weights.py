@@ -108,11 +108,13 @@ class SGLangWeightUpdates(ServerClient):
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], handles: Sequence[Handle]
     ) -> None:
         """See ``InferenceServer``. SGLang exits if it cannot open a handle."""
+        # For its check only.
         await self._tp_size()
         try:
             buckets = [as_flattened_bucket(handle, names, dtypes, shapes) for handle in handles]
             await self._receive_buckets(buckets)
         except ServerError as error:
+            # Without a status the server has not responded: it may have exited.
             if error.status is not None:
                 raise
             gpus = ", ".join(handle.device for handle in handles if isinstance(handle, DeviceHandle))
@@ -132,6 +134,7 @@ class SGLangWeightUpdates(ServerClient):
         Raises:
             ConfigError: The server has data or pipeline parallelism, whose ranks SGLang cannot tell apart here.
         """
+        # For its check only.
         await self._tp_size()
         name = transfer_group_name(host, port)
         body = {

@@ -60,6 +60,7 @@ class VLLMServer(VLLMWeightUpdates):
         Raises:
             ServerError: No response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
         """
+        # Remembered, because a server with the flag applies it to later requests, too.
         self._returns_sampling_mask |= request.params.return_sampling_mask
         body = generate_body(request, self._adapter)
         if self._returns_sampling_mask and not request.params.temperature:

@@ -155,6 +155,7 @@ class VLLMWeightUpdates(ServerClient):
         has_extension = await self._has_extension()
         algorithm = "sha256"
         if has_extension:
+            # All workers of a server have the same kind of device.
             algorithm = (await self._call_workers("megatron_dppo_algorithm"))[0]
         return WeightLayout(
             algorithm="words" if algorithm == "words" else "sha256",

@@ -83,6 +83,7 @@ class PartsDigest:
                 runs.append([(start, data)])
         for run in runs:
             joined = torch.cat([data for _, data in run])
+            # Runs begin and end at words, but for the end of the tensor, which zeros fill up.
             padded = torch.nn.functional.pad(joined, (0, -joined.numel() % 4))
             self._words.add(run[0][0] // 4, padded.view(torch.int32))
         self._early.clear()
@@ -101,6 +102,7 @@ class WordsDigest:
         """Add int32 words from index ``start`` on."""
         for first in range(0, words.numel(), _CHUNK_WORDS):
             piece = words[first : first + _CHUNK_WORDS]
+            # As unsigned 32-bit words, for which torch has arithmetic only in int64.
             value = piece.to(torch.int64) & _WORD
             position = torch.arange(start + first, start + first + piece.numel(), device=words.device)
             tile = position // _TILE

@@ -19,6 +19,7 @@ def sums_in_use(model: nn.Module) -> dict[str, str]:
     """Return the digest of each tensor; of one that a CPU has packed out of reach, that of what is read back."""
     # A tied head is the embedding under a second name, by which it is sent too.
     named = model.named_parameters(remove_duplicate=False)
+    # Where a CPU has packed a weight, vLLM leaves an empty one.
     sums = {plain_name(name): hex_digest(weight) for name, weight in named if weight.numel()}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -60,6 +61,7 @@ def record_loaded_digests(model: nn.Module) -> None:
 
         return process_weights_after_loading
 
+    # Layers can share a method, which is wrapped once.
     for method in {id(m): m for m in quantize_methods(model)}.values():
         method.process_weights_after_loading = recording(method.process_weights_after_loading)
 
@@ -75,6 +77,7 @@ def quantize_methods(model: nn.Module) -> Iterator[Any]:
 def stop_recording(model: nn.Module) -> None:
     """Stop recording at the end of an update; the recorded digests stay."""
     for method in quantize_methods(model):
+        # The wrapper is an attribute of the object; below it is the method of the class.
         vars(method).pop("process_weights_after_loading", None)
 
 

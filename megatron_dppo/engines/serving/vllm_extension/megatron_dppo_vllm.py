@@ -118,6 +118,7 @@ class TorchGroupEngine(WeightTransferEngine[JoinInfo, Weights]):
                 group_name=init_info.group_name,
                 timeout=limit,
             )
+        # ``new_group`` would register the ranks, but it works only within a default group.
         _world.pg_group_ranks[group] = {i: i for i in range(init_info.world_size)}
         self._group = group
 
@@ -251,8 +252,10 @@ def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
         if index.exists():
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             files = [Path(folder) / name for name in sorted(names)]
+        # All opened before the first is loaded, so that a broken file leaves the weights untouched.
         opened = [safe_open(file, framework="pt") for file in files]
     except Exception as error:
+        # The client looks for the first words of this message.
         raise ValueError(f"weights not touched: {error}") from error
     if not opened:
         raise ValueError("weights not touched: the folder has no safetensors files")
