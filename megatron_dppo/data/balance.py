@@ -185,6 +185,7 @@ def _to_ranks(levels: RowAssignment, ranks: int, count: int, costs: Sequence[flo
     load = [0.0] * ranks
     for level in levels:
         by_cost = sorted(((sum(costs[i] for i in row), row) for row in level), key=lambda r: -r[0])
+        # A level may have fewer rows than there are ranks.
         by_cost += [(0.0, [])] * (ranks - len(level))
         for rank, (added, row) in zip(sorted(range(ranks), key=load.__getitem__), by_cost, strict=True):
             rows[rank].append(row)

@@ -67,4 +67,5 @@ def apply_chat_template(
 def _values(now: datetime) -> dict[str, str]:
     """Return the text of each format code, longer codes first."""
     codes = [f"%{flag}{code}" for flag in ("-", "_", "") for code in _CODES]
+    # "%%" comes last, so that its result is not taken for the start of a code.
     return {code: now.strftime(code) for code in codes} | {"%Z": "", "%z": "", "%%": "%"}

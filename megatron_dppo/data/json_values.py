@@ -107,6 +107,7 @@ def check_values(location: str, record: Mapping[str, Any]) -> None:
             if isinstance(current, str):
                 _check_text(location, column, current)
             elif isinstance(current, Mapping):
+                # Keys, too.
                 waiting += [(part, depth + 1) for item in current.items() for part in item]
             elif isinstance(current, list | tuple):
                 waiting += [(part, depth + 1) for part in current]

@@ -19,6 +19,7 @@ def parse_messages(text: str) -> Messages | None:
         ValueError: The text holds messages as Python prints them, which is not JSON.
     """
     stripped = text.strip()
+    # A cheap test first, because most prompts are no JSON.
     if not (stripped.startswith("[") and stripped.endswith("]") and ("role" in stripped or "from" in stripped)):
         return None
     try:

@@ -194,6 +194,7 @@ class PromptDataset:
         epoch, position = divmod(index, len(self))
         if self._seed is None:
             return self._prompts[position]
+        # Only the order of the current epoch is in memory.
         if self._order[0] != epoch:
             order = list(range(len(self)))
             random.Random(f"{self._seed}/{epoch}").shuffle(order)

@@ -133,6 +133,7 @@ def _sources(completion: Completion, num_labels: int) -> tuple[VersionSpan, ...]
     """Return the completion's spans as positions of the labels: the last label is the last token."""
     length = len(completion.token_ids)
     spans = completion.policy_versions or (VersionSpan(completion.policy_version, 0, length),)
+    # Labels begin with those of the prompt: a response token is ``shift`` labels further on.
     shift = num_labels - length
     return tuple(span._replace(start=span.start + shift, end=span.end + shift) for span in spans)
 
@@ -140,6 +141,7 @@ def _sources(completion: Completion, num_labels: int) -> tuple[VersionSpan, ...]
 def _given_first(completion: Completion) -> int:
     """Return the number of tokens before the first sampled one: an agent's prompt."""
     assert completion.loss_mask is not None, "an agent's sequence begins with what it asks"
+    # ``argmax`` returns the first of equal values.
     return int(completion.loss_mask.int().argmax())
 
 

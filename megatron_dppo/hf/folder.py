@@ -157,6 +157,7 @@ def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) 
     """Return a transformers causal language model with random weights. ``seed`` makes them reproducible."""
     from transformers import AutoModelForCausalLM
 
+    # The caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)

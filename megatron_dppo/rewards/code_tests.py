@@ -124,6 +124,7 @@ _PADDED = re.compile(r"[+-]?0\d+")
 """An integer with leading zeros, as in a time or a code: not the number without them."""
 _RELATIVE, _ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
 """Tolerances of the harnesses of APPS and TACO (``numpy.allclose``)."""
+# Without traps, so that absurd exponents give infinities instead of errors.
 _EXACT = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
 

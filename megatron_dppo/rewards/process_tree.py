@@ -45,6 +45,7 @@ def kill_process_tree(process: Process) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         process.kill()
+        # A short wait, in which the killed processes end.
         process.join(0.01)
         if not members:
             break
@@ -63,6 +64,7 @@ def _members(root: int, sessions: set[int]) -> list[int]:
         direct_children = children.get(stack.pop(), [])
         descendants.update(direct_children)
         stack += direct_children
+    # A descendant that leads a session brings all of that session.
     sessions.update(pid for pid in descendants if table[pid][1] == pid)
     return [pid for pid, (_, session) in table.items() if pid != root and (pid in descendants or session in sessions)]
 
@@ -74,6 +76,7 @@ def _processes() -> dict[int, tuple[int, int]]:
     table = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with suppress(OSError), open(f"/proc/{pid}/stat", encoding="latin-1") as file:
+            # The name of the command, in parentheses, may contain anything.
             state, parent, _, session = file.read().rpartition(")")[2].split()[:4]
             if state not in "ZX":
                 table[pid] = int(parent), int(session)

@@ -148,6 +148,7 @@ class RunningProgram:
     @property
     def was_started(self) -> bool:
         """True if the program runs or has run; for programs without a call of ``finish``."""
+        # The pipe holds a byte if the launcher has written "ready".
         os.set_blocking(self._status, False)
         with contextlib.suppress(BlockingIOError):
             return bool(os.read(self._status, 1))
@@ -232,6 +233,7 @@ def interpreter(python: str) -> tuple[str, tuple[str, ...]]:
     Raises:
         SandboxError: The interpreter does not run.
     """
+    # In a virtual environment: the interpreter that it was made from.
     path = python or getattr(sys, "_base_executable", sys.executable)
     command = [path, "-I", "-c", "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"]
     try:

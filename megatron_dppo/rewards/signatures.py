@@ -223,6 +223,7 @@ def _check_options(
 ) -> None:
     by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if convention.keywords is None:
+        # The first two parameters get the sample, by position.
         by_name -= {p.name for p in parameters[:2]}
     by_name -= convention.keywords or frozenset()
     has_keyword_arguments = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)

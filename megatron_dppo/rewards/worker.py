@@ -104,6 +104,7 @@ class Worker:
                     return self._chunk
                 if reply.sample_index is not None:
                     self._chunk.outcomes[self._chunk.indices[reply.sample_index]] = reply.outcome
+                # A reply begins the limit of the next sample.
                 self._time_limit = TimeLimit(self._process.pid, self._limit)
         except Exception as error:  # The connection ended, or the function wrote something into it.
             self._chunk.error = f"the scoring process died ({self._how_it_ended(error)})"

@@ -38,6 +38,7 @@ def same_answer(answer: str, label: str) -> bool:
         return bool(answer)
     wanted = read_values(label)
     try:
+        # A text can have two readings (``read_values``), so one equal pair suffices.
         return any(_same(each, other) for each in read_values(answer) for other in wanted)
     except Exception:  # what sympy raises on unusual formulas is open; such an answer is no failure of the function
         return False
@@ -101,8 +102,10 @@ def _same_group(answer: Group, label: Group) -> bool:
             return False
         ours, theirs = (each.items if each.is_ordered else _in_order(each) for each in (answer, label))
         return _same_items(ours, theirs)
+    # In a set repetitions do not count, so each side must cover the other.
     if "\\{" in (answer.opening, label.opening):
         return _covers(answer.items, label.items) and _covers(label.items, answer.items)
+    # A bare list has no order, but its repetitions count.
     return len(answer.items) == len(label.items) and _matches(list(answer.items), list(label.items))
 
 
@@ -146,6 +149,7 @@ def _same_ratio(answer: Ratio, label: Ratio) -> bool:
     ours, theirs = ([item.expression for item in each.items if isinstance(item, Quantity)] for each in (answer, label))
     if len(ours) != len(answer.items) or len(theirs) != len(label.items):
         return False
+    # Neighbors in proportion: 2:4:6 is 1:2:3.
     return all(same_expression(a * d, b * c) for (a, b), (c, d) in zip(pairwise(ours), pairwise(theirs), strict=True))
 
 
@@ -207,6 +211,7 @@ def _results(chain: Chain) -> Sequence[Value] | None:
     for index, sign in enumerate(signs):
         if sign == "\\approx" and not _is_near(sides[index], sides[index + 1]):
             return None
+    # The first side is the result itself, like one behind "=".
     exact = [side for side, sign in zip(sides, ["=", *signs], strict=True) if sign == "="]
     return exact or None
 
@@ -217,6 +222,7 @@ def _is_near(first: Value, second: Value) -> bool:
     values = evaluate(first.expression, {}), evaluate(second.expression, {})
     if values[0] is None or values[1] is None:
         return False
+    # Answers round roughly: up to one percent.
     return bool(abs(values[0] - values[1]) <= abs(values[0]) / 100)
 
 

@@ -33,6 +33,7 @@ _FUNCTIONS = {
     "Re": sympy.re,
     "Im": sympy.im,
 }
+# As in school mathematics, where only "ln" is natural.
 _LOGARITHMS = {"log": 10, "lg": 10, "lb": 2}
 _BINARY = {"gcd": sympy.gcd, "lcm": sympy.lcm, "max": sympy.Max, "min": sympy.Min}
 _CONSTANTS = {"pi": sympy.pi, "infty": sympy.oo, "infinity": sympy.oo, "oo": sympy.oo, "inf": sympy.oo}
@@ -41,12 +42,14 @@ GREEK_LETTERS = frozenset((
     "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
     "Delta", "Theta", "Lambda", "Xi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell",
 ))  # fmt: skip
+# Longest first, so that "sinh" is not read as "sin".
 _WORDS = sorted([*_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, "sqrt", "abs", "theta", "alpha", "beta"], key=len)[
     ::-1
 ]
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+# What makes a whole number a mixed one: "\frac12" or " 1/2" behind it.
 _MIXED_TAIL = re.compile(
     r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)(?![\d.])"
 )
@@ -65,6 +68,7 @@ def read_expression(text: str) -> Expr:
     reader = _Reader(text)
     try:
         value = reader.sum()
+    # Also what sympy raises on operands that it cannot combine.
     except (RecursionError, ArithmeticError, TypeError, AttributeError) as error:
         raise CannotRead(f"{text[:100]!r}: {error}") from error
     reader.skip_space()
@@ -223,6 +227,7 @@ class _Reader:
             raise CannotRead(f"{self.text[:100]!r}: a number with a subscript")
         value = read_number(match[0])
         mixed = _MIXED_TAIL.match(self.text, self.position)
+        # Only a proper fraction makes a mixed number: "2 3/2" is none.
         if mixed and match[0].isdigit():
             numerator, denominator = (int(part) for part in mixed.groups() if part)
             if 0 < numerator < denominator:
@@ -293,6 +298,7 @@ class _Reader:
         self.skip_space()
         # \sqrt12 means the root of 12 in answers, although TeX would put only the 1 under the root.
         value = self._number() if self.peek().isdigit() else self._argument()
+        # The real root: sympy's own cube root of a negative number is complex.
         if degree == 3 and value.is_number and value.is_negative:
             return -sympy.root(-value, 3)
         return sympy.root(value, degree)
@@ -314,6 +320,7 @@ class _Reader:
         else:
             if base is not None:
                 raise CannotRead(f"{self.text[:100]!r}: {name} with a subscript")
+            # "\sin^{-1}" is the inverse function, not the reciprocal.
             if exponent == -1 and f"arc{name}" in _FUNCTIONS:
                 return _FUNCTIONS[f"arc{name}"](self._function_argument())
             value = _FUNCTIONS[name](self._function_argument())

@@ -41,7 +41,9 @@ def extract_answer(text: str) -> str | None:
     lines = _answer_lines(text)
     if not lines:
         return None
+    # A full stop behind the markup, as in "**12**.", would keep the markup from being stripped.
     line = _WRAPPED_STOP.sub(r"\1", lines[-1]).strip("$* ")
+    # With one more brace the group closes at the very end exactly if the braces of the line match.
     return line if _closing_brace(line + "}", 0) == len(line) else None
 
 
@@ -79,6 +81,7 @@ def _answer_lines(text: str) -> list[str]:
             continue
         value = tail[1:].lstrip("*").strip()
         if not value.strip("*"):
+            # The answer may stand on a line of its own, behind at most two empty ones.
             value = next((each.strip() for each in lines[index + 1 : index + 4] if each.strip()), "")
         if value:
             answers.append(value)
@@ -114,8 +117,10 @@ def single_box(text: str) -> str | None:
 
 def _join_last(text: str, boxes: list[AnswerBox]) -> str | None:
     answers = [boxes[-1].content]
+    # From the last box backwards: each box with the one behind it.
     for box, following in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = text[box.end : following.start]
+        # White space alone joins nothing: the later box may correct the earlier one.
         if not between.strip(" \n") or not _SEPARATORS.fullmatch(between) or not re.search(r"[,;&]|and|or", between):
             break
         answers.insert(0, box.content)

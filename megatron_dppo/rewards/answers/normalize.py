@@ -146,6 +146,7 @@ def _plain_commands(text: str, depth: int) -> str:
             parts.append(r"\\")
         elif name in _SPACES:
             parts.append(" ")
+        # Escaped signs, such as "\%".
         elif name in "%#&_" and len(name) == 1:
             parts.append(name)
         elif name in _WITHOUT_MEANING:
@@ -157,6 +158,7 @@ def _plain_commands(text: str, depth: int) -> str:
             if name in _COLORED:
                 content, position = _argument(text, position)
             if name in _TEXTS:
+                # An upright letter is a symbol, unless it is the unit m, g, s, h or L.
                 is_symbol = (
                     name == "mathrm" and re.fullmatch(r"\s*[A-Za-z]\s*", content) and content.strip() not in "mgshL"
                 )
@@ -178,6 +180,7 @@ def _text(content: str, depth: int) -> str:
         return inner
     if inner.casefold() == "infinity":
         return r"\infty "
+    # "5 cm" set upright: the number comes out, the unit stays inside.
     if match := re.fullmatch(r"([-+]?[\d.,/]*\d)\s*([^\d:]*[A-Za-z][^\d:]*)", inner):
         return f"{match[1]} \\text{{{match[2].strip()}}}"
     return f"\\text{{{inner}}}" if inner else " "

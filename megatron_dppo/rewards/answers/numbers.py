@@ -72,6 +72,7 @@ def _rounds_to(number: Quantity, decimal: Quantity) -> bool:
     approximate = value.evalf(digits + 15)
     exact = Fraction(int(Rational(approximate).p), int(Rational(approximate).q))
     unit = 1 / Fraction(10) ** places
+    # Cut off instead of rounded is right only for an exact number: 0.666666 for 2/3.
     is_truncated = number.digits is None and 0 <= abs(exact) - abs(written) < unit and exact * written > 0
     return abs(exact - written) <= unit / 2 or is_truncated
 
@@ -101,6 +102,7 @@ def _same_constant(first: Expr, second: Expr) -> bool:
     scale = max(abs(complex(evaluate(first, {}, 15) or 0)), abs(complex(evaluate(second, {}, 15) or 0)))
     if scale == 0:
         return False
+    # sympy raises the precision until 15 digits of the difference are known; only a true zero stays tiny.
     difference = (first - second).evalf(15, maxn=2000)
     if not difference.is_number:
         return False
@@ -115,6 +117,7 @@ def _same_at_points(first: Expr, second: Expr, symbols: Sequence[Symbol]) -> boo
         if values[0] is None or values[1] is None:
             continue
         size = max(abs(values[0]), abs(values[1]))
+        # A relative error says nothing about zero, so sympy decides.
         if size < Rational(1, 10**30) and (first == 0 or second == 0):
             return bool(sympy.simplify(first - second) == 0)
         if abs(values[0] - values[1]) > size * Rational(1, 10**25):
@@ -124,6 +127,7 @@ def _same_at_points(first: Expr, second: Expr, symbols: Sequence[Symbol]) -> boo
 
 
 def _points(symbols: Sequence[Symbol]) -> list[dict[Symbol, Expr]]:
+    # A fixed seed, so that an answer has the same score in every run.
     generator = random.Random(20260101)
     points = []
     for index in range(_NUM_POINTS):

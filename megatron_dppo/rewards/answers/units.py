@@ -18,6 +18,7 @@ _BASE_UNITS: Mapping[str, Mapping[str, Expr | str]] = {
     "mass": {"g gram": "1", "kg kilogram": "1000", "mg milligram": "1/1000", "lb pound": "453.59237",
              "oz ounce": "28.349523125"},
     "time": {"s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400", "week": "604800",
+             # Mean lengths in the Gregorian calendar.
              "month": "2629746", "yr year": "31556952"},
     "money": {"$ dollar usd buck": "1", "cent penny pennie": "1/100"},
     "angle": {"rad radian": "1", "^\\circ deg degree": sympy.pi / 180},
@@ -70,7 +71,9 @@ def read_unit(text: str) -> Unit:
     plain = re.sub(r"[A-Za-z]+", lambda match: _ABBREVIATIONS.get(match[0].lower(), match[0]), plain)
     dimensions: dict[str, int] = {}
     factor: Expr = Rational(1)
+    # -1 from "per" on.
     sign = 1
+    # Power of a word such as "square", which stands before its unit.
     prefix = 1
     last: tuple[str, Expr, int] | None = None
     tokens = _TOKEN.findall(plain)
@@ -92,6 +95,7 @@ def read_unit(text: str) -> Unit:
             factor = factor * size**power
             last = (dimension, size, power)
             prefix = 1
+    # As a cubic length, so that liters and cubic decimeters are equal.
     if "volume" in dimensions:
         power = dimensions.pop("volume")
         dimensions["length"] = dimensions.get("length", 0) + 3 * power

@@ -158,6 +158,7 @@ def read_values(text: str) -> list[Value]:
     if not text or len(text) > _MAX_LENGTH:
         return []
     readings: list[Value] = []
+    # "1,234" as one number; below it is read as a list, too.
     if _THOUSANDS.fullmatch(text):
         readings += _attempt(_read_single, text)
     if match := _CHOICE.fullmatch(text):
@@ -235,6 +236,7 @@ def _read(text: str) -> Value:
     pieces = [piece for piece in pieces if piece] if len(pieces) > 1 else pieces
     if len(pieces) > 1:
         items = tuple(item for piece in pieces for item in _branches(piece))
+        # "x < 1 or x > 3" is one set.
         if is_or and all(isinstance(item, Chain) and set(item.signs) <= {"<", ">", "\\le", "\\ge"} for item in items):
             return Union(text, items, ("\\cup",) * (len(items) - 1))
         return Group(text, items)
@@ -299,6 +301,7 @@ def _read_side(text: str) -> Value:
         base = int(match[2]) if match[2] else _BASE_WORDS[match[3]]
         if base != 10:
             return Numeral(text, match[1].lstrip("0") or "0", base)
+        # In base ten, digits are a plain number.
         text = match[1]
     if _TIME_OF_DAY.fullmatch(text):
         return Words(text)
@@ -340,6 +343,7 @@ def _read_bracketed(text: str) -> Value | None:
         return _read_grid(inner, inner, None)
     if opening == "\\{" and closing == "\\}":
         conditions, bars = split_top(inner, frozenset(("|", ":")))
+        # In "\{x | x > 1\}" the condition is the set.
         if len(bars) == 1:
             return _read(conditions[1])
         return Group(text, tuple(item for part in parts for item in _branches(part)), opening, closing)
@@ -405,6 +409,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     if match is None:
         return text, ""
     words = re.findall(r"[A-Za-z]+", match["unit"])
+    # A single letter is a unit only behind a space, because "5m" may be a product.
     is_unit = is_known_unit(words[0]) and (len(words[0]) > 1 or (bool(match["gap"]) and words[0] in "mgshL"))
     is_word = bool(match["gap"]) and len(words[0]) > 3 and words[0].islower() and not is_known_unit(words[0])
     is_word = is_word and not words[0].startswith(("sqrt", "theta", "alpha", "beta", "sinh", "cosh", "infinity"))

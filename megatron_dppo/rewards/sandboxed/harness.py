@@ -40,6 +40,7 @@ def encode(value: Any) -> Any:
     if type(value) is complex:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (list, tuple, str, int, float)):  # Subclasses become their base type.
+        # bool before int, of which it is a subclass.
         base: Any = next(kind for kind in (bool, int, float, str, list, tuple) if isinstance(value, kind))
         return encode(base(value))
     raise TypeError(f"a {type(value).__name__} cannot be passed between tests and solution; use plain data")
@@ -83,6 +84,7 @@ def serve_solution() -> None:
     for line in calls:
         call = json.loads(line)
         try:
+            # A name, or an expression for a method of LeetCode's class Solution.
             function = eval(call["function"], names)
             value = function(*decode(call["args"]), **decode(call["kwargs"]))
             reply = json.dumps({"value": encode(value)})
@@ -147,11 +149,13 @@ def run_tests() -> None:
     names |= {name: _Proxy(name) for name in solution_names(source)}
     if entry_point:
         names["candidate"] = _Proxy(entry_point)
+    # Calls go to the original stdout; what the tests print must not mix with them.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.setrecursionlimit(20000)
     exec(compile(source, "tests.py", "exec"), names)
     if entry_point and callable(names.get("check")):
         names["check"](names["candidate"])
+    # At once, so that nothing that the tests have left changes the exit code.
     os._exit(PASSED)
 
 

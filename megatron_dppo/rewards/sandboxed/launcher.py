@@ -181,6 +181,7 @@ def _child(run: Callable[[], None]) -> int:
 
 def _init(job: Job, status: int, user: int | None) -> None:
     pid = _child(lambda: _program(job, status, user))
+    # Only the program may hold the pipes: a reader waits until the last writer has closed its end.
     os.closerange(0, 1 << 16)
     os._exit(_wait(pid))
 
@@ -193,6 +194,7 @@ def _make(job: Job, status: int, user: int | None, to_launcher: int, from_launch
         raise OSError("the user namespace has no maps")
     _make_root(job)
     pid = _child(lambda: _init(job, status, user))
+    # Only the program may hold the pipes: a reader waits until the last writer has closed its end.
     os.closerange(0, 1 << 16)
     os._exit(_wait(pid))
 
