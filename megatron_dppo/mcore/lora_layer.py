@@ -173,6 +173,7 @@ class LinearAdapter(Module):
             if self._is_expert:
                 module = f"{module} {dist.get_rank(self._groups.ep)}"
             values = torch.randn(b.shape, generator=_generator(module)).to(b.device)
+            # An entry of B A is a sum of ``rank`` products, so it grows with the root of the rank.
             b.copy_(values * (size * rms / (self._scale * self._rms([a]) * a.shape[-2] ** 0.5)))
 
     def _rms(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -312,6 +312,7 @@ class Optimizer:
         parallelism, so the saved parts can be others than those here. Each weight's state is stored under the weight's
         name and loads into any part. Of the parameter groups only the number of updates is read.
         """
+        # A chained optimizer has its parts by number; a single one is the state itself.
         saved = [state, *(value for key, value in state.items() if isinstance(key, int))]
         self._num_updates = max(_num_updates(each) for each in saved)
         # Equal in all parts.

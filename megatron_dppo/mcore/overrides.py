@@ -116,6 +116,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if plain is bool:
         return isinstance(value, bool)
     if plain is int:
+        # ``bool`` is a subclass of ``int``.
         return isinstance(value, int) and not isinstance(value, bool)
     if plain is float:
         return isinstance(value, int | float) and not isinstance(value, bool)

@@ -114,6 +114,7 @@ def _token_counts(assumed: Assumptions) -> None:
     def preprocess(self: Any, routing_map: Any) -> Any:
         original(self, routing_map)  # for its collectives and tensors
         ranks, local = self.ep_size * self.tp_size, self.num_local_experts
+        # A balanced router sends as many tokens to every rank.
         pairs = split_evenly(self.num_out_tokens, self.ep_size)
         arriving = [round(count * assumed.expert_load) for count in pairs]
         if ranks > 1:

@@ -102,6 +102,7 @@ class BalancedTokens:
         See ``TopKRouter.attach_and_log_load_balancing_loss``.
         """
         self._attach(activation.detach(), coefficient, aux_loss.detach() * (self._num_tokens > 0), *args, **kwargs)
+        # Megatron divides the gradients by the global token count, so a part weighs as many tokens as its row has.
         scaled: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * self._num_tokens)
         return scaled
 

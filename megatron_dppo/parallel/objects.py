@@ -34,6 +34,7 @@ def broadcast_object(make: Callable[[], T], group: ProcessGroup | None) -> T:
     if is_leader(group):
         value = make()
         message = to_message(value)
+        # The size first, because the receivers must allocate the message.
         dist.broadcast(torch.tensor([len(message)]), group=group, group_src=0)
         _broadcast(message, group)
         return value

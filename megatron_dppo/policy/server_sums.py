@@ -109,6 +109,7 @@ def _sum_span(sample: TrainingSample, row: RowRecord, span: slice, start: int) -
     in_row = slice(start + span.start, start + span.stop)
 
     def select(column: Tensor) -> Tensor:
+        # float64, because many small differences are added up.
         return column[mask].double()
 
     log_mu = select(sample.rollout_logprobs[span])

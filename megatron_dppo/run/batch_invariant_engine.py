@@ -120,6 +120,7 @@ class BatchInvariantEngine:
         criteria = StopCriteria(self._eos, params.max_new_tokens, None, None, device)
         record = DecodeRecord(count, criteria.longest, params.topk_logprobs, device, None, params.return_sampling_mask)
         rows = torch.arange(count, device=device)
+        # One pass more than the longest response: in the last one no rank has a sequence left.
         for step in range(criteria.longest + 1):
             output = self._forward([sequences[i] for i in rows.tolist()])
             if output is None:
@@ -144,6 +145,7 @@ class BatchInvariantEngine:
         # A rank without sequences still needs a sample, as it takes part in the collectives.
         samples = [_last_token_sample(tokens) for tokens in sequences] or [_last_token_sample([0], is_used=False)]
         packed = self._trainer.pack(samples, self._budget)
+        # Counted over all ranks, so that all of them return here.
         if not packed.totals.num_sequences:
             return None
 

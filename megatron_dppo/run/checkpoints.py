@@ -136,6 +136,7 @@ class Checkpoints:
             self._say(f"warning  no checkpoint by time: {error}")
             return
         part_bytes = checkpoint_bytes(self._config, self._inputs) // self._inputs.layout.world_size
+        # A save is a collective, so all ranks must decide alike.
         fits = all(all_gather_objects(has_memory_for_copies(part_bytes), self._trainer.groups.world))
         self.save(state, evaluator, in_background=fits)
 

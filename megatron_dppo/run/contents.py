@@ -74,6 +74,7 @@ def _function_files(name: str) -> tuple[dict[str, str], dict[str, Path]]:
         return {}, {}
     if not is_path and is_installed(file):
         return {"": _file_digest(file)}, {}  # the versions of its imports are those of the installation
+    # Imports of a module start at the folder above its top package.
     root = file.parents[0 if is_path else module.count(".") + (file.name == "__init__.py")]
     imported = imported_files(file, root)
     files = {"": file, **imported.beside}
@@ -87,6 +88,7 @@ def _value_files(value: Any) -> dict[str, str]:
         return {
             f"{index}/{name}".rstrip("/"): digest for index, files in parts.items() for name, digest in files.items()
         }
+    # A word without a separator is no path.
     if not isinstance(value, str) or os.sep not in value:
         return {}
     files = _files_of_path(value)

@@ -177,6 +177,7 @@ class Evaluator:
         if not self._sets or not config.eval.every:
             return {}
         all_prompts = [(name, prompts[i]) for name, prompts in self._sets.items() for i in range(len(prompts))]
+        # Every dp-th prompt, so that each rank has a part of every set.
         share = all_prompts[self._dp_rank :: self._dp]
         prompts = [prompt for _, prompt in share]
         draw = self._stream.submit(prompts, config.eval.samples_per_prompt, eval_sampling_params(config), step)

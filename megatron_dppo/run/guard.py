@@ -194,6 +194,7 @@ class FirstUpdateGuard:
         by_server = {} if sums is None else self._server_problems(sums)
         good = [(source.is_stale, each) for source, each in (sums or {}).items() if source.server not in by_server]
         if by_server:
+            # "" stands for an engine without servers, which cannot be left out.
             if not good or "" in by_server:
                 _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()])
             return by_server
@@ -338,6 +339,7 @@ def _bias(tokens: ServerSums, usual: float) -> float | None:
     """
     if tokens.mean("abs_log_diff") <= usual:
         return None
+    # Half of the squares follows from rounding; the rest is margin.
     expected = 0.75 * tokens.log_diff_square + 0.1 * tokens.abs_log_diff
     if abs(tokens.log_diff) <= expected + _DEVIATIONS * math.sqrt(tokens.log_diff_square):
         return None

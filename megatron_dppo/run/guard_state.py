@@ -81,6 +81,7 @@ class GuardState:
             history=self.history,
             sampling=self.sampling,
             selection=SelectionShares(
+                # In the order of completion fast groups come first: a selection that no count shows.
                 groups=max(shares["groups_left_out"], 0.5 * (config.rollout.order == "completed")),
                 responses=shares["truncated"] if config.train.mask_truncated else 0.0,
                 group_size=config.rollout.samples_per_prompt,
@@ -100,6 +101,7 @@ class GuardState:
             TrainingStopped: No server of the step is left.
         """
         self.excluded |= servers
+        # "" stands for an engine without servers, which cannot be left out.
         if in_use <= self.excluded.keys() or "" in servers:
             raise TrainingStopped(
                 "the tokens of this run are not samples of the policy; nothing was learned from this step:\n"

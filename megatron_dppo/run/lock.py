@@ -297,6 +297,7 @@ class FolderLock:
         return owner if is_process and all(type(owner[key]) is str for key in ("host", "machine")) else None
 
     def _is_alive(self, owner: dict[str, Any], watch_seconds: float) -> bool:
+        # On one machine the process id decides at once.
         if owner["machine"] == _machine_id():
             return bool(owner["born"]) and _start_ticks(owner["pid"]) == owner["born"]
         print(
@@ -332,6 +333,7 @@ class FolderLock:
     def _write_heartbeat(self) -> None:
         self._beats += 1
         record = this_process() | {"beat": self._beats, "since": self._since}
+        # Of one length, so that no reader sees the end of an older, longer record.
         text = json.dumps(record).ljust(512).encode() + b"\n"
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))

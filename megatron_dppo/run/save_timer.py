@@ -76,6 +76,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = 1024 * int(line.split()[1])
+    # Every group above sets a limit, too.
     group = _control_group(root)
     while group is not None and group.is_relative_to(root / "sys/fs/cgroup"):
         limit = _read_number(group / "memory.max")

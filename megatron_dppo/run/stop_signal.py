@@ -61,6 +61,7 @@ class StopSignal:
 
     def __exit__(self, *exception: object) -> None:
         signal.set_wakeup_fd(self._wakeup)
+        # No signal has the number 0, which ends the thread.
         os.write(self._write, b"\0")
         self._thread.join()
         os.close(self._read)
@@ -73,6 +74,7 @@ class StopSignal:
         """Return True if any rank received a stop signal; a collective of all ranks."""
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         number = torch.tensor(self._number, device=device)
+        # The largest number, so that all ranks name the same signal.
         dist.all_reduce(number, dist.ReduceOp.MAX)
         if number:
             self.name = signal.Signals(int(number)).name
@@ -80,6 +82,7 @@ class StopSignal:
 
     def _receive(self, handled: list[signal.Signals]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+        # Python's own handler writes the number of each signal into the pipe.
         while (number := os.read(self._read, 1)[0]) != 0:
             if number in handled:
                 self._handle(signal.Signals(number))

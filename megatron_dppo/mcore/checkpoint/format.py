@@ -132,6 +132,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         Its function is a collective of all ranks. It raises torch's ``CheckpointException``, with the reason of each
         rank, if one cannot write. ``async_strategy`` is an argument of Megatron Core 0.19 and is ignored.
         """
+        # Only what this rank writes; other ranks write the other replicas.
         for entry in nested_values(sharded_state_dict) if self._staged else ():
             if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
                 entry.data = entry.data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -38,6 +38,7 @@ def support_uneven_splits() -> None:
     def reduce_scatter(x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return even_reduce_scatter(x, group, None, use_global_buffer)
+        # A clone, because the all-reduce writes in place.
         x = x.contiguous().clone()
         dist.all_reduce(x, group=group)
         return torch.split(x, [int(n) for n in input_split_sizes], 0)[group.rank()].clone()

@@ -60,6 +60,7 @@ class _GroupedGemm(torch.autograd.Function):
         ends = torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
         ctx.save_for_backward(x, ends, *weights)
         ctx.splits = splits
+        # The kernel expects ``[num_experts, in, out]``.
         return torch._grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod

@@ -119,6 +119,7 @@ class _GroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)
+            # Marks the weight as split, so that the gradient norm counts every part once.
             set_tensor_model_parallel_attributes(weight, True, self.shard_dim, 1)
             # As in Megatron: False makes DDP reduce the gradient over the expert-data-parallel group.
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
