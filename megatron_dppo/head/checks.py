@@ -104,7 +104,7 @@ def check_sets(sampling_mask: SamplingMask | None, labels: Tensor, vocab_size: i
     """Check that each sampling mask holds ids of the vocabulary, and the label of its row (``labels [n]``).
 
     Raises:
-        ValueError: If it does not. On CUDA a device-side assertion where it is about an id, as in ``rows.check_ids``.
+        ValueError: If it does not. On CUDA a device-side assertion where it is about an id, as in ``check_ids``.
     """
     if sampling_mask is None:
         return
@@ -112,6 +112,7 @@ def check_sets(sampling_mask: SamplingMask | None, labels: Tensor, vocab_size: i
     rows, has_set = set_rows(sampling_mask.ids, sampling_mask.counts)
     outside = (sampling_mask.ids < 0) | (sampling_mask.ids >= vocab_size)
     is_label = (sampling_mask.ids == labels[rows]).int()
+    # 0 where none of a row's ids is its label.
     lacks_label = has_set & (
         torch.zeros_like(has_set, dtype=torch.int32).scatter_reduce_(0, rows, is_label, "amax") == 0
     )

@@ -282,6 +282,7 @@ def _totals(run: _HeadCall, pending: _Pending) -> tuple[RowTotals, Tensor | None
     """Return the totals of the rows, and ``losses.topk_sums`` of all slots if sums are exchanged instead of slots."""
     targets, _, ids, valid, local_ids = pending.columns
     head = run.head
+    # The teacher's columns come last.
     parts = pending.parts if run.distillation is None else pending.parts[..., :-COLUMNS]
     if not run.exchanges_sums:
         return merge(parts, targets.labels, ids, valid, head.temperature), None

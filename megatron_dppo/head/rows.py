@@ -128,9 +128,11 @@ class VocabShard:
             raise ValueError(f"vocab_size = {vocab_size} does not fit {shards} shards of {width} rows of the weight")
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
+        # A group of one needs no collectives.
         group = group if shards > 1 else None
         # The padding is at the end of the vocabulary: the last shards may hold some, or nothing else.
         shard_size = max(0, min(vocab_size - rank * width, width))
+        # Detached, because the head forms its gradients itself.
         return cls(
             weight.detach(), None if bias is None else bias.detach(), group, rank * width, shard_size, temperature
         )

@@ -281,6 +281,7 @@ def gradient_kernel(
         at_label = _is_at(label - start, ROWS, THREADS, VECTOR)
         grad = _gradient_block(x, at_label, m, base, slope, bonus, log2_scale)
         tl.store(out + start + block, grad.to(out.dtype.element_ty))
+    # From here on loads need a mask: the end of the shard, and its padding.
     for start in range(full_blocks, width, SIZE):
         places = start + block
         x = tl.load(logits + places, mask=places < shard_size, other=-float("inf")).to(tl.float32)

@@ -48,5 +48,6 @@ class SAPO(RatioCap, Loss):
         decision = losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
         above = decision.weight - 1  # r - 1
         scaled = (above * self.gate_temperature_high).where(tokens.advantages > 0, above * self.gate_temperature_low)
+        # 1 - p as sigmoid(-x): a difference would lose its digits where p is close to 1.
         gate = 4 * scaled.sigmoid() * (-scaled).sigmoid()
         return decision._replace(weight=decision.weight * gate)

@@ -106,7 +106,7 @@ def update_policy(
     guard = state.begin_step(config, trainer.groups, collected, ranks or {})
     samples = [without_servers(sample, state.excluded) for sample in samples]
 
-    # Log-probabilities of the anchor, the reference and the teacher, before the first update changes the policy.
+    # Log-probabilities pi' of the policy, and those of reference and teacher, before the first update.
     samples = updater.add_recomputed(samples, clock)
     if isinstance(teacher, TeacherServers):
         with clock.part("recompute"):

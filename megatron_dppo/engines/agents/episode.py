@@ -174,6 +174,8 @@ class Episode:
     async def finish(self, reward: float | None, failure: str) -> Completion:
         """Return the response: the sequence with the most sampled tokens. The others are not trained on."""
         turns = self._turns
+        # A call that was in progress when the agent ended has started a sequence and sampled nothing.
+        self._conversations = [each for each in self._conversations if each.num_sampled]
         if not self._conversations:
             too_long = ": its messages have more tokens than rollout.max_new_tokens" if self.is_cut_off else ""
             failure = failure or f"the agent ended without a response of the policy{too_long}"
@@ -201,6 +203,8 @@ class Episode:
     async def _sample_one_token(self) -> None:
         """Sample one token: a response must have one, even that of a failed sample, which gets no gradient."""
         turns = self._turns
+        if turns.token_ids:
+            turns.start_branch()
         turns.append([turns.tokenizer.eos_token_id or 0])
         conversation = _Conversation(turns.branch, len(turns.token_ids))
         conversation.num_sampled = len((await turns.sample(1)).token_ids)

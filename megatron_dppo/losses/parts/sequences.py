@@ -91,6 +91,7 @@ def prefix_keep_mask(
 
 
 def _lengths(sequence_ids: Tensor) -> list[int]:
+    # A sequence in two pieces gives two runs of one id.
     runs, lengths = sequence_ids.unique_consecutive(return_counts=True)
     if runs.numel() != int(sequence_ids.unique().numel()):
         raise ValueError(

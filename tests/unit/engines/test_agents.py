@@ -465,6 +465,32 @@ def test_a_failing_agent_loses_only_its_sample(world: World, settings: Any, fail
     assert stored.content.rollouts[0].completion.failure == failure and same(stored.content, groups[0])
 
 
+@pytest.mark.parametrize("before", [[], ["a"]])
+@pytest.mark.parametrize("tokens", [100, 24])
+def test_an_agent_that_ends_during_a_call_ends_no_run(world: World, before: list[str], tokens: int) -> None:
+    world.script = {"a<|im_end|>\n<|im_start|>assistant\n": "ok", "b<|im_end|>\n<|im_start|>assistant\n": LONG}
+    open_calls: list[asyncio.Task[Any]] = []
+
+    async def agent(task: AgentTask) -> float:
+        for text in before:
+            await chat(task, [user(text)])
+        count = len(world.server.requests)
+        open_calls.append(asyncio.create_task(post(task, "/chat/completions", {"messages": [user("b")]})))
+        world.server.token_seconds = 0.05
+        while len(world.server.requests) == count and not open_calls[0].done():
+            await asyncio.sleep(0.01)
+        world.server.token_seconds = 0
+        return 0.5
+
+    (found,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=tokens, seed=1))
+    if before:
+        assert not found.failure and found.reward == 0.5 and world.trained(found) == ["ok<|im_end|>"]
+    else:
+        assert found.failure == "the agent ended without a response of the policy"
+        assert found.loss_mask is not None and found.loss_mask.tolist() == [False, True]
+    assert found.counts["agent/sequences"] == 1 and found.counts["agent/untrained_fraction"] == 0
+
+
 def test_an_agent_that_always_fails_stops_the_run(world: World) -> None:
     async def agent(task: AgentTask) -> None:
         raise ValueError("no such tool")
