@@ -24,7 +24,7 @@ def confident_less(inputs: LossInputs, *, power: float = 1.0) -> Tensor:
 
 @needs(sequences=True)
 def near_sequences(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
-    """Return a mask that drops all tokens of a sequence whose mean |pi - mu| exceeds the limit."""
+    """Mask all tokens of a sequence whose mean |pi - mu| exceeds the limit."""
     moved = torch.where(inputs.loss_mask, (inputs.logprobs.exp() - inputs.rollout_logprobs.exp()).abs(), 0.0)
     count = int(inputs.sequence_ids.max()) + 1
     sums = moved.new_zeros(count).index_add(0, inputs.sequence_ids, moved)

@@ -119,9 +119,9 @@ class TrainConfig(Section):
     """Stop before the first update of a step if the mean |pi - mu| exceeds this limit, which points to a bug rather
     than to rounding. ``auto``: 0.001 in fp32, 0.015 if engine or training use fp16, 0.06 if one of them uses bf16, 0
     with ``rollout.batch_invariant``, no limit with ``rollout.perturbation``. From the second step on, ``auto`` is also
-    five times the median of the run's last steps, and tokens of older weights have limits, too (docs/probe.md). A
-    number is the only limit then, and holds for tokens that the current weights sampled. ``off`` disables all limits of
-    probabilities."""
+    five times the median of the run's last steps, for each server, and tokens of older weights have limits, too
+    (docs/probe.md). A number is the only limit then, and holds for tokens that the current weights sampled. ``off``
+    disables all limits of probabilities."""
     max_nonfinite_fraction: Annotated[float, Field(ge=0, lt=1)] | Literal["off"] = 0.01
     """Stop before the first update of a step if more than this fraction of the sampled tokens has no finite rollout
     log-probability. These tokens are a part of ``rollout/dropped_token_fraction``, which also counts those of failed

@@ -190,7 +190,7 @@ CHECKS = {
     "tools/engines/vllm.sh": check_script,
     "launch/torchrun.sh": check_script,
 }
-FOREIGN = {"cd", "export", "git", "hf", "python3", "source", ".", "vllm", "/shared/sglang/bin/pip"}
+FOREIGN = {"srun", "cd", "export", "git", "hf", "python3", "source", ".", "vllm", "/shared/sglang/bin/pip"}
 """Programs whose arguments are not looked at."""
 
 

@@ -82,6 +82,6 @@ def _loss(
         vocab_size=vocab_size,
         temperature=temperature,
     )
-    dropped = (batch["loss_mask"].flatten() & ~output.keep_mask).sum()
-    masked = torch.stack([dropped, output.num_tokens]).detach()
+    num_masked = (batch["loss_mask"].flatten() & ~output.keep_mask).sum()
+    masked = torch.stack([num_masked, output.num_tokens]).detach()
     return output.loss_sum, output.num_tokens.int(), {"mask_fraction": masked}

@@ -64,6 +64,6 @@ class DPPOLossFn(LossFunction):
         )
         loss = output.loss_sum / global_valid_toks
         with torch.no_grad():
-            dropped = (mask.flatten().bool() & ~output.keep_mask).sum() / global_valid_toks
+            masked = (mask.flatten().bool() & ~output.keep_mask).sum() / global_valid_toks
         valid = int(data["sample_mask"].sum().item())
-        return loss, {"loss": loss.item(), "mask_fraction": dropped.item(), "num_valid_samples": valid}
+        return loss, {"loss": loss.item(), "mask_fraction": masked.item(), "num_valid_samples": valid}

@@ -61,8 +61,8 @@ def loss(
         config,
     )
     total = output.loss_sum + 0 * logits.sum() if logprobs.numel() == 0 else output.loss_sum
-    dropped = ((weights != 0) & ~output.keep_mask).to(logprobs.dtype)
-    return total, {"loss": total.detach().clone(), "mask_fraction": sum_of_sample_mean(dropped).detach()}
+    masked = ((weights != 0) & ~output.keep_mask).to(logprobs.dtype)
+    return total, {"loss": total.detach().clone(), "mask_fraction": sum_of_sample_mean(masked).detach()}
 
 
 def loss_config(args: Namespace) -> md.LossConfig:
