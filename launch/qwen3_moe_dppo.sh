@@ -28,7 +28,7 @@
 # Before the time limit (#SBATCH --signal), at `scancel --signal=TERM --batch JOBID` and at preemption the trainer
 # finishes its step and saves; then the job queues itself again and resumes from there. When it does not get so far in
 # time, the job is queued again all the same and resumes from the last checkpoint. At preemption the servers get SIGTERM
-# too and run for 100 more seconds: the partition needs a GraceTime that is enough for one step and a checkpoint.
+# too, and serve until the trainer has ended: the partition needs a GraceTime for a step, an evaluation and a checkpoint.
 # At `scancel --signal=USR1 --batch JOBID` the trainer finishes its step and saves, too, and the job ends for good.
 # After a crash of the trainer the job queues itself again, too; exit codes 2 and 3 end it: a restart would repeat them.
 # A server that dies is restarted. docs/launch.md has the details.
@@ -127,7 +127,7 @@ fi
     fail "--server-nodes $server_nodes leaves no node to the trainer: the job has ${#nodes[@]} (${nodes[*]})"
 trainer_nodes=("${nodes[@]:server_nodes}")
 serving_nodes=("${nodes[@]:0:server_nodes}")
-serve_options=(--grace 100)
+serve_options=(--grace 86400) # until this script ends them
 if [ "$mode" = start ] && [ "$server_nodes" = 0 ]; then
     [ "${#nodes[@]}" = 1 ] || fail "--server-nodes 0 is for one node, the job has ${#nodes[@]}; use at least 1"
     serving_nodes=("${nodes[0]}")
