@@ -20,7 +20,21 @@ from megatron_dppo.config.section import Section
 
 HEAD = """# Configuration
 
-You configure a run with one TOML file. Each section of this page is a table of that file.
+You configure a run with one TOML file. Each section of this page is a table of that file. This one changes three keys
+of another file:
+
+```toml
+extends = "examples/chain_sum/dppo.toml"
+
+[loss]
+divergence_threshold_high = 0.2
+
+[optimizer]
+lr = 1e-5
+
+[run]
+output_dir = "runs/wider"
+```
 
 | to | write |
 |---|---|

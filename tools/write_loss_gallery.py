@@ -41,6 +41,20 @@ Each loss is one file of `megatron_dppo/losses`, with formula, keys, inputs, rul
 probability that the engine reported when it sampled the token. pi is the probability now. pi' is the probability that
 the trainer recomputes with the rollout's weights. A *masked* token gets no gradient.
 
+Every loss shows what it does with tokens of your own, such as two whose probability was 0.4 and 0.5 when they were
+sampled. The gradient is that of log pi:
+
+```python
+from megatron_dppo import LossConfig, losses
+
+losses.show(LossConfig(name="ipo"), pi=[0.5, 0.9], mu=[0.4, 0.5], advantages=[1.0, -1.0])
+```
+
+```text
+kept      True False
+gradient -1.25  0.00
+```
+
 {{axes}}
 
 How to read a picture:

@@ -10,6 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ RUN = "<!-- run -->"
 """Stands above a block of commands that the test runs. Each line of a ``text`` block below it is in the output; ``...``
 stands for any text."""
 NOT_RUN = "<!-- not run:"
-"""Stands, with the reason, above a block of Python that needs what a test has not."""
+"""Stands, with the reason, above a block of Python that needs what a test has not. Other Python is run, and a ``text``
+block directly below it is what it prints, in the same form as below ``RUN``."""
 
 
 def blocks(language: str) -> Iterator[tuple[Path, str, str]]:
@@ -57,15 +59,35 @@ def fenced(text: str) -> Iterator[tuple[str, str, str]]:
     assert opening is None, f"a block is not closed: {body}"
 
 
-def numbered(language: str) -> list[Any]:
-    return [pytest.param(*block, id=f"{block[0].stem}-{n}") for n, block in enumerate(blocks(language))]
+def python_blocks() -> Iterator[Any]:
+    """Page, text of the block, the line above it, what it prints."""
+    for page in PAGES:
+        found = [*fenced(page.read_text("utf-8")), ("", "", "")]
+        for n, ((above, language, body), (between, following, output)) in enumerate(pairwise(found)):
+            if language == "python":
+                is_output = following == "text" and not between
+                yield pytest.param(page, body, above, output if is_output else "", id=f"{page.stem}-{n}")
 
 
-@pytest.mark.parametrize(("page", "text", "above"), numbered("python"))
-def test_python_runs_or_says_why_not(page: Path, text: str, above: str) -> None:
+@pytest.mark.parametrize(("page", "text", "above", "expected"), python_blocks())
+def test_python_runs_or_says_why_not(
+    page: Path, text: str, above: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = compile(text, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if not above.startswith(NOT_RUN):
         exec(code, {"__name__": "page"})
+        printed = capsys.readouterr().out
+        assert not missing_lines(expected, printed), printed
+
+
+def missing_lines(expected: str, printed: str) -> list[str]:
+    """The expected lines that were not printed; ``...`` stands for any text, and widths of spaces do not matter."""
+    output = "\n".join(" ".join(line.split()) for line in printed.splitlines())
+    patterns = {
+        line: ".*".join(re.escape(" ".join(part.split())) for part in line.split("..."))
+        for line in expected.splitlines()
+    }
+    return [line for line, pattern in patterns.items() if not re.search(pattern, output)]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +163,7 @@ def check_python(words: list[str]) -> None:
     if words[1] == "-m":
         of_engine = words[2].partition(".")[0] in ("sglang", "vllm")  # in an environment of its own
         assert of_engine or importlib.util.find_spec(words[2]) is not None
+        check_files(words)
         return
     if words[1] == "hf_ptq.py":  # of the folder that the line above it clones
         return
@@ -189,6 +212,7 @@ CHECKS = {
     "tools/engines/sglang.sh": check_script,
     "tools/engines/vllm.sh": check_script,
     "launch/torchrun.sh": check_script,
+    "tests/gpu/run_all.sh": check_script,
 }
 FOREIGN = {"srun", "cd", "export", "git", "hf", "python3", "source", ".", "vllm", "/shared/sglang/bin/pip"}
 """Programs whose arguments are not looked at."""
@@ -224,37 +248,23 @@ def test_marked_commands_run_and_print_what_the_page_shows(
         program, *words = shlex.split(line, comments=True)
         assert program == "megatron-dppo" and main(words) == 0, line
     printed = capsys.readouterr().out
-    missing = []
-    for line in expected.splitlines():
-        parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
-        if not re.search(".*".join(parts), "\n".join(" ".join(each.split()) for each in printed.splitlines())):
-            missing.append(line)
-    assert not missing, printed
+    assert not missing_lines(expected, printed), printed
 
 
-def test_most_pages_have_an_example_that_is_checked() -> None:
-    """A page of prose, tables or recorded numbers has none to run."""
+def test_every_page_has_an_example_that_is_checked() -> None:
     checked = {page for language in ("python", "toml") for page, _, _ in blocks(language)}
     checked |= {page for page in PAGES if RUN in page.read_text("utf-8")}
     checked |= {page for page, text, _ in [*blocks("sh"), *blocks("")] if any(name in text for name in CHECKS)}
     without = {page.relative_to(ROOT).as_posix() for page in set(PAGES) - checked}
-    assert without <= WITHOUT_EXAMPLE, without - WITHOUT_EXAMPLE
+    assert without == WITHOUT_EXAMPLE.keys()
 
 
-WITHOUT_EXAMPLE = frozenset(
-    [
-        *("docs/configuration.md", "docs/losses/README.md", "docs/windtunnel/table.md"),  # written by tools
-        *("docs/metric_pictures.md", "docs/parity.md", "docs/did_not_work.md", "docs/status.md"),  # recorded results
-        *(
-            "docs/features.md",
-            "docs/releases.md",
-            "docs/faq.md",
-            "docs/troubleshooting.md",
-            "docs/why_not_verl.md",
-        ),  # tables
-        *("docs/architecture.md", "docs/extending.md", "examples/data/README.md"),  # where files are
-    ]
-)
+WITHOUT_EXAMPLE = {
+    "docs/did_not_work.md": "what was tried and is not here: there is nothing to run",
+    "docs/parity.md": "figures that tools/run_matrix.sh writes; docs/testing.md has the command",
+    "docs/windtunnel/table.md": "figures that the wind tunnel writes; docs/windtunnel/README.md has the command",
+}
+"""Pages without an example, and why."""
 
 
 def known_names() -> set[str]:
