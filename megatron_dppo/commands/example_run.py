@@ -88,6 +88,7 @@ def run_example(name: str, files: Path, *, output: Path, processes: int, seed: i
         settings += ["--log.rollouts_every", "4"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += ["-m", "megatron_dppo.train", str(files / example.config), *settings, *overrides]
+    # The user's own variables win.
     environment = _ENVIRONMENT | os.environ
     _print(f"training {files / example.config} on {processes} processes, into {output}")
     code = subprocess.run(command, env=environment).returncode

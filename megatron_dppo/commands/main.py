@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _is_stdout_closed() -> bool:
     """Return True if standard output is a pipe without a reader."""
     poll = select.poll()
+    # POLLERR and POLLHUP are reported without being asked for.
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 

@@ -119,6 +119,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _torch_rows(path: Path) -> Sequence[Any]:
     """Return ``samples`` of slime's file. Loading it executes no code from the file."""
+    # The function by which a pickle rebuilds an array.
     rebuild = np.empty(0).__reduce__()[0]
     # Numpy's classes of an array, under the module names of version 2 and of version 1.
     arrays: list[Any] = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in _ARRAY_DTYPES)]
@@ -147,6 +148,7 @@ def _read_slime_row(row: DumpRow) -> DumpedSample:
         )
     count = row.length("response_length", len(tokens))
     sampled = _read_mask(row, ("loss_mask",), count)
+    # slime's mark of a sample that is not trained on.
     if row.flag("remove_sample"):
         sampled = [False] * count
     prompt, response = tokens[:-count], tokens[-count:]

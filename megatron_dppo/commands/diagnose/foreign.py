@@ -111,6 +111,7 @@ class _RolloutScorer:
         if all(each.trained is not None for each in self._dumped):
             trained = self._gather_trained([_require_tensor(each.trained) for each in self._dumped])
             chain.append(CauseScoring(OTHER_TRAINER, live))
+        # Engines differ in what they report: try what the declared parameters allow.
         name, read, temperature = self._find_interpretation(declared)
         if name:
             chain.append(CauseScoring(SAMPLER, self._score(read, temperature, routes=False)))
@@ -129,6 +130,7 @@ class _RolloutScorer:
         weights = "a dense model has none" if self._shape is None else f"not separable: see {NOT_SEPARATED!r}"
         absent |= {ROUTER_WEIGHTS: weights}
         absent |= dict.fromkeys((STALENESS, HEAD, ENGINE, UNEXPLAINED), f"not separable: see {NOT_SEPARATED!r}")
+        # Last, because it turns the model into bf16.
         notes.append(self._bf16_note(read, temperature))
         return make_ledger(trained, chain, absent, notes)
 
@@ -145,6 +147,7 @@ class _RolloutScorer:
         if self._has_masks:
             alternatives.append(("those before the filter", plain, sampling.temperature))
         if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+            # Only its filters are read.
             params = SamplingParams(max_new_tokens=1, **vars(sampling))
             filtered = [
                 with_filter(self._model, sample, params, each.responses)
@@ -152,6 +155,7 @@ class _RolloutScorer:
             ]
             alternatives.append(("those after the filter", filtered, sampling.temperature))
         best = ("", declared, sampling.temperature)
+        # A better fit may be chance unless it is much nearer.
         nearest = self._distance(*best[1:]) / _MIN_IMPROVEMENT
         for other in alternatives:
             if (distance := self._distance(*other[1:])) < nearest:

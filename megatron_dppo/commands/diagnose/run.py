@@ -64,6 +64,7 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
             collected = _collect(session, snapshots)
             samples = make_samples(collected.groups, config.train)
             scorer = _scorer(session, before, snapshots)
+            # The diagnosis asks the engine for combine weights, which the run itself does not replay.
             if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
                 samples = [scorer.without_weights(sample) for sample in samples]
             step = session.state.step

@@ -138,6 +138,7 @@ class RunScorer:
             return scores
 
         exact, head, reported = self._score_with_engines(versions, score)
+        # Between an fp32 trainer and the exact engine no cause is known.
         return [(UNEXPLAINED if self.is_fp32 else TRAINER, exact), (ENGINE, head), (HEAD, reported)]
 
     def _score_with_engines(self, versions: Sequence[Tensor], score: Callable[[], list[_Scores]]) -> list[_Scores]:
@@ -147,6 +148,7 @@ class RunScorer:
         for version in self.snapshots.each(needed):
             for engine in (self.engine, self.exact):
                 weights = self.trainer.export_weights()
+                # The export is a collective, so a rank without an engine takes part.
                 if engine is None:
                     for _ in weights:
                         pass

@@ -126,6 +126,7 @@ class _Redactor:
     """
 
     def __init__(self, environ: Mapping[str, str], urls: Sequence[str]) -> None:
+        # Shorter values would strike out parts of other words.
         words = {value: "***" for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= 6}
         try:
             parts = [urlsplit(url if "//" in url else f"//{url}") for url in urls]
@@ -135,6 +136,7 @@ class _Redactor:
         hosts = dict.fromkeys(part.hostname for part in parts if part.hostname and part.hostname not in _LOOPBACK)
         words |= {host: f"host{i}" for i, host in enumerate(hosts, 1)}
         words |= {str(Path.cwd()): ".", str(Path.home()): "~"}
+        # Short names, and "root", are parts of other words.
         words |= {user: "USER" for user in (_user_name(),) if len(user) >= 3 and user != "root"}
         # Longest first: a folder before the user name that it contains.
         self._replacements = {word: words[word] for word in sorted(words, key=len, reverse=True) if len(word) > 1}

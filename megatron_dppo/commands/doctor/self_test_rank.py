@@ -57,6 +57,7 @@ def main() -> None:
     for check in run_checks(platform):
         value = float("inf") if math.isnan(check.value) else check.value
         worst = torch.tensor(value, dtype=torch.float64, device=platform.device)
+        # Of a bandwidth the slowest rank counts.
         dist.all_reduce(worst, op=dist.ReduceOp.MIN if check.bound is None else dist.ReduceOp.MAX)
         if report is not None:
             reduced = replace(check, value=float(worst))
@@ -113,6 +114,7 @@ def _check_send_receive(local: Tensor) -> Iterator[SelfTestCheck]:
     if world == 1:
         return
     received = torch.empty_like(local)
+    # Both in one batch: every rank sends first, and could wait for a receive that comes after a send.
     send = dist.P2POp(dist.isend, local, (rank + 1) % world)
     receive = dist.P2POp(dist.irecv, received, (rank - 1) % world)
     for work in dist.batch_isend_irecv([send, receive]):
@@ -129,6 +131,7 @@ def _link_bandwidth(device: torch.device) -> float:
     """Return GB/s of each link of a ring all-reduce, which carries 2 (n - 1) / n of the bytes."""
     world = dist.get_world_size()
     large = torch.zeros(_BANDWIDTH_NUMEL, device=device)
+    # The first ones set up the connections.
     for _ in range(2):
         dist.all_reduce(large)
     torch.cuda.synchronize()
@@ -136,6 +139,7 @@ def _link_bandwidth(device: torch.device) -> float:
     for _ in range(5):
         dist.all_reduce(large)
     torch.cuda.synchronize()
+    # Five all-reduces of 4 bytes an element.
     return 5 * 4 * _BANDWIDTH_NUMEL * 2 * (world - 1) / world / (time.perf_counter() - start_time) / 1e9
 
 

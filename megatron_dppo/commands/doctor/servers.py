@@ -92,6 +92,7 @@ def _describe(url: str, engine: Literal["sglang", "vllm"], key: str | None) -> s
 def _sglang_facts(url: str, key: str | None) -> dict[str, object]:
     info = fetch_json(url, "/server_info", key, _TIMEOUT_SECONDS)
     return {
+        # ``context_length`` is null unless SGLang was started with it.
         "context": info.get("context_length") or info.get("max_req_input_len"),
         "tp": info.get("tp_size"),
         "dp": info.get("dp_size"),

@@ -171,6 +171,7 @@ def _prepare_process(folder: Path) -> None:
     threading.Thread(target=_exit_with_command, name="command", daemon=True).start()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    # File descriptors, because libraries in C++ print past ``sys.stdout``.
     log = os.open(log_path(folder), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -213,6 +213,7 @@ def sentence(rows: Sequence[Row]) -> str:
     parts = [_describe_run(row) for row in rows]
     ends = {LABELS[row["loss"]]: last(series(row, "rollout/reward")) for row in rows if not row["error"]}
     steps, seed = rows[0]["settings"]["run"]["num_steps"], rows[0]["seed"]
+    # Two more values, so that fewer than two runs with an end have a second one, too.
     *_, second, highest = sorted([*ends.values(), -1.0, -1.0])
     if not ends:
         outcome = "none of them came to its end"

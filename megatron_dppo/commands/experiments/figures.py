@@ -37,6 +37,7 @@ def write_page(rows: Iterable[Row], picture: Path, title: str) -> None:
             axis.set_xlabel("rollout step")
         for axis in list(axes.flat)[len(panels) :]:
             axis.set_visible(False)
+        # One entry for each loss, of which every panel has a line.
         handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
         figure.suptitle(f"{title} (training reward; mean, least and largest over seeds)")
@@ -46,6 +47,7 @@ def write_page(rows: Iterable[Row], picture: Path, title: str) -> None:
 
 def _draw(axis: Any, curves: Sequence[Sequence[float]], label: str, color: Any) -> None:
     steps = range(1, max(map(len, curves), default=0) + 1)
+    # A stopped run has fewer steps: later points are those of the other seeds.
     over = [band(curve[i - 1] for curve in curves if len(curve) >= i) for i in steps]
     known = [b for b in over if b is not None]
     axis.plot(steps, [b.mean for b in known], label=label, color=color, linewidth=1.2)

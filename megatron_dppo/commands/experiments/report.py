@@ -73,6 +73,7 @@ def _execute_locked(
     # The reported runs depend on the settings that the search chooses.
     is_search_done = all(run.refusal or run.key in rows for run in search)
     if is_search_done:
+        # ``len(rows) - before`` runs of the search were new.
         left = None if request.limit is None else request.limit - len(rows) + before
         rows |= _execute_runs(store, report, request, left)
     _write(folder, experiment, [*search, *report], rows)

@@ -129,6 +129,7 @@ def _execute_jobs(
     done = 0
     try:
         while waiting or running:
+            # A run waits for its base model, and others may start before it.
             while len(running) < at_once and (job := next((job for job in waiting if job.is_ready), None)):
                 waiting.remove(job)
                 process = context.Process(target=job.target, args=job.arguments)

@@ -72,6 +72,7 @@ def _format_pairs(score: str, by_cell: Mapping[Cell, Band]) -> str:
             a, b = by_cell.get((*condition, one)), by_cell.get((*condition, two))
             if a is not None and b is not None:
                 counts[judge(a, b)] += 1
+        # In the order of ``_VERDICTS``.
         above, below, higher, lower, no_sign, _ = counts.values()
         if above or below or higher or lower:
             lines.append(f"- {one} / {two}: {above} : {below} : {higher + lower + no_sign}; {higher} : {lower}")

@@ -242,6 +242,7 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
     train = config.train
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     samples_per_update = samples // layout.dp // train.mini_batches
+    # Prompts are assumed to have a quarter of their limit.
     mean_tokens = config.data.max_prompt_tokens // 4 + round(MEAN_LENGTH_RATIO * rollout.max_new_tokens)
     count = -(-samples_per_update * mean_tokens // train.micro_batch_tokens)
     # Interleaved pipelines need a multiple of the stages.

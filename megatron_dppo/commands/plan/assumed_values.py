@@ -54,6 +54,7 @@ def _constant(value: float) -> Callable[[FrameType, Tensor], float]:
 
 def _row_shape(frame: FrameType, element: Tensor) -> float:
     shape: Sequence[int] = frame.f_locals["self"].rehearsed_shape
+    # The offset of the element tells which of the three sizes is read.
     return shape[int(element.storage_offset())]
 
 
@@ -167,6 +168,7 @@ class AssumedValues(TorchDispatchMode):
         if tensors and func.namespace != "c10d" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        # A fake tensor that was made from a Python number knows its value.
         if name == "aten::_local_scalar_dense" and tensors[0].constant is None:  # type: ignore[attr-defined]
             return _read_value(tensors[0])
         if torch.Tag.data_dependent_output in func.tags and name != "aten::_local_scalar_dense":

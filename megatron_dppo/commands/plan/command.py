@@ -119,4 +119,5 @@ def _search(search: PlanSearch, texts: Sequence[str]) -> int:
     candidates = search.rank_all(parse_axes(texts), print_progress)
     print("\r", end="", file=sys.stderr)
     print(format_candidates(candidates))
+    # The best of them cannot run, or is too large.
     return 1 if any(candidates[0].sort_key[:2]) else 0

@@ -138,4 +138,5 @@ def _in_phase(function: Any, phase: str, meter: Meter, declared: object) -> Any:
             meter.relabel_device_tensors(offload.gpu_tensors(args[0]), "optimizer")
         return result
 
+    # ``getattr`` has bound the class already.
     return staticmethod(call) if isinstance(declared, classmethod) else call

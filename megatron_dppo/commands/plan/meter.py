@@ -207,6 +207,7 @@ class Meter(TorchDispatchMode):
         if key in self._live:
             return
         self._live[key] = 0, self.phase
+        # torch keeps the Python object of a storage as long as the storage lives.
         weakref.finalize(storage, self._release, key).atexit = False
         self._update_size(storage)
 

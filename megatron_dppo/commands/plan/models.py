@@ -141,6 +141,7 @@ def _sample_sequence(length: int, config: Config, routing: RoutingShape | None, 
     topk = None
     if config.loss.is_topk:
         ids = torch.arange(config.loss.topk + 1, dtype=torch.int32).expand(length, -1).clone()
+        # The label is among the Top-K, so its own slot is unused.
         ids[:, -1] = -1
         topk = ids, torch.full(ids.shape, -3.0)
     routes = None

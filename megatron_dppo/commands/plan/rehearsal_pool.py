@@ -98,6 +98,7 @@ def _with_layers(request: RehearsalRequest, layers: int) -> RehearsalRequest:
     """Return the request with a model of ``layers`` layers per chunk."""
     model = copy.deepcopy(request.hf_config)
     model.num_hidden_layers = layers * request.layout.pp * request.layout.vpp
+    # transformers wants one for each layer.
     if getattr(model, "layer_types", None):
         model.layer_types = model.layer_types[: model.num_hidden_layers]
     return replace(request, hf_config=model)

@@ -79,6 +79,7 @@ def rehearse(
     replace_for_rehearsal(assumed, as_gpu=role.as_gpu)
     build = trainer_builder(config, hf_config, layout, platform, DictWeights(()))
     make_targets = None
+    # Megatron numbers pipeline stages outermost.
     is_last_stage = role.rank * layout.pp // layout.world_size == layout.pp - 1
     if teacher is not None and is_last_stage:
         shard_width = padded_vocab_size(hf_config.vocab_size, layout.tp) // layout.tp

@@ -40,6 +40,7 @@ def _build_rows_on_host(_: Assumptions) -> None:
     def from_batch(*args: Any, **kwargs: Any) -> MicroBatchRow:
         with _disable_current_modes():
             row = MicroBatchRow.from_batch(*args, **kwargs)
+            # Computed on first use, which must be here, outside the modes.
             _ = row.packing.buckets
         sampling_mask = () if row.batch.sampling_mask is None else (row.batch.sampling_mask.ids,)
         for column in (*vars(row.batch).values(), *sampling_mask):

@@ -86,6 +86,7 @@ def parse_axes(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:
         name, equals, values = text.removeprefix("--").partition("=")
         if not name or not equals or not values:
             raise PlanError(f"--search {text}: expected KEY=VALUE,VALUE such as tensor-model-parallel-size=1,2")
+        # A dotted key is one of ours; the others are Megatron's flags, which have dashes.
         axes[name.replace("_", "-") if "." not in name else name] = values.split(",")
         if name in _FLAG_GROUPS and (unknown := set(axes[name]) - set(_FLAG_GROUPS[name])):
             raise PlanError(f"--search {text}: expected {', '.join(_FLAG_GROUPS[name])}, got {unknown.pop()!r}")

@@ -90,6 +90,7 @@ def combine(draft: Draft) -> None:
         name = draft.read("monitors.wandb.name", text)
         if name and not draft.has("output_dir"):
             draft.put("run.output_dir", f"runs/{name}", "monitors.wandb.name", note="the folder of the run")
+    # The number is only printed: where it is unread, no key is left to the user.
     with draft.target("run.output_dir"):
         trainers = draft.read("deployment.num_train_gpus", integer)
         nodes = draft.read("deployment.num_train_nodes", integer)

@@ -104,6 +104,7 @@ def first_argument(words: Sequence[str]) -> int | None:
     for i, word in enumerate(words):
         if word == "-m" and i + 1 < len(words) and _MODULES.search(words[i + 1]):
             return None if _OTHER_PROGRAMS.search(words[i + 1]) else i + 2
+        # The word before it is the interpreter.
         if word.rpartition("/")[2] in _PROGRAMS and i > 0:
             return i + 1
     return None

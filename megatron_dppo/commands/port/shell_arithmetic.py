@@ -91,6 +91,7 @@ class Arithmetic:
             self._state().set(node_text(left), Word(str(value)))
             return value
         first = self.integer(left)
+        # The right side may assign, so it is read only where bash would.
         if sign in ("&&", "||"):
             return int(bool(first) if bool(first) == (sign == "||") else bool(self.integer(right)))
         second = self.integer(right)
@@ -99,6 +100,7 @@ class Arithmetic:
         if sign in _BITS:
             return _BITS[sign](first, second)
         if sign in ("/", "%") and second:
+            # bash rounds towards 0, Python down.
             quotient = abs(first) // abs(second) * (1 if (first < 0) == (second < 0) else -1)
             return quotient if sign == "/" else first - quotient * second
         if sign == "**" and 0 <= second < 64:
@@ -127,6 +129,7 @@ def parse_integer(word: Word) -> int:
     if word.unknown:
         raise UnknownValueError(word.unknown)
     text = word.text.strip()
+    # A leading 0 means octal.
     if re.fullmatch(r"[+-]?0[0-7]+", text):
         return int(text, 8)
     if re.fullmatch(r"[+-]?(0|[1-9]\d*)", text) and len(text) < 20:

@@ -147,7 +147,7 @@ class ScriptReader(ControlFlow):
         text = join_words([part for word in arguments for part in (word, Word(" "))])
         if not text.unknown:
             self._inner(lambda: self.walk_all(parse(text.text)))
-        elif "conda" not in text.text:
+        elif "conda" not in text.text:  # conda's hook sets up programs and no settings.
             self._forget(node, f"eval {text.text.strip()[:40]}", "its text is unknown")
         return None
 
