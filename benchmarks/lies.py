@@ -1,9 +1,11 @@
-"""Lies of a real SGLang server (fp32 or bf16), each in a run of a few steps: exit code, updates before it, words.
+"""Lies of a real SGLang or vLLM server, each in a run of a few steps: exit code, updates before it, words.
 
-    python -m benchmarks.lies [--dtype bf16] [--steps 4] [NAME ...]
+    python -m benchmarks.lies [--engine sglang] [--dtype bf16] [--steps 4] [NAME ...]
 
 The server is honest; a proxy changes its answers or its requests. *always*: the probe is lied to as well. *spared*: the
-probe is answered rightly. The table is that of docs/probe.md. Needs the environments of the engines (make engines).
+probe is answered rightly. ``vllm-raw`` is vLLM with ``--logprobs-mode raw_logprobs``, whose log-probabilities are those
+before its filters, as SGLang's are. The tables are those of docs/probe.md. Needs the environments of the engines (make
+engines).
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from tests.e2e.runs import records, train
-from tests.engines.changes import logprobs, telling, topk
+from tests.engines.changes import candidates, logprobs, samples, telling
 from tests.engines.inprocess import make_model
 from tests.engines.proxy import Exchange, Proxy
 from tests.engines.runs import from_model
-from tests.engines.servers import start_sglang, stop_engine, wait_ready
+from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
 from tests.engines.test_sampling_lies import Sampling
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -32,7 +34,7 @@ Change = Callable[[np.ndarray], np.ndarray]
 def reported(change: Change, *, spared: bool) -> dict[str, Any]:
     """Return a proxy's lie about the sampled log-probabilities, and about the most probable token's alike."""
     but = "probe" if spared else None
-    parts = [telling(logprobs(change), but=but), telling(topk(change, "values"), but=but)]
+    parts = [telling(logprobs(change), but=but), telling(candidates(change), but=but)]
 
     def lie(exchange: Exchange) -> None:
         for part in parts:
@@ -57,12 +59,14 @@ def copies() -> dict[str, Any]:
     first: dict[tuple[int, ...], Any] = {}
 
     def lie(exchange: Exchange) -> None:
-        if exchange.path != "/generate" or "probe" in exchange.request["rid"]:
+        if not samples(exchange, but="probe"):
             return
-        key = tuple(exchange.request["input_ids"])
-        name = exchange.answer["meta_info"]["id"]
+        key = tuple(exchange.request["input_ids" if exchange.path == "/generate" else "token_ids"])
+        fields = exchange.answer.get("meta_info", exchange.answer)
+        name = "id" if "id" in fields else "request_id"
+        value = fields[name]
         exchange.answer = copy.deepcopy(first.setdefault(key, exchange.answer))
-        exchange.answer["meta_info"]["id"] = name
+        exchange.answer.get("meta_info", exchange.answer)[name] = value
 
     return {"lie": lie}
 
@@ -77,20 +81,34 @@ LIES: dict[str, Callable[[], dict[str, Any]]] = {
     "top-p .7, always": lambda: {"before": Sampling(top_p=0.7)},
     "min-p .3, always": lambda: {"before": Sampling(min_p=0.3)},
     "greedy, always": lambda: {"before": Sampling(top_k=1)},
+    "temperature .8, always": lambda: {"before": Sampling(temperature=0.8)},
     "repetition penalty 1.5, always": lambda: {"before": Sampling(repetition_penalty=1.5)},
     "one response for all siblings": copies,
 }
 
 
-def run(name: str, url: str, model: Path, dtype: str, steps: int) -> str:
+def start(kind: str, dtype: str, model: Path, log: Path) -> Engine:
+    """Start the server that the lies are about; it may not be ready yet."""
+    if kind == "sglang":
+        options = ("--dtype", "bfloat16", "--enable-fp32-lm-head") if dtype == "bf16" else ()
+        return start_sglang(model, log, *options, "--enable-return-routed-experts")
+    mode = "raw_logprobs" if kind == "vllm-raw" else "processed_logprobs"
+    return start_vllm(model, log, "--dtype", {"bf16": "bfloat16", "fp32": "float32"}[dtype], "--logprobs-mode", mode)
+
+
+def run(name: str, engine: Engine, model: Path, dtype: str, steps: int) -> str:
     """Return the row of one lie."""
-    with tempfile.TemporaryDirectory() as folder, Proxy(url, **LIES[name]()) as proxy:
-        result = train(from_model([proxy], model, Path(folder) / "run", dtype, run__num_steps=steps))
-        steps_done = [r for r in records(Path(folder) / "run") if r["step"] > 0]
+    # vLLM on a CPU has no routed experts to replay.
+    replay = "rollout" if engine.kind == "sglang" else "off"
+    more = {"run__num_steps": steps, "rollout__engine": engine.kind, "train__router_replay": replay}
+    with tempfile.TemporaryDirectory() as folder, Proxy(engine.url, **LIES[name]()) as proxy:
+        result = train(from_model([proxy], model, Path(folder) / "run", dtype, **more))
+        is_started = (Path(folder) / "run" / "metrics.jsonl").exists()
+        steps_done = [r for r in records(Path(folder) / "run") if r["step"] > 0] if is_started else []
     text = result.stdout + result.stderr
-    reason = re.search(rf"{re.escape(proxy.url)}: (.{{0,90}})", text.split("nothing was learned")[-1])
+    reason = re.search(rf"{re.escape(proxy.url)}: (.{{0,110}})", text.split("nothing was learned")[-1])
     difference = max((r["train/abs_prob_diff_first"] for r in steps_done), default=float("nan"))
-    words = reason.group(1) if reason and result.returncode else ""
+    words = reason.group(1) if reason and result.returncode else text[-300:] if result.returncode else ""
     return f"| {name} | {result.returncode} | {len(steps_done)} | {difference:.2g} | {words} |"
 
 
@@ -98,18 +116,18 @@ def main() -> None:
     """Print one row for each lie."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(LIES))
+    parser.add_argument("--engine", choices=("sglang", "vllm", "vllm-raw"), default="sglang")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
     print("| lie | exit code | updates before | largest mean abs(pi - mu) of them | words |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", seed=0, sharpness=5.0)
-        dtype = ("--dtype", "bfloat16", "--enable-fp32-lm-head") if options.dtype == "bf16" else ()
-        engine = start_sglang(model, Path(folder) / "log", *dtype, "--enable-return-routed-experts")
+        engine = start(options.engine, options.dtype, model, Path(folder) / "log")
         try:
             wait_ready(engine)
             for name in options.names:
-                print(run(name, engine.url, model, options.dtype, options.steps), flush=True)
+                print(run(name, engine, model, options.dtype, options.steps), flush=True)
         finally:
             stop_engine(engine)
 

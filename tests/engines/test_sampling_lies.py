@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import records, train
-from tests.engines.changes import logprobs, telling, topk
+from tests.engines.changes import candidates, logprobs, samples, telling
 from tests.engines.inprocess import make_model
 from tests.engines.proxy import Exchange, Proxy
 from tests.engines.runs import from_model
@@ -31,14 +31,15 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 class Sampling:
     """Sets sampling parameters on the way to the server, of every request, the probe's too.
 
-    SGLang then reports the log-probabilities from before the filters, so no number in its answers is wrong.
+    SGLang, and vLLM with ``--logprobs-mode raw_logprobs``, then report the log-probabilities from before the filters,
+    so no number in their answers is wrong.
     """
 
     def __init__(self, **params: Any) -> None:
         self._params = params
 
     async def __call__(self, exchange: Exchange) -> bool:
-        if exchange.path == "/generate":
+        if samples(exchange):
             exchange.request["sampling_params"] |= self._params
         return True
 
@@ -71,7 +72,7 @@ def test_a_server_that_filters_is_named_before_many_updates(
 def test_one_liar_of_two_servers_is_left_out_and_the_run_goes_on(engine: Engine, model: Path, tmp_path: Path) -> None:
     """Another address of the same server answers 0.1 nats too low, but to probes rightly."""
     # The most probable token's as well, so that the answer contradicts itself nowhere.
-    changes = (logprobs(lambda x: x - 0.1), topk(lambda x: x - 0.1, "values"))
+    changes = (logprobs(lambda x: x - 0.1), candidates(lambda x: x - 0.1))
     lies = [telling(change, but="probe") for change in changes]
 
     def both(exchange: Exchange) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -135,7 +136,11 @@ class ProgramAgent:
 
 
 class FunctionAgent:
-    """A user function; it runs in a thread if it is not ``async``."""
+    """A user function; each episode of one that is not ``async`` runs in a thread of its own.
+
+    A thread pool is smaller than the number of episodes. With the local engine those in the pool would then wait for
+    turns of those outside of it, and with servers few would run at once.
+    """
 
     def __init__(self, function: Callable[[AgentTask], Any]) -> None:
         self._function = function
@@ -145,10 +150,41 @@ class FunctionAgent:
         try:
             if inspect.iscoroutinefunction(self._function):
                 return AgentExit(await self._function(task))
-            return AgentExit(await asyncio.to_thread(self._function, task))
+            return AgentExit(await _run_in_thread(lambda: self._function(task)))
         except (Exception, SystemExit) as error:
             # ``SystemExit`` would otherwise end the event loop, and with it the trainer.
             return AgentExit(None, f"{type(error).__name__}: {error}".replace(task.api_key, "***")[:_MAX_OUTPUT])
+
+
+async def _run_in_thread(function: Callable[[], Any]) -> Any:
+    """Return the result of a function, which runs in a new thread.
+
+    A thread cannot be ended. When the call is canceled it goes on, and does not keep the process from exiting.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(value: Any, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except StopIteration as raised:  # a future cannot hold it
+            error = RuntimeError(f"StopIteration: {raised}")
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(deliver, value, error)
+
+    threading.Thread(target=work, name="agent-function", daemon=True).start()
+    return await result
 
 
 async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, seconds: float) -> T:

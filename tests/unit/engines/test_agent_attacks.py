@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -22,6 +23,8 @@ import pytest
 
 from megatron_dppo.engines.agents import endpoint
 from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
+from megatron_dppo.engines.agents.endpoint import _parse_body
+from megatron_dppo.engines.agents.request_bodies import CallError
 from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.types import Completion, Prompt, SamplingParams
@@ -393,6 +396,22 @@ def test_the_processing_of_rejected_calls_is_time_of_the_agent(monkeypatch: pyte
             part.close()
     assert completion.failure == "took longer than agent.timeout_seconds = 1"
     assert statuses[0] == 200 and set(statuses[1:]) == {400} and 3 <= len(statuses) <= 5
+
+
+@pytest.mark.parametrize("name", ["gzip", "deflate"])
+def test_a_bomb_is_inflated_no_further_than_the_limit(name: str) -> None:
+    """The status alone does not tell: a body that was inflated whole is too large as well."""
+    content = bomb(zlib.compressobj(9, wbits=31 if name == "gzip" else 15))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CallError, match=r"agent\.max_body_bytes") as rejection:
+            _parse_body(content, name, MAX_BODY)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rejection.value.status == 413
+    # While it grows, the result is held twice.
+    assert peak < 3 * MAX_BODY + len(content), "50 MB if all is inflated"
 
 
 def test_an_honest_episode_does_not_notice_attacks(
