@@ -29,7 +29,6 @@ from megatron_dppo.config.section import Section
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
-from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
@@ -80,7 +79,7 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functi
     """Load the configuration of the run in a folder; the arguments are those of ``diagnose_run``.
 
     Raises:
-        ConfigError: Missing or unusable, or it needs functions that must not be executed.
+        ConfigError: Missing or unusable, without its warmed-up model, or it needs functions that must not be executed.
     """
     # Last, so that they win: the diagnosis must not overwrite the run or begin it anew.
     safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
@@ -96,14 +95,12 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functi
             "[parallel]"
         )
     base = folder / "base"
-    if (
-        config.warmup.num_steps
-        and not checkpoints(checkpoints_folder(folder))
-        and not is_warm(base, warmup_from_config(config))
-    ):
+    # A session would begin the warm-up, and write its result into the run's folder.
+    if config.warmup.num_steps and not is_warm(base, warmup_from_config(config)):
         raise ConfigError(
-            f"the run in {str(folder)!r} has neither a checkpoint nor a warmed-up model, so there are no weights to "
-            "diagnose. Fix: resume the run until it has saved a checkpoint"
+            f"{base} does not hold the warmed-up model of this configuration ([model], [warmup], run.seed, "
+            "train.micro_batch_tokens), and a diagnosis trains nothing. Fix: resume the run until its warm-up is "
+            f"finished, restore {base}, or remove overrides of these keys"
         )
     has_hidden_filter = config.rollout.perturbation.unrecorded_top_p < 1
     if has_hidden_filter and config.rollout.has_filters:

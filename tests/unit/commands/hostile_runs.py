@@ -248,8 +248,6 @@ class HostileRuns:
             "examples": ["examples", "copy", "chain_sum", "run"],
             "help": ["help", "run/config.toml"],
         }
-        if not self.with_functions:
-            del lines["diagnose"]  # it would begin a warm-up, for minutes
         return {name: lambda line=line: run_command(line) for name, line in lines.items()} | {
             "open": self.open,
             "resume": self.resume,
