@@ -152,7 +152,7 @@ class CodeOptions(Section):
     """``all``: 1 if a response passes all tests, otherwise 0. ``share``: the fraction of tests that it passes."""
     network: Literal["none", "allowed"] = "none"
     """``none`` isolates programs from the network, and needs user namespaces on the machine. ``allowed`` gives them the
-    network; without namespaces, only resource limits apply."""
+    network, without the TCP services of this machine (Linux 6.7); without namespaces, only resource limits apply."""
     seconds: float = Field(5.0, gt=0)
     """Time limit of one test in seconds. The limit of CPU time is one second more."""
     total_seconds: float = Field(8.0, gt=0)

@@ -125,6 +125,13 @@ def test_a_run_notices_that_its_files_are_gone(damage: str, tmp_path: Path) -> N
         assert result.returncode == 0, result.stderr
         assert result.stderr.count("metrics.jsonl was deleted or renamed during the run; it is written again") == 1
         assert [record["step"] for record in records(folder)] == [0, 1, 2, 3]
+        # Deleted between two starts, the records are lost, and the resume says so.
+        (folder / "metrics.jsonl").unlink()
+        more = [*arguments, *flags(run__num_steps=4)]
+        result = train_forked([str(CONFIG), *more], environment() | variables, 1, timeout=300)
+        assert result.returncode == 0, result.stderr
+        assert f"{folder}/metrics.jsonl has no record of 3 steps up to step 3, from step 1 on" in result.stdout
+        assert [record["step"] for record in records(folder)] == [4]
     else:
         assert result.returncode == 2 and "no longer that of this run: it was deleted or renamed" in result.stderr
         assert not folder.exists() and (tmp_path / "elsewhere" / MARKER).exists()

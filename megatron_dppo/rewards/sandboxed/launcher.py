@@ -3,7 +3,8 @@
 Four processes take part. The *launcher* reads the job and writes the maps of the new user namespace. The *maker* enters
 new namespaces (user, mount, process ids, IPC, host name, and network unless it is allowed), builds a root of read-only
 mounts, and starts *init*, the process 1 of the namespace. Init starts the *program* and exits with it; the kernel then
-kills whatever the program has left. Without namespaces the launcher starts the program itself.
+kills whatever the program has left. Without namespaces the launcher starts the program itself. A program that may use
+the network is kept from the services of this machine (``local_services``).
 
 ``ready`` is written to STATUS_FD when the setup is complete. STATUS_FD is closed when the launcher exits. The exit code
 is the program's, or 128 + the signal that ended it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -147,6 +149,8 @@ def _program(job: Job, status: int, user: int | None) -> None:
     _limit(job)
     # No setuid program may give privileges back.
     _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    if job["network"]:
+        job["services"].deny_connections(job["ports"])
     for number in range(1, signal.NSIG):
         # 32 and 33 are those of the C library's threads.
         if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
@@ -256,6 +260,11 @@ def main() -> None:
     _die_with_parent()
     _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")  # Orphaned descendants become children of this process.
     job = json.loads(sys.stdin.buffer.read())
+    if job["network"]:
+        # Before the root changes. ``-I`` leaves the folder of this file out of the path.
+        sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+        job["services"] = importlib.import_module("local_services")
+        job["ports"] = job["services"].listening_ports()
     os._exit((_in_namespaces if job["namespaces"] else _without)(job, status))
 
 

@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from megatron_dppo.config.reward_options import CodeOptions
+from megatron_dppo.engines.agents.launcher import landlock_version
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, code
 from megatron_dppo.rewards.code import Code, last_block
@@ -364,6 +365,75 @@ def test_a_program_reaches_no_network_and_writes_nowhere_else(sandbox: Sandbox) 
     assert lines[7] == "-1 -1 -1"
 
 
+SYSTEM_PYTHON = "/usr/bin/python3"
+LOCAL_ATTACKS = """
+import ctypes, errno, socket
+PORT, PORT6, CLOSED, NAME = {ports}
+def attempt(what):
+    try:
+        print(what() or "reached")
+    except OSError as error:
+        print(errno.errorcode.get(error.errno, error))
+def connect(family, address, protocol=0):
+    socket.socket(family, socket.SOCK_STREAM, protocol).connect(address)
+V4, V6, FAST_OPEN = socket.AF_INET, socket.AF_INET6, 0x20000000
+attempt(lambda: connect(V4, ("127.0.0.1", PORT)))
+attempt(lambda: connect(V4, ("127.8.9.1", PORT)))
+attempt(lambda: connect(V6, ("::1", PORT6)))
+attempt(lambda: connect(V6, ("::ffff:127.0.0.1", PORT)))
+attempt(lambda: connect(V4, ("127.0.0.1", PORT), 262))
+attempt(lambda: connect(V6, ("::1", PORT6), 262))
+attempt(lambda: connect(V4, ("127.0.0.1", PORT), 256))
+attempt(lambda: connect(43, ("127.0.0.1", PORT)))
+attempt(lambda: socket.socket().sendto(b"x", FAST_OPEN, ("127.0.0.1", PORT)))
+attempt(lambda: socket.socket().sendmsg([b"x"], [], FAST_OPEN, ("127.0.0.1", PORT)))
+attempt(lambda: connect(socket.AF_UNIX, NAME))
+libc = ctypes.CDLL(None, use_errno=True)
+def io_uring():
+    if libc.syscall(425, 1, ctypes.create_string_buffer(120)) < 0:
+        raise OSError(ctypes.get_errno(), "")
+attempt(io_uring)
+print("allowed")
+attempt(lambda: connect(V4, ("127.0.0.1", CLOSED)))
+with socket.create_server(("127.0.0.1", 0)) as own:
+    attempt(lambda: connect(V4, own.getsockname()))
+def datagram():
+    receiver, sender = socket.socket(V4, socket.SOCK_DGRAM), socket.socket(V4, socket.SOCK_DGRAM)
+    receiver.bind(("127.0.0.1", 0))
+    sender.sendto(b"x", receiver.getsockname())
+    return receiver.recv(9).decode()
+attempt(datagram)
+attempt(lambda: socket.getaddrinfo("127.0.0.1", 80)[0][4][0])
+attempt(lambda: socket.socketpair() and "pair")
+"""
+
+
+@pytest.mark.skipif(landlock_version() < 4, reason="needs Landlock with rules for ports (Linux 6.7)")
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_program_with_the_network_does_not_reach_the_services_of_this_machine(namespaces: bool) -> None:
+    python, visible = interpreter("" if namespaces else SYSTEM_PYTHON)
+    limits = Limits(seconds=20.0, memory_mb=512)
+    allowed = Sandbox(python, visible, namespaces=namespaces, network=True, limits=limits)
+    with (
+        socket.create_server(("0.0.0.0", 0)) as server,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as server6,
+        socket.socket() as closed,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
+        closed.bind(("127.0.0.1", 0))
+        name = f"\0sandbox-test-{os.getpid()}"
+        local.bind(name)
+        local.listen()
+        ports = (server.getsockname()[1], server6.getsockname()[1], closed.getsockname()[1], name)
+        lines = ended(allowed, LOCAL_ATTACKS.format(ports=ports)).output.splitlines()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    *attacks, end = lines[:13]
+    assert end == "allowed" and set(attacks) <= {"EACCES", "EPERM"}, lines
+    assert lines[13:] == ["ECONNREFUSED", "reached", "x", "127.0.0.1", "pair"], lines
+
+
 HOGS = {
     "fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
     "threads": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
@@ -413,7 +483,6 @@ try:
 except OSError:
     print(len(children))
 """
-SYSTEM_PYTHON = "/usr/bin/python3"
 
 
 @pytest.mark.skipif(not os.path.exists(SYSTEM_PYTHON), reason="needs an interpreter that any user can run")
