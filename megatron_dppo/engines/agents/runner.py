@@ -173,7 +173,8 @@ async def _run_in_thread(function: Callable[[], Any]) -> Any:
             result.set_exception(error)
 
     def work() -> None:
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         try:
             value = function()
         except StopIteration as raised:  # a future cannot hold it
