@@ -31,9 +31,15 @@ _SET_SECCOMP = 22
 _FILTER = 2
 _ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-"""Offsets in ``struct seccomp_data``. Each argument takes 8 bytes."""
+_LOAD = 0x20
+_IF_EQUAL = 0x15
+_IF_AT_LEAST = 0x35
+_IF_ANY_BIT = 0x45
+_RETURN = 0x06
+# Offsets in ``struct seccomp_data``. Each argument takes 8 bytes.
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
 _X32 = 0x40000000
 """System calls of the x32 ABI, which have the architecture of x86-64, begin here."""
 _FAST_OPEN = 0x20000000
