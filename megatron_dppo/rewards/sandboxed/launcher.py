@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
+import functools
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -150,7 +151,7 @@ def _program(job: Job, status: int, user: int | None) -> None:
     # No setuid program may give privileges back.
     _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
     if job["network"]:
-        job["services"].deny_connections(job["ports"])
+        job["deny_connections"]()
     for number in range(1, signal.NSIG):
         # 32 and 33 are those of the C library's threads.
         if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
@@ -261,10 +262,9 @@ def main() -> None:
     _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")  # Orphaned descendants become children of this process.
     job = json.loads(sys.stdin.buffer.read())
     if job["network"]:
-        # Before the root changes. ``-I`` leaves the folder of this file out of the path.
-        sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-        job["services"] = importlib.import_module("local_services")
-        job["ports"] = job["services"].listening_ports()
+        # Before the root changes. By path, since ``-I`` leaves the folder of this file out of the search path.
+        services = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "local_services.py"))
+        job["deny_connections"] = functools.partial(services["deny_connections"], services["listening_ports"]())
     os._exit((_in_namespaces if job["namespaces"] else _without)(job, status))
 
 
