@@ -108,6 +108,7 @@ def usual_rights(file: Path) -> Iterator[None]:
 
     The library of safetensors writes a temporary file that only its owner can read, and renames it.
     """
+    # The umask cannot be read without being set; a new file shows it.
     file.touch()
     mode = stat.S_IMODE(file.stat().st_mode)
     yield
@@ -258,6 +259,7 @@ def write_synced(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+    # The new name is on the disk only with the entry in its folder.
     fsync(path.parent)
 
 

@@ -65,6 +65,7 @@ def overlap_lines(data: DataSets) -> Iterator[str]:
     """Yield a warning for each set of held-out prompts that shares prompts with the training data."""
     if not data.eval_prompts:
         return
+    # Hashes instead of the texts, which would all be in memory.
     train = {hash(data.train_prompts[index].text) for index in range(len(data.train_prompts))}
     for name, prompts in data.eval_prompts.items():
         shared = sum(hash(prompts[index].text) in train for index in range(len(prompts)))

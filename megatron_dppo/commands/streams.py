@@ -25,6 +25,7 @@ def prepare_streams() -> None:
             os.fstat(number)
         except OSError:
             # The lowest free number is this one: those below are open.
+            # For reading and writing, because it may be any of the three.
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open until the end

@@ -321,6 +321,7 @@ def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path")
     """
     weights = FolderWeights(path, key)
     shape, expected = model_shape(hf_config), weight_shapes(hf_config)
+    # A tied model may store its output layer as well; it is compared with the embedding below.
     tied = {OUTPUT.hf[0]} if hf_config.tie_word_embeddings else set()
     names = {name for name in weights.names() - tied if not is_mtp_weight(name, shape)}
     missing = [name for name in expected if name not in names]

@@ -131,6 +131,7 @@ def _check_index_files(folder: Path, chosen: list[str], names: list[str], key: s
 def _choose_without_index(folder: Path, names: list[str], key: str) -> list[str]:
     if SINGLE in names:
         return [SINGLE]
+    # A folder of PEFT has the adapter beside the model.
     names = [name for name in names if name != ADAPTER_FILE]
     sets: dict[tuple[str, int], set[str]] = {}
     for name in names:

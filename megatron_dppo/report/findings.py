@@ -144,6 +144,7 @@ def _engine(values: _Values) -> list[Finding]:
     name = "train/abs_prob_diff_first"
     before_updates = values.last(name)
     all_updates = values.last("train/abs_prob_diff")
+    # Small, or less than half of the mean over all updates, most of which is then learning.
     if before_updates is None or all_updates is None or before_updates <= 0.005 or before_updates < 0.5 * all_updates:
         return []
     text = (

@@ -117,6 +117,7 @@ class MetricsWriter:
         # Rewrite the file without records after the checkpoint: these steps are computed again.
         keep = [] if resumed_step is None else [r for r in read_metrics(self.path) if r["step"] <= resumed_step]
         write_synced(self.path, "".join(json.dumps(record) + "\n" for record in keep))
+        # Readable too, for ``_restore_if_deleted``.
         self._file = self.path.open("a+", encoding="utf-8")
         self._sinks = open_sinks(
             folder,

@@ -47,6 +47,7 @@ def read_metrics(path: Path) -> list[Record]:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEP:
             raise _damaged(path, number, f"expected an integer of at least 0 as step, got {step!r}")
         for name, value in record.items():
+            # Also false for NaN, which Python's JSON reads.
             if value is not None and not (isinstance(value, int | float) and abs(value) <= _MAX_VALUE):
                 raise _damaged(path, number, f"expected a finite number or null as {name}, got {value!r}")
         records.append({RENAMED_METRICS.get(name, name): value for name, value in record.items()})

@@ -50,6 +50,7 @@ def read_tests(value: object, metadata: Mapping[str, object]) -> list[CodeTest]:
     Raises:
         ValueError: The format is unknown.
     """
+    # JSON in a text; any other text is Python code.
     if isinstance(value, str):
         try:
             loaded = json.loads(value)

@@ -274,6 +274,7 @@ def build_publisher(
         assert engine is None or isinstance(engine, LocalEngine)
         return LocalPublisher(trainer, engine)
     assert engine is None or isinstance(engine, ServerEngine)
+    # Rank 0 alone talks to the servers; the other ranks take part in gathering the weights.
     sync = build_weight_sync(config, inputs.hf_config, platform.device, sharing) if dist.get_rank() == 0 else None
     probe = Probe(
         trainer,
@@ -281,6 +282,7 @@ def build_publisher(
         hf_config=inputs.hf_config,
         tokenizer=inputs.tokenizer,
         prompts=inputs.train_prompts,
+        # The coarser of the two roundings bounds the difference that the probe allows.
         dtype=coarser(config.rollout.rounding_dtype, config.model.dtype),
         micro_batch_tokens=config.train.micro_batch_tokens,
     )

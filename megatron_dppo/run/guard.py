@@ -258,6 +258,7 @@ class FirstUpdateGuard:
         if self.max_prob_diff is None:
             return None
         difference = tokens.mean("prob_diff")
+        # ``not <=``, because NaN is a problem, too.
         if not difference <= self.max_prob_diff:
             return self._difference_problem(difference, self.max_prob_diff)
         if not self.follows_run:
@@ -272,6 +273,7 @@ class FirstUpdateGuard:
         limit = (
             _USUAL_PROB_DIFF[self.dtype] if usual is None else max(_USUAL_PROB_DIFF[self.dtype], _USUAL_FACTOR * usual)
         )
+        # Few tokens may be far away by chance.
         if usual is not None and difference - _DEVIATIONS * _standard_error(tokens) > limit:
             return self._difference_problem(
                 difference,

@@ -193,6 +193,7 @@ def _load_weights(
     good: dict[str, ServerInfo] = {}
     problems: dict[str, str] = {}
     try:
+        # A server that failed may take the weights at the next attempt; the good ones keep them.
         for _ in range(config.rollout.weight_sync.attempts):
             result = sync.send(weights(), _VERSION, good)
             good, problems = result.good, {**result.absent, **result.failed}

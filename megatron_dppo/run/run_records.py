@@ -264,6 +264,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     scored = [r for r in rollouts if not r.reward_failed]
     lengths = [len(r.completion.token_ids) for r in rollouts]
     reasons = [r.completion.finish_reason for r in rollouts]
+    # Groups whose rewards are all equal, or of which at most one is known.
     flat = [len({r.reward for r in group.rollouts if not r.reward_failed}) < 2 for group in groups]
     masks = [r.completion.loss_mask for r in rollouts]
     sampled = sum(n if m is None else int(m.sum()) for m, n in zip(masks, lengths, strict=True))

@@ -149,6 +149,7 @@ def run_warmup(
     num_steps = warmup.settings.num_steps
     folder = checkpoints / _UNFINISHED
     state = _state(trainer, warmup)
+    # From here on a signal ends the warm-up only between two steps.
     stop.deferring = True
     timer = SaveTimer(resume.save_every_minutes)
     for step in range(_resume(trainer, folder, state, resume), num_steps):
@@ -158,6 +159,7 @@ def run_warmup(
         trainer.optimizer.set_step(step)
         result = trainer.update(trainer.pack(samples, warmup.micro_batch_tokens).batches, SUPERVISED)
         report(step, result.metrics["loss"])
+        # Clocks differ, and a save is a collective: rank 0 decides for all.
         if broadcast_object(timer.is_due, trainer.groups.world) and step + 1 < num_steps:
             with PROGRESS.part("save"), timer.measure(by_time=True):
                 trainer.save(folder, step + 1, state, keep=1)

@@ -108,6 +108,7 @@ def find_owners(
                 "'disk' or 'distributed'"
             )
         ranks = [rank for rank, location in enumerate(locations) if location.host == hosts[0]]
+        # GPU i of a machine is that of its rank with LOCAL_RANK i.
         ranks.sort(key=lambda rank: locations[rank].local_rank)
         if not on_gpus:
             owners[url] = ranks[:1] * size

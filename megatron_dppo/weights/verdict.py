@@ -246,6 +246,7 @@ class _ResponseCheck:
             f"probabilities differ by {replayed.probability:.2g}, with the trainer's own by {live.probability:.2g}"
         )
         shifted = counts.shifted_share
+        # Routes moved by one token fit the neighbours far better than their own.
         if counts.rows and share > tolerance.routes / 8 and shifted < share / 2:
             self._refuse(
                 f"shifted routed experts: they fit a neighbouring token ({shifted:.0%} differ; {numbers}). {_GATEWAY}"

@@ -53,6 +53,7 @@ def evaluate_words(words: Sequence[Word]) -> bool | None:
         return texts[0] != ""
     if len(texts) == 2:
         return _unary(texts[0], texts[1])
+    # POSIX leaves the value of longer tests open.
     return _binary(texts[0], texts[1], texts[2], is_pattern=False) if len(texts) == 3 else None
 
 
@@ -68,6 +69,7 @@ def _expression(expander: Expander, node: Node) -> bool | None:
         if sign == "!":
             return negate(_expression(expander, operand))
         if sign == "-v":
+            # Where the script does not set it, the environment may.
             return True if node_text(operand) in expander.state.variables else None
         word = expander.join(operand)
         return _unary(sign, _known(word))
@@ -86,6 +88,7 @@ def _binary_expression(expander: Expander, node: Node) -> bool | None:
         if sign in ("&&", "-a"):
             return both(first, second)
         return negate(both(negate(first), negate(second)))
+    # Only ``[[`` takes an unquoted right side as a pattern.
     is_pattern = right.type not in ("string", "raw_string") and node_text(node.parent).startswith("[[")
     if right.type in ("extglob_pattern", "regex"):
         return _binary(_known(expander.join(left)), sign, node_text(right), is_pattern)
@@ -109,6 +112,7 @@ def _unary(sign: str, text: str) -> bool | None:
     """Return the value of a test of one word. None for a test of a file."""
     if sign in ("-z", "-n"):
         return (text == "") == (sign == "-z")
+    # Files may differ on the machine that the script is for.
     return None
 
 
@@ -123,6 +127,7 @@ def _binary(left: str, sign: str, right: str, is_pattern: bool) -> bool | None:
         return _NUMBERS[sign](int(left), int(right))
     if sign in ("<", ">", r"\<", r"\>"):
         return left < right if sign.endswith("<") else left > right
+    # Only expressions that Python reads as bash does.
     if sign == "=~" and re.fullmatch(r"\^?[\w .:/,-]*\$?", right):
         return re.search(right, left) is not None
     return None

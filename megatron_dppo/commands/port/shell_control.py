@@ -139,6 +139,7 @@ class ControlFlow(ABC):
         """Read ``export``, ``declare``, ``local`` and ``readonly``."""
         is_local = bool(self._locals) and node.children[0].type in ("local", "declare", "typeset")
         for child in node.named_children:
+            # ``X+=v`` and ``X[i]=v`` name X, too.
             name = node_text(child).partition("=")[0].partition("[")[0].rstrip("+")
             if is_local and child.type in ("variable_assignment", "variable_name"):
                 self._locals[-1].setdefault(name, self._state.variables.get(name))

@@ -273,6 +273,7 @@ class Expander:
             return Word(_strip(text, argument.strip("\"'"), sign))
         if sign in ("/", "//"):
             # An escaped slash separates nothing.
+            # NUL stands for an escaped slash, since no argument of a command can contain it.
             pattern, _, replacement = argument.replace("\\/", "\0").partition("/")
             return Word(
                 _substitute(text, pattern.replace("\0", "/"), replacement.replace("\0", "/").strip("\"'"), sign)
@@ -309,6 +310,7 @@ class Expander:
             if command is None or output is not None:
                 raise unknown
             words = [word for part in command.named_children for word in self.words(part)]
+            # Unknown arguments raise: the output depends on them.
             name, arguments = words[0].text, [self._known(word) for word in words[1:] if word.text != "--"]
             if name == "cd" and len(arguments) == 1:
                 folder = resolve_path(folder, arguments[0])
@@ -336,6 +338,7 @@ def _join_parts(parts: Sequence[Word], expanded: Sequence[bool]) -> Word:
         before = "".join(word.text for word in parts[:i])
         after = "".join(word.text for word in parts[i + 1 :])
         is_empty = expanded[i] and not part.unknown and part.text == ""
+        # ``$X/models`` with an empty X is the absolute path ``/models``.
         if is_empty and after.startswith("/") and before[-1:] in ("", "=", "[", ",", "'", '"'):
             return replace(joined, blank=joined.blank or f"the path {after[:40]!r} begins with an empty variable")
     return joined
@@ -360,6 +363,6 @@ def _substitute(text: str, pattern: str, replacement: str, sign: str) -> str:
 
 def _braces(text: str) -> list[str]:
     match = re.fullmatch(r"([^{}]*)\{([^{}]*,[^{}]*)\}([^{}]*)", text)
-    if match is None or "=" in match.group(1):
+    if match is None:
         return [text]
     return [match.group(1) + part + match.group(3) for part in match.group(2).split(",")]

@@ -91,6 +91,7 @@ def _vanilla(draft: Draft) -> None:
     level, limit = _C + "rollout_is", _C + "rollout_is_threshold"
     if draft.read(_C + "bypass_mode", flag) and draft.read(_C + "loss_type", text) not in (None, "ppo_clip"):
         raise UnreadSettingError(_C + "loss_type", "no exact counterpart of the bypass loss; see pg_is in docs/losses")
+    # With ``bypass_mode`` verl's old policy is the rollout's, so there is nothing to correct.
     is_corrected = not draft.read(_C + "bypass_mode", flag) and draft.read(level, text) == "token"
     normalized = draft.read(_C + "rollout_is_batch_normalize", flag)
     if is_corrected and not normalized and not draft.read(_C + "rollout_rs", text):

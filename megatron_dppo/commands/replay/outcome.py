@@ -43,6 +43,7 @@ class ReplayOutcome:
     @property
     def largest_relative(self) -> float:
         """Largest relative difference of a metric."""
+        # 1e-12: any change of a metric that was 0 shows.
         return max((abs(was - now) / max(abs(was), 1e-12) for was, now in self.metrics.values()), default=0.0)
 
     def plain(self) -> dict[str, Any]:

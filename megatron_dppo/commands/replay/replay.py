@@ -140,6 +140,7 @@ def _replay_config(folder: Path, meta: StepMeta, world: int, overrides: Sequence
             f"{world}. Fix: torchrun --nproc-per-node {meta.world_size} -m megatron_dppo.commands.main replay {folder} "
             f"--step {meta.step}, or one process without torchrun"
         )
+    # As in the run: the two optimizers have different checkpoint formats.
     single = ParallelConfig(
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         virtual_pipeline_model_parallel_size=None,
@@ -177,6 +178,7 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
     """Build the policy as it was before the step."""
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    # Before the first import of Megatron.
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(platform)
@@ -234,6 +236,7 @@ def _select_rows(
             f"the step has the samples of {meta.dp} data-parallel ranks, here there are {dp}; replay with as many, or "
             "with one process"
         )
+    # As the rows of the ranks follow each other, a rank's samples begin after those of the ranks below it.
     counts = Counter(row["dp_rank"] for row in rows)
     starts = {rank: sum(counts[r] for r in range(rank)) for rank in range(meta.dp)}
 

@@ -181,6 +181,7 @@ def _sglang_problems(url: str, needs: ServerRequirements, key: str | None, timeo
     yield from _version_problems(needs.engine, info.get("version"), oldest, feature)
     length = info.get("context_length") or info.get("max_req_input_len")
     yield from _context_problems(length, needs.context, "--context-length", UNUSED_CONTEXT_TOKENS)
+    # ``is False``: a version that does not report the flag may have it.
     if needs.routed_experts and info.get("enable_return_routed_experts") is False:
         yield "train.router_replay needs the experts of each token; start it with --enable-return-routed-experts"
     if needs.colocated and info.get("enable_memory_saver") is False and info.get("device") != "cpu":

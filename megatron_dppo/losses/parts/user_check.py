@@ -55,6 +55,7 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
             )
     if setting == "loss.name":
         _check_sign(name, config)
+    # Alone, a part must have the gradients that it has among the others.
     for part in _parts(inputs.loss_mask.numel(), in_sequences="sequence_ids" in config.required_inputs):
         alone = _gradients(_select(inputs, part), config)
         for leaf, gradient in gradients.items():
@@ -65,6 +66,7 @@ def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) ->
                     f"{setting} = {name!r}: the gradient of a token depends on the other {unit}s of the call, or "
                     f"changes from call to call; a term may depend on its own {unit} only{fix}"
                 )
+    # Penalty and bonus have a gradient at advantage 0 by themselves.
     penalized = config.kl_coef > 0 or config.entropy_coef > 0
     if setting == "loss.name" and not needs.zero_advantage and not penalized:
         idle = inputs.advantages == 0

@@ -110,7 +110,10 @@ def remaining_charts(records: Sequence[Record]) -> list[Chart]:
 
 def _points(records: Sequence[Record], metric: str, scale: float) -> list[list[float]]:
     points = [
-        [record["step"], float(f"{record[metric] * scale:.5g}")] for record in records if record.get(metric) is not None
+        # Five digits are more than a screen shows, and keep the page small.
+        [record["step"], float(f"{record[metric] * scale:.5g}")]
+        for record in records
+        if record.get(metric) is not None
     ]
     # Keep every n-th point, with n rounded up.
     return points[:: -(-len(points) // _MAX_POINTS) or 1]

@@ -95,6 +95,7 @@ def _chosen(step: StepTokens, tokens: int) -> list[int]:
     rewards = np.array([row["reward"] for row in step.rows], dtype=float)
     mean = max(1.0, float(np.diff(step.starts).mean()))
     count = int(min(max(tokens / mean, _RESPONSES[0]), _RESPONSES[1], len(step.rows)))
+    # Two places stay for the best and the worst.
     by_mask = [int(row) for row in np.argsort(-masked, kind="stable") if masked[row]][: max(1, count - 2)]
     by_reward = [int(np.argmax(rewards)), int(np.argmin(rewards)), *range(len(rewards))]
     return list(dict.fromkeys([*by_mask, *by_reward]))[:count]
@@ -106,6 +107,7 @@ def _span(step: StepTokens, row: int, most: int) -> tuple[int, int]:
     if stop - start <= most:
         return start, stop
     masked = np.flatnonzero(step.masked[start:stop])
+    # A quarter of the shown tokens stand before it.
     first = max(0, int(masked[0]) - most // 4) if len(masked) else 0
     begin = start + min(first, stop - start - most)
     return begin, begin + most

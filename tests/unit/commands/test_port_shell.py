@@ -38,6 +38,7 @@ EXPANSIONS = [
     "A=(1 2 3); run ${#A[@]} ${A[1]} ${A[-1]} ${A[0]} $A",
     "declare -A M=([a]=1 [b]='2 3'); M[c]=4; K=b; run ${M[a]} \"${M[$K]}\" ${M[c]}",
     "X=Y; Y=deep; run ${!X}",
+    "X={e,f}; run {c,d}.txt data.f={a,b} --x={1,2} 'k={a,b}' \"k={a,b}\" $X",
     'run $(echo a b) "$(basename /x/y.sh .sh)" $(dirname /x/y.sh) $(seq 2 2 8)',
     "X=5; (( X > 3 )) && Y=big || Y=small; ((X += 2)); let Z=X+1; run $Y $X $Z",
     "f() { local v=$1; G=$v-$2; }; v=out; f in 2; run $v $G",
