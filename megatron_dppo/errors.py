@@ -142,6 +142,12 @@ class DiskError(UserError):
     on_every_rank = False
 
 
+class JobError(UserError):
+    """Ranks of a job that do not find each other."""
+
+    on_every_rank = False
+
+
 class PlanError(UserError):
     """A part of a run that ``megatron-dppo plan`` cannot rehearse."""
 

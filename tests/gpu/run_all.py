@@ -24,6 +24,7 @@ MODEL = ("megatron.core", "numpy", "packaging", "transformers", "safetensors")
 RUN = (*CONFIG, *MODEL, "tomli_w", "aiohttp")
 GROUPS = {
     "doctor": ("tests.gpu.check_doctor", RUN),
+    "job": ("tests.gpu.check_job", RUN),
     "head": ("tests.gpu.check_head", CONFIG),
     "teacher": ("tests.gpu.check_teacher", CONFIG),
     "model": ("tests.gpu.check_model", (*CONFIG, *MODEL)),

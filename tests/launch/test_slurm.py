@@ -251,6 +251,18 @@ def test_it_saves_at_the_time_limit_at_preemption_and_by_hand_and_goes_on(slurm:
     assert steps(tmp_path / "run") == list(range(1, 41))
 
 
+def test_doctor_over_srun_compares_the_nodes_and_measures_what_is_between_them(slurm: Slurm, tmp_path: Path) -> None:
+    doctor = (sys.executable, "-m", "megatron_dppo.commands.main", "doctor", "--json", str(tmp_path / "report.json"))
+    step = ("srun", "--nodes=2", "--ntasks-per-node=1", f"--chdir={tmp_path}")
+    output = slurm.run(*step, *doctor, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    for text in ("2 ranks on 2 nodes: n1, n2", "gloo between nodes: median", "(gloo, n1 -> n2)", "problems: none"):
+        assert text in output, output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(rank["host"], rank["host_addresses"]) for rank in report["ranks"]] == [
+        (name, [slurm.hosts.addresses[name]]) for name in ("n1", "n2")
+    ]
+
+
 def test_servers_that_do_not_start_end_the_job_before_training(slurm: Slurm, tmp_path: Path) -> None:
     job = Job(*(slurm, tmp_path, 2, str(EXAMPLES / ENGINE), *stub_servers(tmp_path, "die", free_port())))
     assert job.end() == "FAILED" and job.exit_code == 1

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from megatron_dppo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_dppo.commands.doctor.job_rank import JobRank
     from megatron_dppo.commands.doctor.self_test import SelfTestReport
     from megatron_dppo.commands.doctor.servers import ServerReport
     from megatron_dppo.config.schema import Config
@@ -27,12 +28,15 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="TOML configuration file; servers are checked for its run")
     parser.add_argument("--servers", nargs="+", default=[], metavar="URL", help="inference servers to inspect")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the servers' key")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="in a job of several processes: also write the report here"
+    )
     parser.add_argument("--no-self-test", action="store_true", help="skip the self-test")
     parser.add_argument("--verbose", action="store_true", help="also print the checks of the self-test that pass")
 
 
 def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print versions, known-bad combinations, servers and the self-test.
+    """Print versions, known-bad combinations, servers and the self-test; as a rank of a job, what is between the ranks.
 
     Returns:
         0, or 1 if there is a problem.
@@ -41,15 +45,22 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: The arguments or the configuration cannot be used (exit code 2).
     """
     from megatron_dppo.commands.doctor.combinations import find_bad_combinations
+    from megatron_dppo.commands.doctor.job_rank import read_job_rank
     from megatron_dppo.commands.doctor.machine import format_machine, inspect_machine
     from megatron_dppo.commands.doctor.self_test import run_self_test
-    from megatron_dppo.commands.doctor.servers import inspect_servers
 
     if overrides and options.config is None:
         raise ConfigError(f"{' '.join(overrides)}: overrides need a configuration. Fix: put its file before them")
     config = _load_config(options.config, overrides)
     urls = _server_urls(options, config)
     key = _api_key(options, config)
+    job = read_job_rank(os.environ)
+    if job is not None:
+        return _run_job_check(job, options, config, urls, key)
+    if options.json is not None:
+        raise ConfigError(
+            "--json is for a job of several processes. Fix: start doctor by srun or torchrun, or leave it out"
+        )
     redactor = _Redactor(os.environ, urls)
     num_problems = 0
 
@@ -60,12 +71,8 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     redactor.print("\n## Known-bad combinations\n", *(map(str, matches) if matches else ["none"]))
     num_problems += sum(match.combination.is_fatal for match in matches)
 
-    uses_servers = config is not None and config.rollout.engine != "local"
-    if urls or uses_servers:
-        from megatron_dppo.run.server_checks import required_server_features
-
-        needs = required_server_features(config, None) if config is not None and uses_servers else None
-        servers = inspect_servers(urls, needs, key)
+    servers = _inspect_servers(config, urls, key)
+    if servers is not None:
         redactor.print("\n## Servers\n", *(line for server in servers for line in _server_lines(server)))
         num_problems += sum(len(server.problems) for server in servers)
 
@@ -78,6 +85,37 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         num_problems += not self_test.passed
     redactor.print(f"\nproblems: {num_problems or 'none'}")
     return 1 if num_problems else 0
+
+
+def _run_job_check(
+    job: JobRank, options: argparse.Namespace, config: Config | None, urls: list[str], key: str | None
+) -> int:
+    from megatron_dppo.commands.doctor.job import run_job_check
+    from megatron_dppo.commands.doctor.rank_facts import Finding
+
+    def inspect() -> list[str | Finding]:
+        results: list[str | Finding] = []
+        for server in _inspect_servers(config, urls, key) or []:
+            results.append(f"{server.url}: {server.description or 'not identified'}")
+            for problem in server.problems:
+                results.append(Finding(f"{server.url}: {problem}", "as the text says; docs/engines.md has the flags"))
+        return results
+
+    folder = Path.cwd() if config is None else Path(config.run.output_dir)
+    return run_job_check(job, folder, inspect, options.json)
+
+
+def _inspect_servers(config: Config | None, urls: list[str], key: str | None) -> list[ServerReport] | None:
+    """Return a report for each server. None if there are none to ask."""
+    from megatron_dppo.commands.doctor.servers import inspect_servers
+
+    uses_servers = config is not None and config.rollout.engine != "local"
+    if not urls and not uses_servers:
+        return None
+    from megatron_dppo.run.server_checks import required_server_features
+
+    needs = required_server_features(config, None) if config is not None and uses_servers else None
+    return inspect_servers(urls, needs, key)
 
 
 def _self_test_lines(self_test: SelfTestReport, *, verbose: bool) -> Iterable[str]:

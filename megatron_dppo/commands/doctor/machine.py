@@ -42,7 +42,11 @@ VARIABLES = (
     "NVTE_UNFUSED_ATTN",
     "NCCL_P2P_DISABLE",
     "NCCL_IB_DISABLE",
+    "NCCL_CUMEM_ENABLE",
     "NCCL_NVLS_ENABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "GLOO_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
 )
 """Environment variables that affect training. No others are read or printed."""
