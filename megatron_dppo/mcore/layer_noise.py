@@ -110,6 +110,7 @@ class LayerNoise:
         self._world = groups.world
         self._seed = seed
         tp_size = dist.get_world_size(groups.tp)
+        # With sequence parallelism a rank adds the noise of its own part of the row.
         self._part = (dist.get_rank(groups.tp), tp_size) if config.sequence_parallel else (0, 1)
         self._num_replicas = 1 if config.sequence_parallel else tp_size
         """Number of ranks that compute the same gradient for a token."""

@@ -263,6 +263,7 @@ class LinearAdapter(Module):
                 if self.target.is_split(factor):
                     dim = parameter.dim() - (2 if factor == "B" else 1)
                     offsets.append((dim, tp_replica, dist.get_world_size(self._tp)))
+                    # Each rank of the group stores another part, so none is a replica.
                     tp_replica = 0
                 data_rank = dist.get_rank(self._groups.edp if self._is_expert else self._groups.dp_cp)
                 result[f"{projection}_{factor}"] = ShardedTensor.from_rank_offsets(

@@ -72,6 +72,7 @@ class BalancedTokens:
         """Padding among this rank's tokens of the current call [tokens]. None means no padding."""
         self._num_tokens = torch.zeros(())
         """Tokens of the row without padding, on all ranks that share it."""
+        # The replacements below call the originals.
         self._routing = router.routing
         self._attach = router.attach_and_log_load_balancing_loss
         self._log_z_loss = router.apply_z_loss

@@ -117,6 +117,7 @@ def _sum_span(sample: TrainingSample, row: RowRecord, span: slice, start: int) -
     entropy = select(row.entropy[in_row])
     difference = log_pi - log_mu
     prob_diff = (log_pi.exp() - log_mu.exp()).abs()
+    # 0 on average if the tokens are samples of mu and mu is pi.
     surprise = -log_mu - entropy
     return ServerSums(
         tokens=float(len(log_mu)),

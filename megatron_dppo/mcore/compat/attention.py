@@ -221,6 +221,7 @@ class SDPACoreAttention(MegatronModule):
         if not isinstance(packed_seq_params, PackedRow):
             raise ValueError("Expected packed rows. Fix: pass packed_seq_params=PackedRow.from_batch(batch, starts).")
         shard = packed_seq_params.shard
+        # Queries stay split over the context-parallel ranks; each rank needs all keys and values.
         if shard is not None:
             key, value = shard.gather_for_partial(key), shard.gather_for_partial(value)
         outputs = []
