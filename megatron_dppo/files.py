@@ -1,10 +1,11 @@
-"""Files of a run: free space, errors of full disks in one line, writes that are synced, files that a wheel ships."""
+"""Files of a run: limits, free space, errors of full disks in one line, synced writes, files that a wheel ships."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import resource
 import shutil
 import stat
 from collections.abc import Iterator
@@ -53,8 +54,44 @@ _SHORT_WRITE_TEXTS = ("unexpected pos", "PytorchStreamWriter failed")
 _LFS_POINTER = b"version https://git-lfs"
 
 
+_MIN_OPEN_FILES = 256
+"""Descriptors that a rank needs for libraries, sockets of the other ranks, and its own files."""
+
+
+_MAX_OPEN_FILES = 2**20
+"""Highest soft limit that is set."""
+
+
 MAX_STATE_BYTES = 2**28
 """Largest file of a run's state that is read: 256 MiB."""
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit on open files (``ulimit -n``) to the hard limit, and return the limit that holds now.
+
+    A rank has a socket for most other ranks in each process group, and srun passes on a soft limit of often 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A container may allow 10^9, and some programs that a run starts close each possible descriptor one by one.
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def require_open_files() -> None:
+    """Raise the limit on open files to what the system allows, and check that a run can work with it.
+
+    Raises:
+        ConfigError: The hard limit is too low for any run.
+    """
+    limit = raise_file_limit()
+    if limit < _MIN_OPEN_FILES:
+        raise ConfigError(
+            f"this process may open {limit} files (ulimit -n, hard limit), and a run needs at least {_MIN_OPEN_FILES}. "
+            f"Raise the limit: ulimit -Hn {_MIN_OPEN_FILES}, LimitNOFILE of the service, or limits.conf"
+        )
 
 
 def read_regular_file(path: Path, limit: int = MAX_STATE_BYTES) -> bytes:

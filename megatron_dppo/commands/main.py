@@ -31,8 +31,9 @@ from megatron_dppo.commands.replay.command import add_replay_arguments, run_repl
 from megatron_dppo.commands.report import add_report_arguments, run_report
 from megatron_dppo.commands.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.commands.serve import add_serve_arguments, run_serve
-from megatron_dppo.commands.streams import prepare_streams, raise_file_limit
+from megatron_dppo.commands.streams import prepare_streams
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.files import raise_file_limit, require_open_files
 from megatron_dppo.report.printable import printable
 
 
@@ -91,6 +92,7 @@ def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequenc
     """Run a command; report a UserError, or a package that is not installed, by its message and exit code."""
     try:
         check_launcher_variables()
+        raise_file_limit()
         return command(options, overrides)
     except UserError as error:
         return report_error(error)
@@ -145,7 +147,7 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     try:
         check_launcher_variables()
-        raise_file_limit()
+        require_open_files()
         if options.world_size is not None and not options.dry_run:
             raise ConfigError(
                 f"--world-size {options.world_size} needs --dry-run. Fix: remove it; torchrun or srun sets the number "

@@ -1,17 +1,11 @@
-"""Standard streams that any output can go to, and enough open files."""
+"""Standard streams that any output can go to."""
 
 from __future__ import annotations
 
 import os
-import resource
 import sys
 
-from megatron_dppo.errors import ConfigError
-
 _STANDARD = (0, 1, 2)
-MIN_OPEN_FILES = 256
-"""Descriptors that a rank needs for libraries, sockets of the other ranks, and its own files."""
-_WANTED_OPEN_FILES = 65_536
 
 
 def prepare_streams() -> None:
@@ -35,21 +29,3 @@ def prepare_streams() -> None:
         # A caller may have replaced it by an object that is no text file.
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit on open files (``ulimit -n``) to what a run with many connections needs.
-
-    Raises:
-        ConfigError: The hard limit is too low for any run.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        raise ConfigError(
-            f"this process may open {soft} files (ulimit -n, hard limit), and a run needs at least {MIN_OPEN_FILES}. "
-            f"Raise the limit: ulimit -Hn {MIN_OPEN_FILES}, LimitNOFILE of the service, or limits.conf"
-        )

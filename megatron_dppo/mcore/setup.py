@@ -112,8 +112,9 @@ def start_process_group(platform: Platform, timeout_minutes: float) -> None:
     for name, value in single_process.items():
         os.environ.setdefault(name, value)
     if not dist.is_initialized():
-        device = platform.device if platform.is_cuda else None
-        dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes), device_id=device)
+        # Without ``device_id``: with it torch makes every later group, also gloo groups and also on ranks outside of it,
+        # by one more ncclCommSplit of all ranks.
+        dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
 
 
 def shutdown_megatron() -> None:

@@ -53,7 +53,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types"}, {"torch"}),
     "engines": (
-        {"config", "data", "errors", "functions", "hf", "rollout", "types"},
+        {"config", "data", "errors", "files", "functions", "hf", "rollout", "types"},
         {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "safetensors", "torch", "transformers"},
     ),
     "weights": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import socket
 import time
 from collections import Counter
@@ -15,9 +14,9 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from megatron_dppo.engines.agents.episode import Episode
+from megatron_dppo.files import raise_file_limit
 
 _MAX_CONNECTIONS = 4096
-_MAX_DESCRIPTORS = 65536
 _GRACE_SECONDS = 1.0
 """Time without a call after which a connection may be closed for another one."""
 _RETRY_SECONDS = 0.02
@@ -99,13 +98,6 @@ class ConnectionLimit:
 def reserve_descriptors() -> int:
     """Return how many connections the endpoint may hold: at most half of the file descriptors of the process.
 
-    The soft limit, often 1024, is raised towards the hard one first: every episode that waits for the policy holds a
-    connection.
+    Every episode that waits for the policy holds a connection, so the limit of the process is raised first.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # RLIM_INFINITY is -1, so ``min`` must not see it.
-    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, soft // 2)
+    return min(_MAX_CONNECTIONS, raise_file_limit() // 2)

@@ -17,9 +17,8 @@ from megatron_dppo.report.printable import printable
 ROOT = Path(__file__).parents[3]
 PRINTS = """
 import os, sys
-from megatron_dppo.commands.streams import prepare_streams, raise_file_limit
+from megatron_dppo.commands.streams import prepare_streams
 prepare_streams()
-raise_file_limit()
 with open(sys.argv[1], "w") as file:
     assert file.fileno() > 2, file.fileno()
     print("out \\u00fc \\ud800", flush=True)
@@ -48,6 +47,25 @@ def test_a_closed_stream_is_no_reason_to_fail_and_no_file_gets_its_output(closed
 def test_characters_that_the_encoding_lacks_are_written_as_escapes(tmp_path: Path) -> None:
     result = shell('exec "$@"', "-c", PRINTS, tmp_path / "file", PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stdout, result.stderr) == (0, b"out \\xfc \\ud800\n", b"error \\u202e\n")
+
+
+LIMITS = """
+import resource, subprocess, sys
+from megatron_dppo.files import raise_file_limit
+from megatron_dppo.engines.agents.connections import reserve_descriptors
+print(raise_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE), raise_file_limit(), reserve_descriptors())
+files = [open("/dev/null") for _ in range(1500)] if sys.argv[1:] else []
+"""
+
+
+def test_the_soft_limit_on_open_files_is_raised_to_the_hard_one() -> None:
+    cases = {
+        "ulimit -Sn 100; ulimit -Hn 2000": b"2000 2000 2000 2000 1000\n",
+        "ulimit -Sn 2000; ulimit -Hn 2000": b"2000 2000 2000 2000 1000\n",
+    }
+    for limits, expected in cases.items():
+        result = shell(f'{limits}; exec "$@"', "-c", LIMITS, "open")
+        assert (result.returncode, result.stdout) == (0, expected), result.stderr
 
 
 @pytest.mark.slow
