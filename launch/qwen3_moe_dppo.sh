@@ -91,12 +91,25 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 shared=${shared:-$PWD/megatron_dppo-$SLURM_JOB_ID}
 logs=$shared/trainer
 
+# A step would inherit how the job asked for GPUs: one node of --gpus=16 cannot have all of them, and --gpus-per-task leaves a
+# rank one GPU with another number than its own. Every step gets all GPUs of its nodes instead.
+gpus_per_node=${SLURM_GPUS_ON_NODE:-0}
+gpu_args=()
+if [ "$gpus_per_node" != 0 ]; then
+    gpu_args=(--gpus-per-node="$gpus_per_node" --gpu-bind=none)
+    total=${SLURM_GPUS:-} total=${total##*:}
+    [ -z "$total" ] || [ "$total" = $((gpus_per_node * ${#nodes[@]})) ] ||
+        fail "--gpus=$total does not give ${#nodes[@]} nodes $gpus_per_node GPUs each; use --gpus-per-node"
+fi
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND SLURM_GRES \
+    SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK
+
 address() { scontrol -o show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'; }
 list() { (IFS=, && echo "$*"); }
 # Steps share nodes where they have to (--overlap); the programs limit their own threads.
 step() {
     srun --job-name="$1" --cpus-per-task="$2" --overlap --overcommit --cpu-bind=none --kill-on-bad-exit=1 --input=none \
-        "${srun_args[@]}" "${@:3}"
+        ${gpu_args[0]:+"${gpu_args[@]}"} "${srun_args[@]}" "${@:3}"
 }
 # A short command of the program, where the trainer runs: there may be a container around it.
 ask() { step "$1" 1 --nodes=1 --ntasks=1 --nodelist="${nodes[-1]}" "$python" -m megatron_dppo.commands.main "${@:2}"; }
@@ -115,6 +128,9 @@ preempted() { job_has 'PreemptTime=[0-9]'; }
 
 # Roles of the nodes.
 mode=$(ask mode serve "${given[@]}" --print-mode)
+# What the ranks need and you have not set: NCCL's settings as in the servers, and the allocator's.
+variables=$(ask variables serve "${given[@]}" --print-rank-variables)
+mapfile -t variables <<<"$variables"
 if [ "$mode" = colocated ]; then
     [ "${server_nodes:-0}" = 0 ] || fail "--server-nodes $server_nodes, but with rollout.servers.colocated = true every node trains; leave it out"
     server_nodes=0
@@ -287,11 +303,6 @@ rank() { # FOLDER COMMAND...
     # Megatron overlaps the collectives of tensor and sequence parallelism with GEMMs by the order in one queue, on GPUs
     # before Blackwell.
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-    # Packed rows differ in length from step to step, which leaves holes between segments of fixed size. Not for the
-    # servers: they may hand memory on by CUDA IPC.
-    if [ -z "${PYTORCH_ALLOC_CONF:-}" ]; then
-        export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-    fi
     local code=0
     [ "$RANK" = 0 ] || exec >>"$1/rank_$RANK.log" 2>&1
     trap : TERM INT HUP # for the trainer, whose exit code is to be noted: that of the step may be another rank's
@@ -306,7 +317,8 @@ rm -f "$logs"/code_*
 say "training on ${#trainer_nodes[@]} nodes (${trainer_nodes[*]}) with $nproc ranks each; the output of ranks other than 0 is in $logs"
 step trainer "$rank_cpus" --nodes="${#trainer_nodes[@]}" --ntasks="$WORLD_SIZE" --ntasks-per-node="$nproc" \
     --nodelist="$(list "${trainer_nodes[@]}")" --distribution=block \
-    bash -c "$(declare -f rank); rank \"\$@\"" rank "$logs" "$python" -m megatron_dppo.train "$config" "${overrides[@]}" &
+    bash -c "$(declare -f rank); rank \"\$@\"" rank "$logs" env ${variables[0]:+"${variables[@]}"} \
+    "$python" -m megatron_dppo.train "$config" "${overrides[@]}" &
 trainer=$!
 
 # A signal interrupts wait; then it is asked again.

@@ -83,6 +83,9 @@ trap 'forward SIGHUP 129' HUP
 trap 'if [ -n "$stopping" ]; then exit 130; fi; forward Ctrl-C 130' INT
 
 mode=$("$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --print-mode 9>&-)
+# What the ranks need and you have not set: NCCL's settings as in the servers, and the allocator's.
+variables=$("$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --print-rank-variables 9>&-)
+mapfile -t variables <<<"$variables"
 case $mode in
 attach) "$python" -m megatron_dppo.commands.main serve "${arguments[@]}" 9>&- ;;
 start | colocated)
@@ -101,7 +104,7 @@ esac
 # Megatron overlaps the collectives of tensor and sequence parallelism with GEMMs by the order in one queue, on GPUs before
 # Blackwell.
 CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} \
-    setsid "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" 9>&- &
+    setsid env ${variables[0]:+"${variables[@]}"} "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" -m megatron_dppo.train "${arguments[@]}" 9>&- &
 trainer=$!
 tell_guard "trainer $trainer"
 # A signal interrupts wait; then it is asked again.

@@ -40,6 +40,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="for scripts, print what this command does with this file: start (starts servers), colocated (starts "
         "them on the trainer's GPUs), attach (checks rollout.servers.urls) or none (rollout.engine = local)",
     )
+    parser.add_argument(
+        "--print-rank-variables",
+        action="store_true",
+        help="for scripts, print the environment variables that the trainer's ranks need and that are not set here, "
+        "as lines NAME=VALUE",
+    )
 
 
 def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -53,16 +59,22 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from megatron_dppo.config.io import load_config
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
+    from megatron_dppo.engines.serving.environment import rank_variables
     from megatron_dppo.engines.serving.processes import visible_gpus
 
     # The servers depend on what the loss needs. The mode does not, so that a script can print it for any file.
-    config = load_config(options.config, overrides, with_functions=not options.print_mode)
+    only_prints = options.print_mode or options.print_rank_variables
+    config = load_config(options.config, overrides, with_functions=not only_prints)
     if config.model.transformer:  # Otherwise this command needs no torch, which takes seconds to import.
         from megatron_dppo.run.preflight import check_flags
 
         check_flags(config)
     if options.print_mode:
         print(_mode(config))
+        return 0
+    if options.print_rank_variables:
+        for name, value in rank_variables(config.rollout, os.environ).items():
+            print(f"{name}={value}")
         return 0
     check_engine(config.rollout.engine)
     if config.rollout.servers.urls:

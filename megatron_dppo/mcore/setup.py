@@ -112,8 +112,8 @@ def start_process_group(platform: Platform, timeout_minutes: float) -> None:
     for name, value in single_process.items():
         os.environ.setdefault(name, value)
     if not dist.is_initialized():
-        # Without ``device_id``: with it torch makes every later group, also gloo groups and also on ranks outside of it,
-        # by one more ncclCommSplit of all ranks.
+        # Without ``device_id``: with it torch makes every later group by one more ncclCommSplit of all ranks, gloo groups
+        # included, and also on ranks that are not members.
         dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
 
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
+from megatron_dppo.engines.serving.environment import expandable_segments_variable, shares_memory
 from megatron_dppo.errors import ConfigError, ErrorCollector, MultipleErrors, UserError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.hf.weight_files import FolderWeights
@@ -30,6 +31,7 @@ from megatron_dppo.run.output_checks import output_problems, space_problems
 from megatron_dppo.run.run_folder import check_output_dir
 from megatron_dppo.run.server_checks import check_served_model, check_servers, find_stopped
 from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
+from megatron_dppo.weights.open_by_pidfd import pidfd_problem
 
 
 @dataclass
@@ -100,6 +102,19 @@ def _teacher_servers(start: Start) -> Iterable[UserError]:
 def _device(start: Start) -> Iterable[UserError]:
     require_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return ()
+
+
+def _allocator(start: Start) -> Iterable[UserError]:
+    """Check that servers can open the trainer's memory if it consists of expandable segments."""
+    setting = expandable_segments_variable(os.environ)
+    if setting is None or not shares_memory(start.config.rollout):
+        return
+    if Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda and (problem := pidfd_problem()) is not None:
+        yield ConfigError(
+            f"{setting}: servers open such memory of the trainer by pidfd_getfd, which this system refuses between two "
+            f"processes ({problem}). Fix: unset the variable for this run, or allow the call (sysctl "
+            "kernel.yama.ptrace_scope=0; in a container, the capability SYS_PTRACE)"
+        )
 
 
 def _functions(start: Start) -> Iterable[UserError]:
@@ -255,6 +270,7 @@ CHECKS: Sequence[PreflightCheck] = (
     PreflightCheck("model and data", frozenset({"model", "parallel", "data", "rollout", "warmup", "train"}), _inputs),
     PreflightCheck("teacher", frozenset({"distillation", "model", "parallel", "data", "rollout"}), _teacher),
     PreflightCheck("devices", frozenset(), _device),
+    PreflightCheck("memory allocator", frozenset({"rollout"}), _allocator),
     PreflightCheck("generate function", frozenset({"rollout"}), _functions),
     PreflightCheck("loss function", frozenset({"loss"}), _loss),
     PreflightCheck("reward function", frozenset({"reward", "rollout"}), _reward),

@@ -17,6 +17,7 @@ from megatron_dppo.config.layout import format_layout
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import count_gpus_per_server, server_options
+from megatron_dppo.engines.serving.environment import transfer_variables
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, stream_model
@@ -164,6 +165,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     apply_shims(platform)
     from megatron_dppo.mcore import setup
 
+    # NCCL reads them when the first communicator is created.
+    os.environ.update(transfer_variables(config.rollout, os.environ))
     setup.start_process_group(platform, config.run.wait_minutes)
     console = Console(enabled=start.rank == 0 and config.log.progress, eval_score_name=config.reward.eval_score_name)
     watchdog = Watchdog(config.run)

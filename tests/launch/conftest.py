@@ -20,9 +20,9 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Slurm]:
-    """Three nodes; not in pytest's folder, whose path is too long for a socket."""
+    """Three nodes, and two with GPUs; not in pytest's folder, whose path is too long for a socket."""
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
-        cluster = Slurm(Path(folder), num_nodes=3)
+        cluster = Slurm(Path(folder), num_nodes=3, num_gpu_nodes=2)
         try:
             yield cluster
         finally:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -21,13 +22,15 @@ SCRIPT = ROOT / "launch/qwen3_moe_dppo.sh"
 class Job:
     """A submitted job; ``output`` is what it has printed so far."""
 
-    def __init__(self, slurm: Slurm, folder: Path, nodes: int, *arguments: str, **env: str) -> None:
+    def __init__(
+        self, slurm: Slurm, folder: Path, nodes: int, *arguments: str, sbatch: Sequence[str] = (), **env: str
+    ) -> None:
         self._slurm, self._out = slurm, folder / "job.out"
         variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         variables |= {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
         submitted = slurm.run(
             *("sbatch", "--parsable", f"--nodes={nodes}", f"--chdir={folder}", f"--output={self._out}"),
-            *(str(SCRIPT), *arguments),
+            *(*sbatch, str(SCRIPT), *arguments),
             env=variables,
         )
         self.id = submitted.strip()

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.engines.servers import free_port
@@ -41,9 +41,12 @@ ReturnToService=2
 KillWait=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=110
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+GresTypes=gpu
+PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=110
+PartitionName=urgent Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=gpu Nodes={gpu_nodes} MaxTime=INFINITE State=UP
 """
+GPUS_PER_NODE = 2
 
 
 class Slurm:
@@ -52,12 +55,13 @@ class Slurm:
     Args:
         folder: everything it writes; short, since it holds sockets.
         num_nodes: ``n1``, ``n2``, ..., each a host of its own (``hosts``).
+        num_gpu_nodes: ``g1``, ``g2``, ... in the partition ``gpu``, whose GPUs exist for Slurm alone.
 
     Raises:
         RuntimeError: Slurm is not installed, this user is not root, or it does not come up.
     """
 
-    def __init__(self, folder: Path, num_nodes: int) -> None:
+    def __init__(self, folder: Path, num_nodes: int, num_gpu_nodes: int) -> None:
         missing = [name for name in PROGRAMS if shutil.which(name) is None]
         if missing:
             raise RuntimeError(
@@ -67,9 +71,11 @@ class Slurm:
             raise RuntimeError("a Slurm of its own needs root: slurmd starts jobs as their users")
         self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
         self.env = dict(os.environ) | {"SLURM_CONF": str(folder / "slurm.conf")}
-        names = [f"n{i + 1}" for i in range(num_nodes)]
+        plain = [f"n{i + 1}" for i in range(num_nodes)]
+        with_gpus = [f"g{i + 1}" for i in range(num_gpu_nodes)]
+        names = plain + with_gpus
         self.hosts = Hosts(names, folder)
-        self._configure()
+        self._configure(plain, with_gpus)
         try:
             self._start("munged", *self._munge_options())
             self._until(lambda: (folder / "munge/socket").exists(), "munged")
@@ -81,7 +87,7 @@ class Slurm:
             self.stop()
             raise
 
-    def _configure(self) -> None:
+    def _configure(self, plain: Sequence[str], with_gpus: Sequence[str]) -> None:
         host = self.run("hostname", "-s").strip()
         (self.folder / "state").mkdir()
         (self.folder / "munge").mkdir(mode=0o700)
@@ -89,8 +95,14 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         ports = {"port": free_port(), "port_of_nodes": free_port()}
-        lines = [_CONFIG.format(folder=self.folder, host=host, address=self.hosts.address, **ports)]
-        lines += [f"NodeName={name} NodeAddr={at} CPUs=2\n" for name, at in self.hosts.addresses.items()]
+        nodes = {"nodes": ",".join(plain), "gpu_nodes": ",".join(with_gpus)}
+        lines = [_CONFIG.format(folder=self.folder, host=host, address=self.hosts.address, **ports, **nodes)]
+        for name, address in self.hosts.addresses.items():
+            gpus = f" Gres=gpu:{GPUS_PER_NODE}" if name in with_gpus else ""
+            lines.append(f"NodeName={name} NodeAddr={address} CPUs=2{gpus}\n")
+        # Slurm wants a device file for each GPU.
+        gpu = f"NodeName={nodes['gpu_nodes']} Name=gpu File=/dev/null,/dev/zero\n"
+        (self.folder / "gres.conf").write_text(gpu)
         (self.folder / "slurm.conf").write_text("".join(lines))
 
     def _munge_options(self) -> list[str]:

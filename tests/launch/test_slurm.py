@@ -84,6 +84,7 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
         assert env["LOCAL_RANK"] == str(rank % 2) and env["FROM_SRUN_ARGS"] == "here"
         assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert "NCCL_CUMEM_ENABLE" not in env, "no server joins its communicator"
         assert port < int(env["MASTER_PORT"]) < port + 50, "the port that is taken"
     until_step(job, tmp_path / "run", 2)
     saved = steps(tmp_path / "run")[-1] - 1  # the checkpoint of the last one may be under way
@@ -97,6 +98,37 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
     assert f"has crashed with exit code 137 of rank 3 (logs: {logs}); it resumes from" in job.output
     assert "attempt 2 from there" in job.output and "4 processes = tp2 pp1 cp1 dp2 ep2" in job.output
     assert sorted(file.name for file in logs.glob("rank_*")) == ["rank_1.log", "rank_2.log", "rank_3.log"]
+
+
+GPU_REQUESTS = [
+    "--gpus=4",
+    "--gpus=4 --cpus-per-gpu=1",
+    "--gpus=4 --ntasks-per-gpu=1",
+    "--gpus-per-node=2",
+    "--gpus-per-node=2 --mem-per-gpu=1",
+    "--gpus-per-task=1 --ntasks-per-node=2",
+    "--gpus-per-socket=2 --sockets-per-node=1",
+    "--gres=gpu:2",
+    "--tres-per-task=gres/gpu:1 --ntasks-per-node=2",
+]
+
+
+def test_however_a_job_asks_for_gpus_each_rank_sees_those_of_its_node(slurm: Slurm, tmp_path: Path) -> None:
+    python = python_with(tmp_path, 'echo "$CUDA_VISIBLE_DEVICES" >"$FOLDER/rank_$RANK"')
+    jobs = {}
+    for i, options in enumerate(GPU_REQUESTS):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        arguments = (slurm, folder, 2, str(EXAMPLES / "dppo.toml"), "--run.output_dir", "run")
+        jobs[options] = Job(*arguments, sbatch=["--partition=gpu", *options.split()], PYTHON=python, FOLDER=str(folder))
+    for (options, job), folder in zip(jobs.items(), map(str, range(len(jobs))), strict=True):
+        assert job.end() == "COMPLETED", f"{options}: {job.output}"
+        assert "training on 2 nodes (g1 g2) with 2 ranks each" in job.output, options
+        ranks = {file.name: file.read_text() for file in (tmp_path / folder).glob("rank_*")}
+        assert ranks == {f"rank_{i}": "0,1\n" for i in range(4)}, options
+    job = Job(slurm, tmp_path, 2, str(EXAMPLES / "dppo.toml"), sbatch=["--partition=gpu", "--gpus=3"], PYTHON=python)
+    assert job.end() == "FAILED" and job.exit_code == 2
+    assert re.search(r"--gpus=3 does not give 2 nodes [12] GPUs each; use --gpus-per-node", job.output), job.output
 
 
 @pytest.mark.long

@@ -38,6 +38,8 @@ while not (folder / "asked").exists() or (folder / "step").exists():
 (folder / "saved").touch()
 '''
 open(os.path.join(folder, "connections"), "w").write(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
+names = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "PYTORCH_CUDA_ALLOC_CONF"
+open(os.path.join(folder, "variables.json"), "w").write(__import__("json").dumps([os.environ.get(n) for n in names]))
 open(os.path.join(folder, "trainer.json"), "w").write(__import__("json").dumps(sys.argv[1:]))
 child = subprocess.Popen([sys.executable, "-c", rank, folder])
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -106,7 +108,10 @@ def test_training_starts_with_healthy_servers_and_its_exit_code_is_the_scripts(f
     assert arguments[5:8] == ["-m", "megatron_dppo.train", str(EXAMPLES / "sglang.toml")]
     assert arguments[-2:] == ["--run.seed", "5"]
     assert (folder / "connections").read_text() == os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert json.loads((folder / "variables.json").read_text()) == ["0", "0", "expandable_segments:True"]
     server = json.loads((folder / f"started-{launch.port}.json").read_text())
+    variables = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "PYTORCH_CUDA_ALLOC_CONF")
+    assert [server["env"].get(name) for name in variables] == ["0", "0", None]
     assert server["env"].get("CUDA_DEVICE_MAX_CONNECTIONS") == os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 

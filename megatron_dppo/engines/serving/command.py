@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_dppo.config.model import LoraConfig, ModelConfig
 from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.engines.serving.environment import transfer_variables
 from megatron_dppo.errors import ConfigError
 
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
@@ -80,7 +81,7 @@ def plan_servers(
         options = _MEMORY_RELEASE_OPTIONS[rollout.engine] | options
     gpus_by_server = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
     keys = _read_keys(rollout, environ)
-    env = keys.env
+    env = keys.env | transfer_variables(rollout, environ)
     if keys.config_file and "config" in options:
         raise ConfigError(
             "[rollout.sglang] config: the API key is passed with --config, and SGLang accepts only one such file; "

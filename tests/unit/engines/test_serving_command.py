@@ -36,7 +36,11 @@ def test_sglang_gets_model_address_dtype_and_nothing_that_is_not_needed() -> Non
         *(sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", "30000"),
         *("--model-path", "folder/model", "--dtype", "bfloat16", "--enable-fp32-lm-head"),
     )
-    assert plan.url == "http://127.0.0.1:30000" and plan.env == {} and plan.config_file == {}
+    assert (
+        plan.url == "http://127.0.0.1:30000"
+        and plan.env == {name: "0" for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
+        and plan.config_file == {}
+    )
 
 
 def test_filters_of_rollouts_become_a_flag_of_vllm() -> None:
