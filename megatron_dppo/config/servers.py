@@ -54,7 +54,8 @@ class ServersConfig(Section):
     @property
     def resolved_urls(self) -> list[str]:
         """URLs of the run's servers."""
-        return self.urls or [f"http://{self.host}:{self.port + i}" for i in range(self.count)]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.urls or [f"http://{host}:{self.port + i}" for i in range(self.count)]
 
     @model_validator(mode="after")
     def _urls_are_different(self) -> ServersConfig:

@@ -187,6 +187,8 @@ class Optimizer:
                 **_memory_fields(optimizer, config),
             ),
             self._chunks,
+            # They serve Megatron's own checkpoint formats, which this package does not write.
+            use_gloo_process_groups=False,
         )
         parts = self.megatron.chained_optimizers
         self._is_chained = len(parts) > 1

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.network import choose_interface, connection_limit
 from megatron_dppo.parallel.platform import Platform
+
+_LARGEST_EAGER_WORLD = 32
+"""Number of ranks up to which each gloo group connects all pairs of its ranks when it is created."""
 
 
 def initialize_megatron(
@@ -36,28 +43,31 @@ def initialize_megatron(
             writes. None means ``timeout_minutes``.
         world: Result of ``new_host_world``. None creates it here.
     """
-    build_megatron_groups(layout, distributed_timeout_minutes=max(1, round(timeout_minutes)))
-    seed_random_states(seed)
+    if world is not None:
+        # One rank may have read files for minutes. The limit on connecting begins when all are here.
+        dist.barrier(world)
     wait_minutes = wait_minutes or timeout_minutes
-    wait = timedelta(minutes=wait_minutes)
-    data_parallel = parallel_state.get_data_parallel_group()
-    return ParallelGroups(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        ep=parallel_state.get_expert_model_parallel_group(),
-        etp=parallel_state.get_expert_tensor_parallel_group(),
-        edp=parallel_state.get_expert_data_parallel_group(),
-        # Megatron's groups use NCCL on CUDA. Objects and control data travel through gloo groups of the same ranks.
-        dp=_new_host_group(tuple(dist.get_process_group_ranks(data_parallel)), wait),
-        replica=_new_host_group(_replica(), wait),
-        world=world or new_host_world(wait_minutes),
-    )
+    with connection_limit(dist.get_rank()):
+        build_megatron_groups(layout, distributed_timeout_minutes=max(1, round(timeout_minutes)))
+        seed_random_states(seed)
+        world = world or new_host_world(wait_minutes)
+        return ParallelGroups(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            ep=parallel_state.get_expert_model_parallel_group(),
+            etp=parallel_state.get_expert_tensor_parallel_group(),
+            edp=parallel_state.get_expert_data_parallel_group(),
+            # Megatron's groups use NCCL on CUDA. Objects and control data travel through gloo groups of the same ranks.
+            dp=_new_host_group(_data_parallel(), wait_minutes, world),
+            replica=_new_host_group(_replica(world), wait_minutes, world),
+            world=world,
+        )
 
 
 def build_megatron_groups(layout: Layout, **options: int | bool) -> None:
-    """Build Megatron's own process groups of a layout.
+    """Build Megatron's own process groups of a layout, without the gloo groups that only its checkpoints use.
 
     Args:
         layout: Sizes of the groups.
@@ -70,51 +80,110 @@ def build_megatron_groups(layout: Layout, **options: int | bool) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
         **options,
     )
 
 
-def _replica() -> tuple[int, ...]:
+def _replica(world: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the ranks with this data-parallel index. Megatron has such a group only without context parallelism."""
     indices: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(indices, parallel_state.get_data_parallel_rank())
+    dist.all_gather_object(indices, parallel_state.get_data_parallel_rank(), group=world)
     return tuple(rank for rank, index in enumerate(indices) if index == indices[dist.get_rank()])
 
 
-def new_host_world(wait_minutes: float) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks; a collective. On CUDA the default group uses NCCL for everything."""
-    return dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
+def _data_parallel() -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
 
 
-def _new_host_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """Create the gloo groups that the ranks request, and return this rank's; a collective of all ranks."""
+def new_host_world(wait_minutes: float, after: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Create a gloo group of all ranks; a collective. On CUDA the default group uses NCCL for everything.
+
+    Args:
+        wait_minutes: Timeout of its collectives.
+        after: CPU group of all ranks, in which they wait for each other first. Needed if they may come minutes apart.
+    """
+    if after is not None:
+        dist.barrier(after)
+    with connection_limit(dist.get_rank()):
+        group = dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
+        # A large group connects two ranks only when they have something to send (TORCH_GLOO_LAZY_INIT).
+        dist.barrier(group)
+    return group
+
+
+def _new_host_group(ranks: tuple[int, ...], wait_minutes: float, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the gloo groups that the ranks request, and return this rank's; a collective of all ranks.
+
+    A group of all ranks is ``world``: another one would have as many connections.
+    """
     requested: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(requested, ranks)
+    dist.all_gather_object(requested, ranks, group=world)
+    everyone = tuple(range(dist.get_world_size()))
     # ``new_group`` is a collective of all ranks, members or not, so all create all groups in one order.
     groups = {
-        members: dist.new_group(list(members), timeout=timeout, backend="gloo") for members in sorted(set(requested))
+        members: dist.new_group(list(members), timeout=timedelta(minutes=wait_minutes), backend="gloo")
+        for members in sorted(set(requested) - {everyone})
     }
-    return groups[ranks]
+    return world if ranks == everyone else groups[ranks]
 
 
-def start_process_group(platform: Platform, timeout_minutes: float) -> None:
-    """Join the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+def join_ranks(timeout_minutes: float, other_hosts: Sequence[str] = ()) -> Store | None:
+    """Wait for the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    Without these variables it creates a group of one process on the loopback interface.
+    Also chooses the network interface of the groups that are created later (``choose_interface``). Without these
+    variables it joins one process on the loopback interface.
+
+    Args:
+        timeout_minutes: Limit for the last rank to come; rank 0 may read data before.
+        other_hosts: See ``choose_interface``.
+
+    Returns:
+        Store of all ranks. None if the default group exists already.
+    """
+    if dist.is_initialized():
+        return None
+    # Port 0: the system chooses a free one.
+    single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in single_process.items():
+        os.environ.setdefault(name, value)
+    limit = timedelta(minutes=timeout_minutes)
+    store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    store = PrefixStore("megatron_dppo", store)
+    choose_interface(store, rank, world_size, other_hosts)
+    if store.add("joined", 1) == world_size:
+        store.set("complete", "")
+    store.wait(["complete"], limit)
+    if world_size > _LARGEST_EAGER_WORLD:
+        # Otherwise each group has a socket for each pair of its ranks. Older versions of torch ignore the variable.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    return store
+
+
+def start_process_group(platform: Platform, timeout_minutes: float, store: Store | None = None) -> None:
+    """Create the default process group, if there is none.
 
     Args:
         platform: Device of this process; it determines the backend.
         timeout_minutes: Timeout of a collective of all ranks. The model does not use that group, but ranks wait in it
             while checkpoints are written, so this is ``run.wait_minutes``.
+        store: Result of ``join_ranks``. None calls it.
     """
-    # Port 0: the system chooses a free one.
-    single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in single_process.items():
-        os.environ.setdefault(name, value)
-    if not dist.is_initialized():
-        # Without ``device_id``: with it torch makes every later group by one more ncclCommSplit of all ranks, gloo groups
-        # included, and also on ranks that are not members.
-        dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
+    if dist.is_initialized():
+        return
+    store = store or join_ranks(timeout_minutes)
+    rank = int(os.environ["RANK"])
+    with connection_limit(rank):
+        # Without ``device_id``: with it torch makes every later group, gloo groups included, by one more ncclCommSplit
+        # of all ranks.
+        dist.init_process_group(
+            platform.backend,
+            timeout=timedelta(minutes=timeout_minutes),
+            store=store,
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
 
 
 def shutdown_megatron() -> None:

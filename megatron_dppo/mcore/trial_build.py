@@ -45,7 +45,7 @@ def check_build(hf_config: Any, config: TransformerConfig, layout: Layout) -> No
 
 def _build(hf_config: Any, config: TransformerConfig, layout: Layout, pp_rank: int, rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    build_megatron_groups(layout, create_gloo_process_groups=False)  # gloo needs a real store
+    build_megatron_groups(layout)
     seed_random_states(0)
     meta = torch.device("meta")
     with meta:

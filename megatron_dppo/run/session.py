@@ -17,7 +17,7 @@ from megatron_dppo.config.layout import format_layout
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import count_gpus_per_server, server_options
-from megatron_dppo.engines.serving.environment import transfer_variables
+from megatron_dppo.engines.serving.environment import server_network, transfer_variables
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, stream_model
@@ -167,12 +167,15 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
 
     # NCCL reads them when the first communicator is created.
     os.environ.update(transfer_variables(config.rollout, os.environ))
-    setup.start_process_group(platform, config.run.wait_minutes)
+    store = setup.join_ranks(config.run.wait_minutes, server_network(config.rollout))
     console = Console(enabled=start.rank == 0 and config.log.progress, eval_score_name=config.reward.eval_score_name)
     watchdog = Watchdog(config.run)
     # Closed in the reverse order, so that every writer to the run's folder is closed before its lock is released.
     parts = ExitStack()
     try:
+        # Before any group is created: a rank may hang while it connects.
+        watchdog.start()
+        setup.start_process_group(platform, config.run.wait_minutes, store)
         world = setup.new_host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
         config = resolve_num_steps(config, inputs)
@@ -186,7 +189,6 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         servers = connect_servers(config)
         scorer = open_scorer(config)
         parts.callback(scorer.close)
-        watchdog.start()
         # Read before anything is built from the files.
         contents = read_contents(config.model_dump(mode="json")) if start.rank == 0 else ReadContents({}, ())
         point = find_resume_point(config, inputs, contents.contents)
@@ -204,7 +206,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             engine = None
         # A group of its own: collectives of the saving thread must not meet those of the main thread.
         saves_in_background = config.checkpoint.async_save or config.checkpoint.save_every_minutes is not None
-        background = setup.new_host_world(config.run.wait_minutes) if saves_in_background else None
+        background = setup.new_host_world(config.run.wait_minutes, after=world) if saves_in_background else None
         session = Session(
             config=config,
             inputs=inputs,

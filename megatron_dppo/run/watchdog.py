@@ -176,9 +176,9 @@ class Watchdog:
         self._is_hang_reported = False
 
     def start(self) -> None:
-        """Start the threads. A collective of all ranks."""
-        self._rank = dist.get_rank()
-        self._world = dist.get_world_size()
+        """Start the threads; all ranks must call it. It needs the store at MASTER_ADDR, and no process group."""
+        self._rank = int(os.environ["RANK"])
+        self._world = int(os.environ["WORLD_SIZE"])
         if self._world == 1:
             return
         # A separate connection: a client of the store serves one thread at a time, and a thread may wait long.
@@ -190,8 +190,8 @@ class Watchdog:
             wait_for_workers=False,
         )
         self._send_heartbeat(0)
-        # After the barrier every key exists, so that no read blocks.
-        dist.barrier()
+        # Afterwards every key exists, so that no read blocks.
+        self._store.wait([self._key(rank) for rank in range(self._world)])
         self._read_heartbeats()
         for work in (self._exchange_heartbeats, self._watch):
             threading.Thread(target=work, name="watchdog", daemon=True).start()

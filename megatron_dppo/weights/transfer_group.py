@@ -38,6 +38,16 @@ def unbound_default_group() -> Iterator[None]:
         default.bound_device_id = bound
 
 
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at an IPv4 or IPv6 address, or at the first one of a host name.
+
+    Raises:
+        OSError: It is not an address of this machine.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
 def open_transfer_group(
     host: str,
     port: int,
@@ -70,7 +80,7 @@ def open_transfer_group(
     """
     limit = timedelta(seconds=timeout)
     # With a given socket, the store listens on this address only; by itself it would listen on all addresses.
-    handle = (listening or socket.create_server((host, port))).detach() if rank == 0 else None
+    handle = (listening or listen(host, port)).detach() if rank == 0 else None
     store = TCPStore(host, port, world_size, rank == 0, timeout=limit, master_listen_fd=handle)
     # The public new_group requires all members to be in one default group. SGLang, slime and verl also use the helper.
     with unbound_default_group():
@@ -181,7 +191,7 @@ class TorchTransport:
 
     def listen(self, host: str) -> tuple[socket.socket, int]:
         """See ``GroupTransport``. The socket reserves the port until the store takes it over."""
-        listener = socket.create_server((host, 0))
+        listener = listen(host)
         return listener, int(listener.getsockname()[1])
 
     async def open(

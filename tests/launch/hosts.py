@@ -58,12 +58,30 @@ class Hosts:
     def _plug(self, name: str) -> str:
         return f"{self._bridge}-{name}"[:15]
 
-    def command(self, name: str, *command: str) -> list[str]:
-        """What runs a command on a host."""
+    def add_ipv6(self) -> None:
+        """Give every host an IPv6 address, too: ``ipv6_addresses``."""
+        prefix = f"fd00:213:{os.getpid() % 65536:x}"
+        self.ipv6_addresses = {name: f"{prefix}::{i + 1:x}" for i, name in enumerate(self.names)}
+        for name, address in self.ipv6_addresses.items():
+            # Without nodad the address could be used only a second later.
+            _ip("-n", self._space(name), "address", "add", f"{address}/64", "dev", "eth0", "nodad")
+
+    def command(self, name: str, *command: str, own_file: bool = False) -> list[str]:
+        """What runs a command on a host.
+
+        Args:
+            name: of the host.
+            command: with its arguments.
+            own_file: give the host an ``/etc/hosts`` of its own, which the command may change.
+        """
+        hosts_file = self._hosts_file
+        if own_file:
+            hosts_file = hosts_file.with_name(f"hosts-{name}")
+            hosts_file.write_text(self._hosts_file.read_text())
         inside = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
         return [
             *("nsenter", f"--net=/run/netns/{self._space(name)}", "unshare", "--mount", "--uts"),
-            *("sh", "-c", inside, "sh", str(self._hosts_file), name, *command),
+            *("sh", "-c", inside, "sh", str(hosts_file), name, *command),
         ]
 
     def cut_off(self, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from megatron_dppo.config.rollout import RolloutConfig
 
@@ -48,6 +49,14 @@ def rank_variables(rollout: RolloutConfig, environ: Mapping[str, str]) -> dict[s
     if not has_allocator and not shares_memory(rollout):
         variables["PYTORCH_CUDA_ALLOC_CONF"] = _EXPANDABLE
     return variables
+
+
+def server_network(rollout: RolloutConfig) -> list[str]:
+    """Return hosts on the network between trainer and servers, if servers join a communicator of the trainer."""
+    if not shares_communicator(rollout):
+        return []
+    hosts = [urlsplit(url).hostname for url in rollout.servers.resolved_urls]
+    return [rollout.weight_sync.host, *dict.fromkeys(host for host in hosts if host)]
 
 
 def expandable_segments_variable(environ: Mapping[str, str]) -> str | None:
