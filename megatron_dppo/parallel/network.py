@@ -1,8 +1,8 @@
 """Network interface of a rank's process groups, and a time limit for connecting them.
 
 gloo listens on the address that this host's own name resolves to, unless GLOO_SOCKET_IFNAME names an interface. Debian
-and Ubuntu resolve that name to 127.0.1.1, where no other host can connect: the ranks wait for each other without end. The
-route to MASTER_ADDR leads through the right interface.
+and Ubuntu resolve that name to 127.0.1.1, where no other host can connect: the ranks then wait without end. The route
+to MASTER_ADDR leads through the right interface.
 """
 
 from __future__ import annotations
