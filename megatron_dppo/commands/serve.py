@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_dppo.config.schema import Config
@@ -87,6 +88,8 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         topk_logprobs=config.topk_logprobs,
     )
     plans = plan_servers(config.rollout, server, os.environ, visible_gpus(os.environ), options.skip_gpus)
+    network = _network_variables(config)
+    plans = [replace(plan, env=plan.env | network) for plan in plans]
     if options.dry_run:
         for plan in plans:
             gpus = plan.env.get("CUDA_VISIBLE_DEVICES")
@@ -105,6 +108,17 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             group.watch(stop)
         _log("stopping the servers")
     return 0
+
+
+def _network_variables(config: Config) -> dict[str, str]:
+    """Return the network interface for the group of trainer and servers: the one of ``rollout.servers.host``."""
+    from megatron_dppo.engines.serving.environment import shares_communicator
+    from megatron_dppo.parallel.network import interface_of, interface_variables, is_loopback, source_address
+
+    source = source_address(config.rollout.servers.host)
+    if source is None or is_loopback(source) or not shares_communicator(config.rollout):
+        return {}
+    return interface_variables(interface_of(source), os.environ)
 
 
 def _attach(config: Config, urls_file: Path | None) -> int:

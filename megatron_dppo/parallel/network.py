@@ -15,11 +15,13 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 EXIT_CODE = 4
@@ -58,10 +60,13 @@ def choose_interface(store: Store, rank: int, world_size: int, other_hosts: Sequ
     while is_loopback(source) and (host := next(hosts, None)) is not None:
         source = source_address(host)
     interface = None if is_loopback(source) else interface_of(str(source))
-    if interface is not None:
-        for name in INTERFACE_VARIABLES:
-            os.environ.setdefault(name, interface)
+    os.environ.update(interface_variables(interface, os.environ))
     return interface
+
+
+def interface_variables(interface: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``INTERFACE_VARIABLES`` that the user has not set, for an interface."""
+    return {name: interface for name in INTERFACE_VARIABLES if name not in environ} if interface else {}
 
 
 def source_address(host: str) -> str | None:

@@ -29,7 +29,7 @@ from megatron_dppo.run.engines import connect_servers, open_generate_function, o
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.run.output_checks import output_problems, space_problems
 from megatron_dppo.run.run_folder import check_output_dir
-from megatron_dppo.run.server_checks import check_served_model, check_servers, find_stopped
+from megatron_dppo.run.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
 from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.weights.open_by_pidfd import pidfd_problem
 
@@ -249,6 +249,15 @@ def _not_running(name: str, stopped: Sequence[str], count: int, fix: str) -> str
     return f"{name:8} {len(stopped)} of {count} not running yet ({', '.join(stopped[:2])}{more}); {fix}"
 
 
+def _sync_host(start: Start) -> Iterable[UserError]:
+    problem = find_sync_host_problem(start.config)
+    if problem is not None and start.dry_run:
+        # A dry run may be on another machine than rank 0.
+        start.notes.append(f"warning  {problem}")
+    elif problem is not None:
+        yield ConfigError(problem)
+
+
 def _servers(start: Start) -> Iterable[UserError]:
     connect_servers(start.config)  # checks the API keys and the form of the URLs
     stopped: list[str] = []
@@ -283,6 +292,7 @@ CHECKS: Sequence[PreflightCheck] = (
     PreflightCheck("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
     PreflightCheck("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
     PreflightCheck("the servers' model", frozenset({"model", "rollout"}), _served_model, on_rank_0=True),
+    PreflightCheck("address of rank 0", frozenset({"rollout"}), _sync_host, on_rank_0=True),
     PreflightCheck("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
     PreflightCheck("the teacher's servers", frozenset({"distillation"}), _teacher_servers, on_rank_0=True),
 )

@@ -14,11 +14,14 @@ from urllib.parse import urlsplit
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
 from megatron_dppo.engines.serving.command import read_api_key
+from megatron_dppo.engines.serving.environment import shares_communicator
 from megatron_dppo.errors import ConfigError, ServerError, UserError
 from megatron_dppo.hf.folder import configured_end_tokens, model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
+from megatron_dppo.parallel.network import is_loopback, source_address
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.weights.quantization import BLOCK, GROUP, Format, Quantization, find_quantized_names
+from megatron_dppo.weights.sharing import is_local
 
 _SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
@@ -84,6 +87,37 @@ def check_servers(
         problems=[error for errors in by_server for error in errors],
         usable=any(not errors for errors in by_server),
     )
+
+
+def find_sync_host_problem(config: Config) -> str | None:
+    """Return why servers cannot reach rank 0, which runs here, at ``rollout.weight_sync.host``; None if they may.
+
+    They need it for the method ``distributed`` only.
+    """
+    if not shares_communicator(config.rollout):
+        return None
+    host = config.rollout.weight_sync.host
+    remote = [url for url in config.rollout.servers.resolved_urls if not is_local(url)]
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"rollout.weight_sync.host = {host!r} is no address or known name ({error}){_sync_host_fix(remote)}"
+    # The group listens at the first one.
+    address = str(infos[0][4][0])
+    if remote and is_loopback(address):
+        resolved = "is" if address == host else f"resolves to {address}, which is"
+        return (
+            f"rollout.weight_sync.host = {host!r} {resolved} a loopback address, and {remote[0]} is on another machine"
+            f"{_sync_host_fix(remote)}"
+        )
+    return None
+
+
+def _sync_host_fix(remote: Sequence[str]) -> str:
+    sources = (source_address(urlsplit(url).hostname or "") for url in remote)
+    usable = next((source for source in sources if not is_loopback(source)), None)
+    example = f", such as {usable}, which is on the route there" if usable else ""
+    return f". Set it to an address of rank 0's machine that the servers reach{example}"
 
 
 def required_server_features(config: Config, inputs: Inputs | None) -> ServerRequirements:
