@@ -96,12 +96,12 @@ logs=$shared/trainer
 gpus_per_node=${SLURM_GPUS_ON_NODE:-0}
 gpu_args=()
 if [ "$gpus_per_node" != 0 ]; then
-    gpu_args=(--gpus-per-node="$gpus_per_node" --gpu-bind=none)
+    gpu_args=(--gpus-per-node="$gpus_per_node")
     total=${SLURM_GPUS:-} total=${total##*:}
     [ -z "$total" ] || [ "$total" = $((gpus_per_node * ${#nodes[@]})) ] ||
         fail "--gpus=$total does not give ${#nodes[@]} nodes $gpus_per_node GPUs each; use --gpus-per-node"
 fi
-unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND SLURM_GRES \
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND SLURM_TRES_BIND SLURM_GRES \
     SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK
 
 address() { scontrol -o show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'; }

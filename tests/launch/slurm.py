@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,9 +101,11 @@ class Slurm:
         for name, address in self.hosts.addresses.items():
             gpus = f" Gres=gpu:{GPUS_PER_NODE}" if name in with_gpus else ""
             lines.append(f"NodeName={name} NodeAddr={address} CPUs=2{gpus}\n")
-        # Slurm wants a device file for each GPU.
-        gpu = f"NodeName={nodes['gpu_nodes']} Name=gpu File=/dev/null,/dev/zero\n"
-        (self.folder / "gres.conf").write_text(gpu)
+        # Slurm wants a device file for each GPU, and takes its number from the end of the name.
+        for i in range(GPUS_PER_NODE):
+            os.mknod(self.folder / f"gpu{i}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        gpus = f"NodeName={nodes['gpu_nodes']} Name=gpu File={self.folder}/gpu[0-{GPUS_PER_NODE - 1}]\n"
+        (self.folder / "gres.conf").write_text(gpus)
         (self.folder / "slurm.conf").write_text("".join(lines))
 
     def _munge_options(self) -> list[str]:

@@ -109,7 +109,6 @@ GPU_REQUESTS = [
     "--gpus-per-task=1 --ntasks-per-node=2",
     "--gpus-per-socket=2 --sockets-per-node=1",
     "--gres=gpu:2",
-    "--tres-per-task=gres/gpu:1 --ntasks-per-node=2",
 ]
 
 
