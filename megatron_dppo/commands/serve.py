@@ -113,12 +113,12 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _network_variables(config: Config) -> dict[str, str]:
     """Return the network interface for the group of trainer and servers: the one of ``rollout.servers.host``."""
     from megatron_dppo.engines.serving.environment import shares_communicator
-    from megatron_dppo.parallel.network import interface_of, interface_variables, is_loopback, source_address
+    from megatron_dppo.parallel.network import find_interface, interface_variables, is_loopback, source_address
 
     source = source_address(config.rollout.servers.host)
     if source is None or is_loopback(source) or not shares_communicator(config.rollout):
         return {}
-    return interface_variables(interface_of(source), os.environ)
+    return interface_variables(find_interface(source), os.environ)
 
 
 def _attach(config: Config, urls_file: Path | None) -> int:

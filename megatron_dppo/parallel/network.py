@@ -59,7 +59,7 @@ def choose_interface(store: Store, rank: int, world_size: int, other_hosts: Sequ
     hosts = iter(other_hosts)
     while is_loopback(source) and (host := next(hosts, None)) is not None:
         source = source_address(host)
-    interface = None if is_loopback(source) else interface_of(str(source))
+    interface = None if is_loopback(source) else find_interface(str(source))
     os.environ.update(interface_variables(interface, os.environ))
     return interface
 
@@ -94,7 +94,7 @@ def is_loopback(address: str | None) -> bool:
     return address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the network interface that has an address; None if no interface has it."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     return next((name for name, value in _interfaces() if value == wanted), None)

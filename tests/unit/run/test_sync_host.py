@@ -70,7 +70,7 @@ def test_servers_use_the_interface_of_their_address(monkeypatch: pytest.MonkeyPa
     for name in network.INTERFACE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(network, "source_address", lambda host: {"n1": "10.0.0.1"}.get(host, host))
-    monkeypatch.setattr(network, "interface_of", {"10.0.0.1": "ib0"}.get)
+    monkeypatch.setattr(network, "find_interface", {"10.0.0.1": "ib0"}.get)
 
     def variables(host: str, method: str = "distributed") -> dict[str, str]:
         return _network_variables(
