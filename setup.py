@@ -115,7 +115,8 @@ setup(
     packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
     package_data={
         "megatron_dppo": [
-            *("py.typed", "engines/serving/*_extension/*.py", "commands/experiments/bases/*/*"),
+            *("py.typed", "commands/experiments/bases/*/*"),
+            *("engines/serving/*_extension/*.py", "engines/serving/*_extension/*/*.py"),
             *("report/page/*.html", "report/page/*.css", "report/page/*.js"),
         ]
     },

@@ -12,7 +12,7 @@ class WeightLayout:
     """Relation of a server's tensors to those that were sent."""
 
     algorithm: Literal["sha256", "words"]
-    """Algorithm of the digests; see ``engines/serving/vllm_extension/megatron_dppo_digest.py``."""
+    """Algorithm of the digests; see ``engines/serving/vllm_extension/megatron_dppo_digest``."""
     tp_size: int
     plain: bool
     """True if each tensor is one that was sent: alone, fused, or sharded by tensor parallelism.

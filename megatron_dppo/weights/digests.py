@@ -1,9 +1,10 @@
 """Digests that a server's tensors must have, computed from the stream of weights that it is sent.
 
 Servers fuse the tensors that are sent and shard them by tensor parallelism: q, k and v in one, gate and up in one, all
-experts of a layer in one, the vocabulary padded. Each tensor of the stream is added to the digests of the server
-tensors that it belongs to. None is held longer than the stream's bucket, except for a layer's experts on a CPU
-(``PartsDigest``).
+experts of a layer in one, the vocabulary padded. Each tensor of the stream is added once to the digests of the server
+tensor that it belongs to, with its division between the ranks. On a GPU one launch hashes the tensors of some 128 MiB,
+which are held until then, and all results are read at once. On a CPU none is held longer than the stream's bucket,
+except for a layer's experts (``PartsDigest``).
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import Cut, TensorDigests
 from megatron_dppo.rollout.weight_digests import WeightLayout
 from megatron_dppo.weights.quantization import is_never_quantized, is_quantized
 
@@ -95,35 +95,93 @@ def _target_slot(name: str) -> _TargetSlot:
 
 @dataclass
 class _Target:
-    """Digest of a server tensor whose parts arrive one by one."""
+    """Server tensor whose parts arrive one by one."""
 
-    parts: PartsDigest
     sent_as: str
     slots: int | None
     is_vector: bool = False
+    is_impossible: bool = False
+    """True if a part cannot be divided between the ranks."""
     added: set[int] = field(default_factory=set)
-    waiting: dict[int, Tensor] = field(default_factory=dict)
+    waiting: dict[int, tuple[Tensor, Cut]] = field(default_factory=dict)
     end: int = 0
 
-    def add(self, slot: int, part: Tensor) -> None:
-        """Add a part; parts may arrive in any order."""
-        self.is_vector = part.dim() < 2
+    def place(self, slot: int, tensor: Tensor, cut: Cut) -> Iterator[tuple[int, Tensor, Cut]]:
+        """Yield the parts whose start in the target is known now, each with its start in bytes.
+
+        Args:
+            slot: Index of the part; parts may arrive in any order.
+            tensor: Sent tensor.
+            cut: Its division between the ranks.
+        """
+        self.is_vector = tensor.dim() < 2
         if self.slots is None:
             self.added.add(slot)
-            self.parts.add(slot * part.nbytes, part)
+            yield slot * cut.nbytes, tensor, cut
             return
         # The offset of a part is known only when all parts before it have arrived.
-        self.waiting[slot] = part
+        self.waiting[slot] = tensor, cut
         while len(self.added) in self.waiting:
-            ready = self.waiting.pop(len(self.added))
-            self.parts.add(self.end, ready)
+            ready, ready_cut = self.waiting.pop(len(self.added))
+            yield self.end, ready, ready_cut
             self.added.add(len(self.added))
-            self.end += ready.nbytes
+            self.end += ready_cut.nbytes
+
+    def expected(self, digest: str) -> ExpectedDigest:
+        """Return the expectation of a rank whose digest was computed."""
+        return ExpectedDigest(digest, self.sent_as, self.is_vector, is_reordered=_is_reordered(self.sent_as))
 
     @property
     def is_complete(self) -> bool:
         """True if no part is missing."""
         return len(self.added) == (max(self.added, default=-1) + 1 if self.slots is None else self.slots)
+
+
+class _LayoutDigests:
+    """Digests of all ranks of servers with one algorithm and size.
+
+    Args:
+        algorithm: Algorithm of the digests.
+        tp_size: Number of ranks.
+        kv_heads: Number of key and value heads of the model.
+    """
+
+    def __init__(self, algorithm: str, tp_size: int, kv_heads: int) -> None:
+        self._tp_size = tp_size
+        self._kv_heads = kv_heads
+        self._targets: dict[str, _Target] = {}
+        self._digests = TensorDigests(algorithm)
+        self._expected: list[dict[str, ExpectedDigest]] | None = None
+
+    def add(self, slot: _TargetSlot, tensor: Tensor) -> None:
+        """Add a sent tensor."""
+        if slot.target not in self._targets:
+            self._targets[slot.target] = _Target(slot.sent_as, slot.slots)
+        target = self._targets[slot.target]
+        self._expected = None
+        cut = _cut(tensor, slot.shard, self._tp_size, self._kv_heads)
+        if cut is None:
+            target.is_impossible = True
+            return
+        for start, part, part_cut in target.place(slot.slot, tensor, cut):
+            self._digests.add(slot.target, start, part, part_cut)
+
+    def expected(self, rank: int) -> dict[str, ExpectedDigest]:
+        """Return the digests that can be predicted for a rank, by the server's name. They are computed once."""
+        if self._expected is None:
+            targets = {name: t for name, t in self._targets.items() if t.is_complete and not t.is_impossible}
+            digests = self._digests.hexdigests(targets)
+            self._expected = [
+                {name: target.expected(digests[name][i]) for name, target in targets.items()}
+                for i in range(self._tp_size)
+            ]
+        return self._expected[rank]
+
+    @property
+    def predicts_all(self) -> bool:
+        """True if ``expected`` covers everything that was sent."""
+        targets = self._targets.values()
+        return bool(targets) and all(target.is_complete and not target.is_impossible for target in targets)
 
 
 class StreamDigests:
@@ -135,13 +193,11 @@ class StreamDigests:
     """
 
     def __init__(self, layouts: Iterable[WeightLayout], kv_heads: int) -> None:
-        self._kv_heads = kv_heads
         layouts = list(layouts)
-        self._kinds = sorted({(layout.algorithm, layout.tp_size) for layout in layouts if layout.plain})
-        self._combined = {layout.algorithm: hashlib.sha256() for layout in layouts if not layout.plain}
-        self._num_combined = 0
-        self._targets: dict[tuple[str, int, int], dict[str, _Target]] = {}
-        self._impossible: set[tuple[str, int, str]] = set()
+        kinds = {(layout.algorithm, layout.tp_size) for layout in layouts if layout.plain}
+        self._kinds = {kind: _LayoutDigests(*kind, kv_heads) for kind in sorted(kinds)}
+        combined = {layout.algorithm for layout in layouts if not layout.plain}
+        self._combined = {algorithm: TensorDigests(algorithm) for algorithm in sorted(combined)}
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the stream through and add its tensors."""
@@ -153,37 +209,19 @@ class StreamDigests:
         """Add one tensor in the dtype that is sent."""
         if name.endswith(_SHAPE):
             return  # metadata of INT4 experts that never changes
+        # One contiguous copy for all layouts, if the tensor is not contiguous.
+        tensor = tensor.detach().contiguous()
         # The tensors that no server can round away; see ``combined_digest``.
-        if is_quantized(tensor) or tensor.dim() < 2 or is_never_quantized(name):
-            self._num_combined += 1
-            for algorithm, combined in self._combined.items():
-                parts = PartsDigest(algorithm)
-                parts.add(0, tensor.detach())
-                combined.update(f"{name} {parts.hexdigest()} ".encode())
+        if self._combined and (is_quantized(tensor) or tensor.dim() < 2 or is_never_quantized(name)):
+            for digests in self._combined.values():
+                digests.add(name, 0, tensor)
         slot = _target_slot(name)
-        # A rank of a server reports its own shard, so each rank of each layout has a digest of its own.
-        for algorithm, tp_size in self._kinds:
-            for rank in range(tp_size):
-                part = self._part(tensor.detach(), slot.shard, rank, tp_size)
-                if part is None:
-                    self._impossible.add((algorithm, tp_size, slot.target))
-                    continue
-                targets = self._targets.setdefault((algorithm, tp_size, rank), {})
-                if slot.target not in targets:
-                    targets[slot.target] = _Target(PartsDigest(algorithm), slot.sent_as, slot.slots)
-                targets[slot.target].add(slot.slot, part)
+        for layout in self._kinds.values():
+            layout.add(slot, tensor)
 
     def expected(self, layout: WeightLayout, rank: int) -> dict[str, ExpectedDigest]:
         """Return the digests that can be predicted for one rank of a server, by the server's name."""
-        if not layout.plain:
-            return {}
-        return {
-            name: ExpectedDigest(
-                target.parts.hexdigest(), target.sent_as, target.is_vector, is_reordered=_is_reordered(target.sent_as)
-            )
-            for name, target in self._targets.get((layout.algorithm, layout.tp_size, rank), {}).items()
-            if target.is_complete and (layout.algorithm, layout.tp_size, name) not in self._impossible
-        }
+        return self._kinds[layout.algorithm, layout.tp_size].expected(rank) if layout.plain else {}
 
     def combined_digest(self, layout: WeightLayout) -> str | None:
         """Return one digest of everything that was sent, for a layout that is not plain.
@@ -191,47 +229,46 @@ class StreamDigests:
         Covers only weights that such a server cannot round away: those sent quantized, vectors, embedding, output layer
         and routers. None if there are none.
         """
-        combined = self._combined.get(layout.algorithm)
-        return combined.hexdigest() if combined is not None and self._num_combined else None
+        digests = self._combined[layout.algorithm].hexdigests() if layout.algorithm in self._combined else {}
+        text = "".join(f"{name} {digest} " for name, (digest,) in digests.items())
+        return hashlib.sha256(text.encode()).hexdigest() if text else None
 
     def predicts_all(self, layout: WeightLayout) -> bool:
         """Return True if ``expected`` covers everything that was sent."""
-        kind = (layout.algorithm, layout.tp_size)
-        targets = [t for rank in range(layout.tp_size) for t in self._targets.get((*kind, rank), {}).values()]
-        all_complete = bool(targets) and all(target.is_complete for target in targets)
-        return layout.plain and all_complete and not any(entry[:2] == kind for entry in self._impossible)
+        return layout.plain and self._kinds[layout.algorithm, layout.tp_size].predicts_all
 
-    def _part(self, tensor: Tensor, shard: _Shard, rank: int, size: int) -> Tensor | None:
-        """Return a rank's part of a tensor, or None if it cannot be sharded so."""
-        if shard == "vocabulary":
-            return _vocabulary_part(tensor, rank, size)
-        if shard == "heads" and size > self._kv_heads:
-            if size % self._kv_heads:
-                return None
-            # Consecutive ranks share a head.
-            rank = rank // (size // self._kv_heads)
-            size = self._kv_heads
-        if shard == "replicated" or size == 1:
-            return tensor
-        dim = 1 if shard == "columns" else 0
-        if tensor.dim() <= dim or tensor.shape[dim] % size:
+
+def _cut(tensor: Tensor, shard: _Shard, size: int, kv_heads: int) -> Cut | None:
+    """Return the division of a tensor between the ranks of a server, or None if it cannot be sharded so."""
+    item = tensor.element_size()
+    if shard == "vocabulary":
+        width = _rows_per_rank(len(tensor), size) * (tensor.numel() // len(tensor)) * item
+        return Cut(size, 1, width, width, width)
+    if shard == "replicated" or size == 1:
+        return Cut(size, 1, tensor.nbytes, tensor.nbytes, 0)
+    parts = size
+    if shard == "heads" and size > kv_heads:
+        if size % kv_heads:
             return None
-        return tensor.chunk(size, dim)[rank]
+        parts = kv_heads
+    dim = 1 if shard == "columns" else 0
+    if tensor.dim() <= dim or tensor.shape[dim] % parts:
+        return None
+    rows = len(tensor) if dim else 1
+    width = tensor.nbytes // rows // parts
+    # Consecutive ranks share a head.
+    return Cut(size, rows, width, width * parts if dim else width, width, size // parts)
+
+
+def _rows_per_rank(rows: int, size: int) -> int:
+    """Return the rows of the padded vocabulary that each rank has."""
+    # Below, -(-a // b) is a / b rounded up.
+    multiple = _VOCABULARY_MULTIPLE
+    # Servers pad to a multiple of the ranks as well, if the usual padding cannot be split evenly.
+    if -(-rows // multiple) * multiple % size:
+        multiple *= size
+    return -(-rows // multiple) * multiple // size
 
 
 def _is_reordered(sent_as: str) -> bool:
     return ".experts." in sent_as and sent_as.rpartition(".")[2] in _PACKED
-
-
-def _vocabulary_part(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """Return the vocabulary rows of one rank, with zeros as padding."""
-    # Below, -(-a // b) is a / b rounded up.
-    multiple = _VOCABULARY_MULTIPLE
-    # Servers pad to a multiple of the ranks as well, if the usual padding cannot be split evenly.
-    if -(-len(tensor) // multiple) * multiple % size:
-        multiple *= size
-    each = -(-len(tensor) // multiple) * multiple // size
-    rows = tensor[rank * each : (rank + 1) * each]
-    if len(rows) == each:
-        return rows
-    return torch.cat([rows, tensor.new_zeros(each - len(rows), *tensor.shape[1:])])

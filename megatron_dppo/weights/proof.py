@@ -109,10 +109,11 @@ class SyncProof:
             digests[server.url] = await server.weight_digests()
 
         await attempt.call_each(servers, read_digests)
+        combined = {layout: self._stream.combined_digest(layout) for layout in set(self._layouts.values())}
         for url, ranks in digests.items():
             layout = self._layouts[url]
             expected = {rank.tp_rank: self._stream.expected(layout, rank.tp_rank) for rank in ranks}
-            proof = self._records[url].verify(layout, ranks, expected, self._stream.combined_digest(layout))
+            proof = self._records[url].verify(layout, ranks, expected, combined[layout])
             if mismatch := proof.describe_mismatch():
                 attempt.failed[url] = mismatch
             elif unproved := proof.describe_unproved():

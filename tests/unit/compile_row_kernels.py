@@ -1,4 +1,5 @@
-"""Compile every variant of the Triton row kernels for sm_90, without a GPU, and say what they use.
+"""Compile every variant of the Triton kernels without a GPU, and say what they use: the row kernels for sm_90, and the
+hash of weights for sm_80, sm_90 and sm_100.
 
 ``python -m tests.unit.compile_row_kernels`` prints one line of JSON a variant; test_row_kernels_triton.py holds the
 bounds. Triton compiles a kernel apart for arguments that are divisible by 16: "even" has all of them so, "uneven end"
@@ -19,6 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import batched_words, words_kernel
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest.word_hash import CONSTANTS
 from megatron_dppo.head.row_kernels_triton import NUM_WARPS, constants, id_slots
 from megatron_dppo.head.triton_kernels import gradient_kernel, statistics_kernel
 
@@ -28,6 +31,8 @@ PAIRS = (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"))
 COUNTS = (0, 20, 64, 128)
 UNEVEN = {"even": (), "uneven end": ("shard_size",), "uneven rows": ("shard_size", "width", "row_stride", "out_stride")}
 """the sizes that are not divisible by 16"""
+TARGETS = (80, 90, 100)
+"""of the hash of weights"""
 ROW_ARGUMENTS = ("maximum", "total", "grad_logprobs", "grad_entropy", "entropy")
 
 
@@ -53,7 +58,9 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
             yield name, gradient_kernel, types, fixed | without
 
 
-def build(kernel: Any, types: dict[str, str], fixed: dict[str, Any], uneven: tuple[str, ...]) -> dict[str, Any]:
+def build(
+    kernel: Any, types: dict[str, str], fixed: dict[str, Any], uneven: tuple[str, ...], target: int = 90
+) -> dict[str, Any]:
     """Compile as Triton's launcher would, and read the resources from the machine code."""
     signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
     attributes = {
@@ -62,7 +69,7 @@ def build(kernel: Any, types: dict[str, str], fixed: dict[str, Any], uneven: tup
         if signature[name].startswith("*") or (signature[name] == "i32" and name not in ("num_ids", *uneven))
     }
     source = ASTSource(kernel, signature, fixed, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS})
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": NUM_WARPS})
     ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -93,6 +100,11 @@ def main() -> None:
             if not uneven or "K=64" in name or "with entropy" in name:
                 result = build(kernel, types, fixed, uneven)
                 print(json.dumps({"name": name, "sizes": sizes, **result}), flush=True)
+    types = {"table": "*i64", "sums": "*i32", "num_rows": "i32"}
+    fixed = {"FIELDS": batched_words.NUM_FIELDS, "BLOCK": words_kernel.BLOCK, **CONSTANTS}
+    for target in TARGETS:
+        result = build(words_kernel.hash_parts_kernel, types, fixed, ("num_rows",), target)
+        print(json.dumps({"name": f"words sm_{target}", "sizes": "", **result}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run the cases of the Triton row kernels on the CPU, in Triton's interpreter (started by test_row_kernels_triton.py).
+"""Run the cases of the Triton kernels on the CPU, in Triton's interpreter (started by test_row_kernels_triton.py).
 
 ``TRITON_INTERPRET=1 python -m tests.unit.interpret_row_kernels`` prints one line of JSON for each case: its name and
 how it failed, "" if it passed. A process of its own, because Triton reads the variable once, when it is imported, and
@@ -13,11 +13,11 @@ import traceback
 
 import pytest
 
-from tests.unit import row_gradient_cases, row_kernel_cases
+from tests.unit import row_gradient_cases, row_kernel_cases, word_hash_cases
 
 CASES = {
     name: function
-    for module in (row_kernel_cases, row_gradient_cases)
+    for module in (row_kernel_cases, row_gradient_cases, word_hash_cases)
     for name, function in vars(module).items()
     if inspect.isfunction(function)
     and function.__module__ == module.__name__

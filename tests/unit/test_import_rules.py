@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 # Servers load what is in those folders, as modules of their own; the package imports digests and patches alone.
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if not file.parent.name.endswith("_extension"))
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if "vllm_extension" not in file.parts)
 
 _TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
 """Packages that talk between ranks."""

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import TensorDigests
 from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.attempt import Attempt
@@ -115,6 +117,21 @@ def test_digests_that_cover_everything_are_those_of_a_plain_layout_without_an_im
     assert stream.expected(plain(3), 0).keys() == {"model.layers.0.mlp.experts.w13_weight"}
     stream.add(name.format(1), torch.randn(4, 4))
     assert not stream.expected(plain(3), 0) and not stream.predicts_all(plain(3))
+
+
+def test_expected_digests_are_read_once_for_all_servers_of_a_layout() -> None:
+    weights = layer()
+    servers = {f"s{i}": Server(plain(2), held(weights, 2)) for i in range(3)}
+    servers["larger"] = Server(plain(4), held(weights, 4), world_size=4)
+    with mock.patch.object(TensorDigests, "hexdigests", autospec=True, side_effect=TensorDigests.hexdigests) as reads:
+        proof, _ = sync(servers, weights)
+    assert reads.call_count == 2 and proof.exact == servers.keys()
+    # Once, too, for all servers whose digests cannot be predicted.
+    quantized = WeightLayout(algorithm="sha256", tp_size=2, plain=False)
+    servers = {f"s{i}": Server(quantized, held(weights, 2)) for i in range(3)}
+    with mock.patch.object(TensorDigests, "hexdigests", autospec=True, side_effect=TensorDigests.hexdigests) as reads:
+        sync(servers, weights)
+    assert reads.call_count == 1
 
 
 def test_servers_are_compared_rank_by_rank_with_those_of_their_own_kind() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron_dppo_digest import tensor_digest
+from megatron_dppo_digest import TensorDigests, device_algorithm
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -17,30 +17,58 @@ _UNIT_ROWS = 256
 
 def sums_in_use(model: nn.Module) -> dict[str, str]:
     """Return the digest of each tensor; of one that a CPU has packed out of reach, that of what is read back."""
-    # A tied head is the embedding under a second name, by which it is sent too.
-    named = model.named_parameters(remove_duplicate=False)
-    # Where a CPU has packed a weight, vLLM leaves an empty one.
-    sums = {plain_name(name): hex_digest(weight) for name, weight in named if weight.numel()}
+    sums = RecordedSums()
+    for name, weight in _weights_in_use(model):
+        sums.add(plain_name(name), weight)
+    return sums.read()
+
+
+def _weights_in_use(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # A tied head is the embedding under a second name, by which it is sent too. Where a CPU has packed a weight, vLLM
+    # leaves an empty one.
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.numel():
+            yield name, weight
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and not weight.numel() and hasattr(module, "cpu_linear"):
-            sums[plain_name(f"{name}.weight")] = _packed_digest(module, weight)
-    return sums
+            yield f"{name}.weight", _unpack(module, weight)
+
+
+class RecordedSums:
+    """Digests of tensors by name. On a GPU they stay there until ``read``."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, TensorDigests] = {}
+        self._count = 0
+
+    def add(self, name: str, weight: Tensor) -> None:
+        """Add a tensor, which must not change before ``flush``. One of the same name is replaced."""
+        algorithm = device_algorithm(weight.device)
+        digests = self._digests.setdefault(algorithm, TensorDigests(algorithm))
+        digests.add((name, self._count), 0, weight)
+        self._count += 1
+
+    def flush(self) -> None:
+        """Finish all reads of the tensors, which may change afterwards."""
+        for digests in self._digests.values():
+            digests.flush()
+
+    def read(self) -> dict[str, str]:
+        """Return the hexadecimal digests."""
+        results = [item for digests in self._digests.values() for item in digests.hexdigests().items()]
+        return {name: ranks[0] for (name, _), ranks in sorted(results, key=lambda item: item[0][1])}
 
 
 def sums_as_loaded(model: nn.Module) -> dict[str, str]:
     """Return the digests that ``record_loaded_digests`` recorded in the last update."""
-    return getattr(model, "megatron_dppo_loaded", {})
+    recorded = getattr(model, "megatron_dppo_loaded", None)
+    return {} if recorded is None else recorded.read()
 
 
 def plain_name(name: str) -> str:
     """Return the name that vLLM's checkpoints and SGLang use."""
     return name.replace(".routed_experts.", ".").replace(".base_layer.", ".")  # the latter in layers with adapters
-
-
-def hex_digest(tensor: Tensor) -> str:
-    """Return the hexadecimal digest of a tensor."""
-    return tensor_digest(tensor).partition(":")[2]
 
 
 def record_loaded_digests(model: nn.Module) -> None:
@@ -50,13 +78,14 @@ def record_loaded_digests(model: nn.Module) -> None:
     padded or reordered them.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    loaded: dict[str, str] = {}
+    loaded = RecordedSums()
     model.megatron_dppo_loaded = loaded
 
     def recording(process: Any) -> Any:
         def process_weights_after_loading(layer: nn.Module) -> None:
             for name, weight in layer.named_parameters(recurse=False) if id(layer) in names else ():
-                loaded[plain_name(f"{names[id(layer)]}.{name}")] = hex_digest(weight)
+                loaded.add(plain_name(f"{names[id(layer)]}.{name}"), weight)
+            loaded.flush()
             process(layer)
 
         return process_weights_after_loading
@@ -82,8 +111,8 @@ def stop_recording(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _packed_digest(module: Any, weight: Tensor) -> str:
-    """Return the digest of a packed layer's weights as they were before packing.
+def _unpack(module: Any, weight: Tensor) -> Tensor:
+    """Return a packed layer's weights as they were before packing.
 
     A row of the identity gives one column of the weights without rounding: one product, and sums with zeros. So a
     single element that changed by one bit shows. In the rounded product with another input it would not. A zero may
@@ -98,4 +127,4 @@ def _packed_digest(module: Any, weight: Tensor) -> str:
         inputs = torch.zeros(len(rows), width, dtype=weight.dtype)
         inputs[rows, start + rows] = 1
         columns.append(module.cpu_linear(inputs, weight, None).T)
-    return hex_digest(torch.cat(columns, 1))
+    return torch.cat(columns, 1)
