@@ -106,7 +106,7 @@ class _Target:
     waiting: dict[int, tuple[Tensor, Cut]] = field(default_factory=dict)
     end: int = 0
 
-    def place(self, slot: int, tensor: Tensor, cut: Cut) -> Iterator[tuple[int, Tensor, Cut]]:
+    def locate(self, slot: int, tensor: Tensor, cut: Cut) -> Iterator[tuple[int, Tensor, Cut]]:
         """Yield the parts whose start in the target is known now, each with its start in bytes.
 
         Args:
@@ -163,7 +163,7 @@ class _LayoutDigests:
         if cut is None:
             target.is_impossible = True
             return
-        for start, part, part_cut in target.place(slot.slot, tensor, cut):
+        for start, part, part_cut in target.locate(slot.slot, tensor, cut):
             self._digests.add(slot.target, start, part, part_cut)
 
     def expected(self, rank: int) -> dict[str, ExpectedDigest]:

@@ -101,15 +101,15 @@ def hash_parts_kernel(
     first = tl.zeros((BLOCK,), tl.uint32)
     second = tl.zeros((BLOCK,), tl.uint32)
     for offset in range(0, TILE, BLOCK):
-        places = offset + tl.arange(0, BLOCK)
-        index = tile_start + places
+        offsets = offset + tl.arange(0, BLOCK)
+        index = tile_start + offsets
         is_inside = (index >= 0) & (index < count)
         source = rank_start + index
         if width < count:
             source = rank_start + index // width * stride + index % width
         # Words beyond the tensor are padding: zeros that count.
         words = tl.load(data + source, mask=is_inside & (source < limit), other=0)
-        position = position_start + places.to(tl.uint32)
+        position = position_start + offsets.to(tl.uint32)
         one = position * tl.full((), POSITION_1, tl.uint32) + tl.full((), SEED_1, tl.uint32)
         two = position * tl.full((), POSITION_2, tl.uint32) + tl.full((), SEED_2, tl.uint32)
         one = _mix(words ^ one ^ ((position << 15) | (position >> 17)), MIX_1, MIX_2)
