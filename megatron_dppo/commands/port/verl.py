@@ -197,10 +197,12 @@ def _sizes(draft: Draft) -> None:
         draft.record("data.truncation", "unsupported", "prompts are dropped, truncated at the left, or an error")
     with draft.target("train.micro_batch_tokens"):
         context = draft.read(_A + "megatron.context_parallel_size", integer) or 1
+        # What FSDP's backend has in place of context parallelism.
         for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
             context *= draft.read(_A + name, integer) or 1
         tokens = draft.read(_A + "ppo_max_token_len_per_gpu", integer)
         note = f"{tokens} a GPU * {context}" if context > 1 else ""
+        # A micro-batch here is that of all context-parallel ranks; verl counts the tokens of one GPU.
         draft.put("train.micro_batch_tokens", tokens and tokens * context, _A + "ppo_max_token_len_per_gpu", note=note)
 
 

@@ -43,6 +43,7 @@ def _engine(draft: Draft) -> None:
         if engine not in _SERVER_FLAGS:
             raise UnreadSettingError(_R + "name", f"no engine here is verl's {engine!r}; choose vllm or sglang")
         draft.put("rollout.engine", engine, _R + "name")
+        # Only verl's asynchronous trainers, whose servers have GPUs of their own, have these defaults.
         is_separate = any(key.startswith("async_training.") for key in draft.defaults)
         if not is_separate:
             draft.put(
