@@ -3,9 +3,7 @@
     python -m benchmarks.lies [--engine sglang] [--dtype bf16] [--steps 4] [NAME ...]
 
 The server is honest; a proxy changes its answers or its requests. *always*: the probe is lied to as well. *spared*: the
-probe is answered rightly. ``vllm-raw`` is vLLM with ``--logprobs-mode raw_logprobs``, whose log-probabilities are those
-before its filters, as SGLang's are. The tables are those of docs/probe.md. Needs the environments of the engines (make
-engines).
+probe is answered rightly. The tables are those of docs/probe.md. Needs the environments of the engines (make engines).
 """
 
 from __future__ import annotations
@@ -92,8 +90,7 @@ def start(kind: str, dtype: str, model: Path, log: Path) -> Engine:
     if kind == "sglang":
         options = ("--dtype", "bfloat16", "--enable-fp32-lm-head") if dtype == "bf16" else ()
         return start_sglang(model, log, *options, "--enable-return-routed-experts")
-    mode = "raw_logprobs" if kind == "vllm-raw" else "processed_logprobs"
-    return start_vllm(model, log, "--dtype", {"bf16": "bfloat16", "fp32": "float32"}[dtype], "--logprobs-mode", mode)
+    return start_vllm(model, log, "--dtype", {"bf16": "bfloat16", "fp32": "float32"}[dtype])
 
 
 def run(name: str, engine: Engine, model: Path, dtype: str, steps: int) -> str:
@@ -116,7 +113,7 @@ def main() -> None:
     """Print one row for each lie."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(LIES))
-    parser.add_argument("--engine", choices=("sglang", "vllm", "vllm-raw"), default="sglang")
+    parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()

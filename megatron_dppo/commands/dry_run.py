@@ -46,8 +46,11 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
     resume_point = None
     if start.inputs is not None and not start.config.run.overwrite and not loaded.problems:
         # A run searches its checkpoints on all ranks, holding the lock of the folder. A dry run only reads them.
+        from megatron_dppo.run.served_models import read_served_models
+
         contents = read_contents(start.config.model_dump(mode="json")).contents
-        resume_point = problems.attempt(find_resume_point, start.config, start.inputs, contents)
+        served = read_served_models(start.config).models
+        resume_point = problems.attempt(find_resume_point, start.config, start.inputs, contents, served)
     if rank == 0:
         if verbose and not problems.errors:
             print(dump_toml(start.config))

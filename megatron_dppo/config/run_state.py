@@ -98,6 +98,7 @@ class RunRecord(_Table):
     cwd: Annotated[str, Field(pattern=r"^[^\x00]*$")] | None = None
     digests: dict[str, str] = {}
     contents: dict[str, dict[str, str]] = {}
+    served: dict[str, dict[str, list[str]]] = {}
     guard: _Guard | None = None
     finite: bool = True
 

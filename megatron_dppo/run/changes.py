@@ -10,7 +10,7 @@ files hold is: a file with other content is a change of the key that names it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -74,6 +74,12 @@ KEY_KINDS: dict[str, ChangeKind] = {
 """Patterns of ``section.key``. The first match decides; a key without a match counts as ``results``."""
 
 
+ServedModels = Mapping[str, Mapping[str, Sequence[str]]]
+"""Description of the models behind URLs, by ``section.key`` and field. Several servers may have several values."""
+SERVED_WEIGHTS = "weights"
+"""Field of a served model with the digest of the weights themselves."""
+
+
 class Change(NamedTuple):
     """A key whose value differs from the run so far."""
 
@@ -83,8 +89,12 @@ class Change(NamedTuple):
     kind: ChangeKind
     file: str = ""
     """File whose content differs; ``old`` and ``new`` are then the starts of its SHA-256. Empty if a value differs."""
+    subject: str = ""
+    """Part of a served model that differs. Empty for other changes."""
 
     def __str__(self) -> str:
+        if self.subject:
+            return f"{self.key}: {self.subject}: {self.old} -> {self.new}"
         if self.file:
             return f"{self.key}: the content of {self.file} differs: {self.old} -> {self.new}"
         return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
@@ -169,6 +179,31 @@ def _differing_files(
 
 def _short_digest(digest: str | None) -> str:
     return "no such file" if digest is None else digest[:12]
+
+
+def find_served_changes(before: ServedModels, now: ServedModels) -> list[Change]:
+    """Return every field of a served model that differs, sorted.
+
+    Fields are compared that both starts know, and only the weights if both have their digest. A server that is not
+    reachable any more is no change.
+
+    Args:
+        before: Models of the run so far.
+        now: Models of this start.
+    """
+    changes = []
+    for key in sorted(before.keys() & now.keys()):
+        fields = sorted(before[key].keys() & now[key].keys())
+        for field in [SERVED_WEIGHTS] if SERVED_WEIGHTS in fields else fields:
+            old, new = before[key][field], now[key][field]
+            if not set(new) <= set(old):
+                subject = f"the served model's {field}"
+                changes.append(Change(key, _join(field, old), _join(field, new), "results", subject=subject))
+    return changes
+
+
+def _join(field: str, values: Iterable[str]) -> str:
+    return ", ".join(value[:12] if field == SERVED_WEIGHTS else value for value in values)
 
 
 def default_values() -> dict[str, Any]:

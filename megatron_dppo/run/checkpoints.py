@@ -19,7 +19,7 @@ from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object,
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.changes import Change
+from megatron_dppo.run.changes import Change, ServedModels
 from megatron_dppo.run.contents import Contents, content_digests
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.guard_state import GuardState
@@ -86,6 +86,7 @@ class Checkpoints:
         background: Process group of all ranks over the CPU, for saves in the background. None if there are none.
         say: Prints a line on rank 0.
         contents: Files of the configuration at this start. Empty on ranks other than 0.
+        served: Models behind its URLs, likewise.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Checkpoints:
         background: dist.ProcessGroup | None,
         say: Callable[[str], None],
         contents: Contents,
+        served: ServedModels,
     ) -> None:
         self._config = config
         self._inputs = inputs
@@ -112,6 +114,7 @@ class Checkpoints:
         self.timer = SaveTimer(config.checkpoint.save_every_minutes)
         # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
         self._contents = contents
+        self._served = served
         self._digests = content_digests(config.model_dump(mode="json")) if is_leader(dist.group.WORLD) else {}
 
     def is_due(self, state: RunState) -> bool:
@@ -179,6 +182,7 @@ class Checkpoints:
             "digests": self._digests,
             "guard": state.guard.to_json(),
             "contents": self._contents,
+            "served": self._served,
         }
         self._require_space()
         if in_background is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,14 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.report.records import read_metrics
-from megatron_dppo.run.changes import Change, check_changes, find_changes, find_content_changes
+from megatron_dppo.run.changes import (
+    Change,
+    ServedModels,
+    check_changes,
+    find_changes,
+    find_content_changes,
+    find_served_changes,
+)
 from megatron_dppo.run.contents import Contents
 from megatron_dppo.run.inputs import Inputs, ModelInputs
 from megatron_dppo.run.starts import read_starts
@@ -48,6 +55,8 @@ class ResumePoint:
     """True if the checkpoint is from another run, whose settings may differ."""
     same_stream: bool = True
     """False if a fork has other prompts or another order. It then starts at the first prompt."""
+    served: ServedModels = field(default_factory=dict)
+    """Models behind URLs that the run used so far."""
 
 
 def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
@@ -74,7 +83,9 @@ def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
     }
 
 
-def find_resume_point(config: Config, inputs: Inputs, contents: Contents) -> ResumePoint | None:
+def find_resume_point(
+    config: Config, inputs: Inputs, contents: Contents, served: ServedModels | None = None
+) -> ResumePoint | None:
     """Return the newest checkpoint with intact files and finite weights; a collective of all ranks.
 
     Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``.
@@ -83,6 +94,7 @@ def find_resume_point(config: Config, inputs: Inputs, contents: Contents) -> Res
         config: Configuration of this start.
         inputs: Its model and data.
         contents: Its files, as rank 0 read them.
+        served: The models behind its URLs, as rank 0 read them. None compares none.
 
     Returns:
         None if there is no checkpoint at all.
@@ -134,7 +146,12 @@ def find_resume_point(config: Config, inputs: Inputs, contents: Contents) -> Res
             )
 
     # Settings: those that change the results need checkpoint.accept_changes, except in a fork.
-    changes = broadcast_object(lambda: _find_changes(state, chosen, config, contents), _world())
+    changes = broadcast_object(
+        lambda: (
+            _find_changes(state, chosen, config, contents) + find_served_changes(state.get("served", {}), served or {})
+        ),
+        _world(),
+    )
     check_changes(changes, chosen, accepted=is_fork or config.checkpoint.accept_changes)
     if is_fork and state["step"] >= config.run.num_steps:
         raise CheckpointError(
@@ -148,6 +165,7 @@ def find_resume_point(config: Config, inputs: Inputs, contents: Contents) -> Res
         skipped_checkpoints=tuple(skipped_checkpoints),
         is_fork=is_fork,
         same_stream=not differing,
+        served=state.get("served", {}),
     )
 
 

@@ -53,6 +53,7 @@ from megatron_dppo.run.recording import StepRecorder
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
 from megatron_dppo.run.run_folder import open_folder
 from megatron_dppo.run.run_records import Records
+from megatron_dppo.run.served_models import ReadServedModels, read_served_models
 from megatron_dppo.run.starts import record_start
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
 from megatron_dppo.run.teacher_setup import build_teacher
@@ -191,8 +192,10 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         parts.callback(scorer.close)
         # Read before anything is built from the files.
         contents = read_contents(config.model_dump(mode="json")) if start.rank == 0 else ReadContents({}, ())
-        point = find_resume_point(config, inputs, contents.contents)
-        lines = [format_layout(inputs.layout, config.batch), inputs.data_summary, *start.notes, *contents.notes]
+        served = read_served_models(config) if start.rank == 0 else ReadServedModels({}, ())
+        point = find_resume_point(config, inputs, contents.contents, served.models)
+        notes = [*start.notes, *contents.notes, *served.notes]
+        lines = [format_layout(inputs.layout, config.batch), inputs.data_summary, *notes]
         console.print("\n".join(lines))
 
         # Model-parallel groups, the policy, and the engine that samples with its weights.
@@ -230,6 +233,8 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
                 background=background,
                 say=console.print,
                 contents=contents.contents,
+                # A server that is not reachable at this start is compared at a later one.
+                served={**({} if point is None else point.served), **served.models},
             ),
             resume_point=point,
             state=RunState(guard=GuardState.from_config(config)),

@@ -171,6 +171,12 @@ class _ResponseCheck:
         """Check the meaning of the sampled tokens' log-probabilities, robustly against single tokens."""
         reported = np.concatenate(self._reported)
         computed = np.concatenate(live)
+        # Rounding moves none by more than 1.
+        if not reported.any() and computed.min() < -1:
+            self._refuse(
+                "filtered distribution: every sampled token has the reported probability 1, as after greedy decoding "
+                f"or top-k 1 ({self._describe_distance(measured)}). {_FILTERED[self._response.info.engine]}"
+            )
         if (count := decimals(reported, computed)) is not None:
             self._refuse(f"rounded log-probabilities: the server reports {count} decimals. {_GATEWAY}")
         raw = [reading.raw_logprobs for reading in self._readings]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo.commands.main import train_main
 from tests.e2e.runs import CONFIG, flags, train
 from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
+from tests.unit.run.test_served_models import served
 
 pytestmark = pytest.mark.e2e
 
@@ -133,3 +134,33 @@ def test_edited_files_are_refused_and_unchanged_ones_resume_bit_for_bit(
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "(step 2, " in resumed.stdout and "the content of " not in resumed.stdout
     assert_same_run(run, tmp_path / "undisturbed")
+
+
+def test_another_model_behind_a_url_is_refused(
+    short_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score = {"data": [{"index": 0, "embedding": [0.5]}]}
+    model = {"model_id": "org/rewards", "model_sha": "first"}
+    with served({"/info": model, "/v1/embeddings": score}) as url:
+        options = {"url": url, "endpoint": "openai_embeddings", "batch_size": 1}
+        named = flags(
+            reward__function="reward_model",
+            **{f"reward__options__{name}": value for name, value in options.items()},
+            run__num_steps=1,
+            checkpoint__save_every=1,
+        )
+        run = train([*short_run, *named])
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "reward.options.url: of the model behind it a resume compares only its name, revision" in run.stdout
+
+        def dry_run(*more: str) -> tuple[int, str]:
+            code = train_main([str(CONFIG), *short_run, *named, *more, "--dry-run", "--world-size", "1"])
+            captured = capsys.readouterr()
+            return code, captured.out + captured.err
+
+        assert dry_run()[0] == 0
+        model["model_sha"] = "second"
+        code, said = dry_run()
+        assert code == 2 and "reward.options.url: the served model's revision: first -> second" in said, said
+        code, said = dry_run("--allow-changed", "reward.options.url")
+        assert code == 0 and "changed: reward.options.url: the served model's revision" in said, said

@@ -123,6 +123,13 @@ def start_sglang(
     return start_engine("sglang", command, port, log, env)
 
 
+def start_lying_sglang(model: Path, log: Path, lie: Path, *options: str) -> Engine:
+    """A real SGLang server that confirms weight updates and loads what the file ``lie`` says (``lying_sglang``)."""
+    lie.touch()
+    folder = Path(__file__).parent / "lying_sglang"
+    return start_sglang(model, log, *options, env={"SGLANG_EXTRA_PATH": str(folder), "LYING_SGLANG": str(lie)})
+
+
 @contextlib.contextmanager
 def bf16_sglang(model: Path, log: Path) -> Iterator[Engine]:
     """An SGLang server in bf16, as ``megatron-dppo serve`` starts one, until the end of the context."""

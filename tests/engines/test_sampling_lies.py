@@ -31,8 +31,8 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 class Sampling:
     """Sets sampling parameters on the way to the server, of every request, the probe's too.
 
-    SGLang, and vLLM with ``--logprobs-mode raw_logprobs``, then report the log-probabilities from before the filters,
-    so no number in their answers is wrong.
+    SGLang then reports the log-probabilities from before the filters, so no number in its answers is wrong. vLLM
+    reports those of the filtered distribution.
     """
 
     def __init__(self, **params: Any) -> None:

@@ -52,7 +52,8 @@ serve)
     # The cache ends at --max-total-tokens. The fraction has to leave room for it beside the weights of a real model, and
     # SGLang counts what other programs took meanwhile.
     export OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
-    export PYTHONPATH=$here/sglang_shim:$package
+    # SGLANG_EXTRA_PATH: a folder whose sitecustomize.py changes the server (tests).
+    export PYTHONPATH=${SGLANG_EXTRA_PATH:+$SGLANG_EXTRA_PATH:}$here/sglang_shim:$package
     exec "$base/bin/python" -m sglang.launch_server --device cpu --attention-backend torch_native \
         --mem-fraction-static 0.5 --max-total-tokens 32768 --sleep-on-idle "${@:3}"
     ;;

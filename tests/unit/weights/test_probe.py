@@ -94,6 +94,13 @@ def test_a_filtered_distribution_is_named(engine: Literal["sglang", "vllm"], fla
     refused(policy, change, f"filtered distribution: .*{flag}", engine=engine)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reported_probabilities_of_1_are_a_filter_and_no_rounding(dtype: Literal["fp32", "bf16"]) -> None:
+    """vLLM reports processed log-probabilities: with top-k 1 all of them are 0."""
+    told = refused(Policy(USUAL, dtype=dtype), of("logprobs", np.zeros_like), "filtered distribution: ", engine="vllm")
+    assert "greedy decoding" in told and "--generation-config vllm" in told
+
+
 def test_a_top_k_with_tokens_that_are_never_sampled_is_a_filter() -> None:
     never = of("values", lambda x: np.where(np.arange(x.shape[1]) > 2, -np.inf, x).astype(np.float32))
     refused(Policy(USUAL), never, r"filtered distribution: some of its Top-K have probability 0")

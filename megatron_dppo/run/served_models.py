@@ -1,0 +1,149 @@
+"""Models behind URLs (teacher, judge, reward model), as their servers describe them. A resume compares them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, ServerOptions, read_options
+from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.servers.http import Deadlines, HttpClient
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.vllm import VLLMServer
+from megatron_dppo.errors import ServerError, UserError
+from megatron_dppo.run.changes import SERVED_WEIGHTS, ServedModels
+
+_SECONDS = 10.0
+"""Deadline of one question to a server."""
+_DIGEST_SECONDS = 600.0
+"""Deadline for the digests of all weights of a server."""
+_MAX_TEXT = 500
+_FIELDS = {
+    # OpenAI's API; ``root`` is the folder or repository in vLLM and SGLang.
+    "/v1/models": {"id": "name", "root": "path"},
+    # SGLang.
+    "/model_info": {"model_path": "path", "weight_version": "version"},
+    "/server_info": {"revision": "revision"},
+    # Text Embeddings Inference and Text Generation Inference.
+    "/info": {"model_id": "name", "model_sha": "revision"},
+}
+"""Fields of responses that describe a model, with their names here."""
+
+
+class _Servers(NamedTuple):
+    """Servers that one key of the configuration names."""
+
+    key: str
+    urls: Sequence[str]
+    model: str
+    """Name of the model in requests. Empty if they have none."""
+    api_key: str | None
+
+
+class ReadServedModels(NamedTuple):
+    """Descriptions of the models behind URLs."""
+
+    models: ServedModels
+    notes: tuple[str, ...]
+    """One message for each key whose servers do not say which model they serve."""
+
+
+def read_served_models(config: Config) -> ReadServedModels:
+    """Ask every teacher, judge and reward model that the configuration names for its model. Nothing is sampled.
+
+    Args:
+        config: Configuration of the run.
+    """
+    models = {}
+    notes = []
+    for servers in _find_servers(config):
+        fields = asyncio.run(_describe_all(servers))
+        if fields:
+            models[servers.key] = fields
+        if SERVED_WEIGHTS not in fields:
+            covered = f"only its {', '.join(fields)}" if fields else "nothing"
+            notes.append(
+                f"note     {servers.key}: of the model behind it a resume compares {covered}, as the server has no "
+                "digest of its weights"
+            )
+    return ReadServedModels(models, tuple(notes))
+
+
+def _find_servers(config: Config) -> Iterator[_Servers]:
+    teacher = config.distillation
+    if teacher.teacher_urls:
+        yield _Servers("distillation.teacher_urls", teacher.teacher_urls, "", _read_key(teacher.teacher_api_key_env))
+    rewards: dict[str, Any] = {"reward": config.reward}
+    rewards |= {f"reward.functions.{name}": each for name, each in config.reward.functions.items()}
+    for table, reward in rewards.items():
+        if reward.function in BUILT_IN_REWARDS and reward.options:
+            options = read_options(reward.function, reward.options)
+            if isinstance(options, ServerOptions):
+                model = str(getattr(options, "model", ""))
+                yield _Servers(f"{table}.options.url", options.urls, model, _read_key(options.api_key_env))
+
+
+def _read_key(name: str | None) -> str | None:
+    """Return the API key; a missing one is reported where the servers are used."""
+    return os.environ.get(name) or None if name else None
+
+
+async def _describe_all(servers: _Servers) -> dict[str, list[str]]:
+    """Return the different values of each field over all servers that respond."""
+    descriptions = await asyncio.gather(*(_describe(url.rstrip("/"), servers) for url in servers.urls))
+    fields = sorted({field for each in descriptions for field in each})
+    return {field: sorted({each[field] for each in descriptions if field in each}) for field in fields}
+
+
+async def _describe(url: str, servers: _Servers) -> dict[str, str]:
+    responses = {}
+    client = HttpClient(url, api_key=servers.api_key)
+    try:
+        for path in _FIELDS:
+            try:
+                responses[path] = await client.get(path, timeout=_SECONDS)
+            except ServerError as error:
+                if error.status is None:  # nobody is there
+                    return {}
+    finally:
+        await client.close()
+    fields: dict[str, str] = {}
+    for path, names in _FIELDS.items():
+        response = responses.get(path)
+        if path == "/v1/models":
+            response = _choose_model(response, servers.model)
+        if isinstance(response, Mapping):
+            for name, field in names.items():
+                value = response.get(name)
+                if isinstance(value, str) and value:
+                    fields.setdefault(field, value[:_MAX_TEXT])
+    if (digest := await _read_digest(url, servers.api_key, is_sglang="/model_info" in responses)) is not None:
+        fields[SERVED_WEIGHTS] = digest
+    return fields
+
+
+def _choose_model(response: object, name: str) -> object:
+    """Return the entry of a list of models that requests are for; None if that is not clear."""
+    entries = response.get("data") if isinstance(response, Mapping) else None
+    if not isinstance(entries, list):
+        return None
+    named = [entry for entry in entries if isinstance(entry, Mapping) and name in ("", entry.get("id"))]
+    return named[0] if len(named) == 1 else None
+
+
+async def _read_digest(url: str, api_key: str | None, *, is_sglang: bool) -> str | None:
+    """Return the digest of a server's weights. None if it is no SGLang, and no vLLM with this package's extension."""
+    deadlines = Deadlines(control=_DIGEST_SECONDS)
+    server = (SGLangServer if is_sglang else VLLMServer)(url, api_key=api_key, deadlines=deadlines)
+    try:
+        ranks = await server.weight_digests()
+    except UserError:
+        return None
+    finally:
+        await server.close()
+    content = json.dumps([[rank.tp_rank, dict(rank.digests)] for rank in ranks], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest() if any(rank.digests for rank in ranks) else None
