@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,8 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         routed_experts=config.train.needs_engine_routing,
         topk_logprobs=config.topk_logprobs,
     )
-    plans = plan_servers(config.rollout, server, os.environ, visible_gpus(os.environ), options.skip_gpus)
+    visible = visible_gpus(os.environ)
+    plans = plan_servers(config.rollout, server, os.environ, visible, options.skip_gpus)
     network = _network_variables(config)
     plans = [replace(plan, env=plan.env | network) for plan in plans]
     if options.dry_run:
@@ -95,9 +97,15 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             gpus = plan.env.get("CUDA_VISIBLE_DEVICES")
             print(shlex.join(plan.argv) if gpus is None else f"CUDA_VISIBLE_DEVICES={gpus} {shlex.join(plan.argv)}")
         return 0
+    from megatron_dppo.engines.serving.collectives import require_equal_versions
+    from megatron_dppo.engines.serving.environment import shares_communicator
     from megatron_dppo.engines.serving.processes import ServerGroup, StopRequest
     from megatron_dppo.run.orphans import no_orphans
 
+    if visible and shares_communicator(config.rollout) and config.rollout.engine != "local":
+        versions = require_equal_versions(config.rollout.engine, config.rollout.servers.command, sys.executable)
+        if versions is not None:
+            _log(f"the servers' environment has {versions}, as the trainer's")
     if options.urls_file is not None:
         options.urls_file.unlink(missing_ok=True)
     log_dir = options.log_dir or Path(config.run.output_dir.rstrip("/") + "-servers")

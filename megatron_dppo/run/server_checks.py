@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
+from megatron_dppo.engines.serving.collectives import CollectiveVersions
 from megatron_dppo.engines.serving.command import read_api_key
-from megatron_dppo.engines.serving.environment import shares_communicator
+from megatron_dppo.engines.serving.environment import TRANSFER_VARIABLES, shares_communicator, transfer_variables
 from megatron_dppo.errors import ConfigError, ServerError, UserError
 from megatron_dppo.hf.folder import configured_end_tokens, model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
@@ -139,6 +143,21 @@ def required_server_features(config: Config, inputs: Inputs | None) -> ServerReq
         quantized=config.rollout.servers.model is not None,
         colocated=config.rollout.servers.colocated,
         sampling_mask_ids=config.rollout.top_k if config.rollout.has_filters else 0,
+        trainer=trainer_versions(config.rollout),
+        command=tuple(config.rollout.servers.command),
+    )
+
+
+def trainer_versions(rollout: RolloutConfig) -> CollectiveVersions | None:
+    """Return the versions that servers must share with this process; None if they join no NCCL communicator of it."""
+    if not shares_communicator(rollout) or not torch.cuda.is_available():
+        return None
+    nccl = torch.cuda.nccl.version()
+    environ = os.environ | transfer_variables(rollout, os.environ)
+    return CollectiveVersions(
+        torch=torch.__version__,
+        nccl=".".join(map(str, nccl[:3])),
+        variables={name: environ[name] for name in TRANSFER_VARIABLES},
     )
 
 

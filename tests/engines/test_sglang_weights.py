@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.engines.serving.checks import fetch_versions
 from megatron_dppo.errors import CheckpointError, ServerError
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.types import VersionSpan
@@ -108,6 +109,10 @@ def test_an_unfinished_update_leaves_no_valid_version_and_can_be_restarted(
 
     call(sglang, dies)
     call(sglang, comes_back)
+
+
+def test_a_server_on_a_cpu_has_no_nccl_to_compare(sglang: Engine) -> None:
+    assert fetch_versions(sglang.url, "sglang", None, 30.0).nccl is None
 
 
 def test_an_update_without_a_pause_is_rejected(sglang: Engine) -> None:

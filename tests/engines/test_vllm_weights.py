@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.engines.serving.checks import fetch_versions
 from megatron_dppo.errors import CheckpointError, ServerError
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.rollout.shared_memory import DeviceHandle, SharedBucket
@@ -202,6 +203,12 @@ def test_missing_or_foreign_device_memory_is_an_error_after_which_the_server_can
         assert answer.versions[0].policy_version == 6 and off(new_model, answer, SHORT) < 1e-5
 
     call(vllm, use)
+
+
+def test_it_reports_the_versions_that_a_communicator_depends_on(vllm: Engine) -> None:
+    versions = fetch_versions(vllm.url, "vllm", None, 30.0)
+    assert str(versions.torch).startswith("2.13.0") and versions.nccl is None and versions.source == ""
+    assert versions.variables.keys() == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
 
 
 def test_an_update_without_a_pause_is_rejected(vllm: Engine) -> None:

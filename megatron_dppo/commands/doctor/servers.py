@@ -11,6 +11,7 @@ from megatron_dppo.engines.serving.checks import (
     IDLE,
     ServerRequirements,
     fetch_json,
+    fetch_versions,
     find_server_problems,
     identify_server,
     is_healthy,
@@ -46,7 +47,8 @@ def inspect_servers(urls: Sequence[str], needs: ServerRequirements | None, key: 
 def _inspect_server(url: str, needs: ServerRequirements | None, key: str | None) -> ServerReport:
     try:
         engine = needs.engine if needs is not None else _detect_engine(url, key)
-        description = _describe(url, engine, key)
+        versions = fetch_versions(url, engine, key, _TIMEOUT_SECONDS, needs.command if needs is not None else ())
+        description = f"{_describe(url, engine, key)}, {versions}"
     except ServerError as error:
         return ServerReport(url, None, (error.detail,))
     problems = []

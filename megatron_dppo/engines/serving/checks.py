@@ -7,11 +7,18 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_dppo.config.servers import WeightSyncMethod
+from megatron_dppo.engines.serving.collectives import (
+    CollectiveVersions,
+    assumed_versions,
+    find_mismatches,
+    interpreter_versions,
+    parse_versions,
+)
 from megatron_dppo.errors import ServerError
 
 # Without proxies: servers are on this machine or on the cluster, where a proxy for the internet cannot reach them.
@@ -30,6 +37,8 @@ UNUSED_CONTEXT_TOKENS = 2
 In srt/managers, the longest request is one less than the context, and a response is one less than what remains.
 """
 _EXTENSION = "megatron_dppo_vllm.WorkerExtension"
+_VERSIONS_CALL = "megatron_dppo_collectives"
+"""Method of the extension that reports versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,10 @@ class ServerRequirements:
     """True if the server must accept quantized weights."""
     sampling_mask_ids: int = 0
     """Number of allowed ids that the server must return for a token; 0 for none."""
+    trainer: CollectiveVersions | None = None
+    """Versions of the trainer, if the server joins a communicator of it on GPUs."""
+    command: tuple[str, ...] = ()
+    """Command that starts the server, if the configuration names one."""
 
 
 def is_healthy(url: str, key: str | None = None, *, timeout: float = 10.0) -> bool:
@@ -128,18 +141,29 @@ def _field(url: str, path: str, key: str | None, timeout: float, *names: str | i
 
 
 def _get(url: str, path: str, key: str | None, timeout: float) -> bytes:
+    return _request(url, path, key, timeout, None)
+
+
+def _post(url: str, path: str, body: Mapping[str, Any], key: str | None, timeout: float) -> bytes:
+    return _request(url, path, key, timeout, json.dumps(body).encode())
+
+
+def _request(url: str, path: str, key: str | None, timeout: float, body: bytes | None) -> bytes:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    method = "GET" if body is None else "POST"
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+        request = urllib.request.Request(url.rstrip("/") + path, data=body, headers=headers)
         with _opener.open(request, timeout=timeout) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         hint = "; set rollout.servers.api_key_env to its key" if error.code in (401, 403) else ""
-        raise ServerError(url, f"GET {path} failed{hint}", error.code) from error
+        raise ServerError(url, f"{method} {path} failed{hint}", error.code) from error
     except urllib.error.URLError as error:
-        raise ServerError(url, f"GET {path}: {error.reason}") from error
+        raise ServerError(url, f"{method} {path}: {error.reason}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ServerError(url, f"GET {path}: {error}") from error
+        raise ServerError(url, f"{method} {path}: {error}") from error
 
 
 def find_server_problems(
@@ -162,12 +186,46 @@ def find_server_problems(
     problems = [IDLE] if must_generate and not is_healthy(url, key, timeout=timeout) else []
     find_problems = _sglang_problems if needs.engine == "sglang" else _vllm_problems
     try:
-        return [*problems, *find_problems(url, needs, key, timeout)]
+        problems += find_problems(url, needs, key, timeout)
+        if needs.trainer is not None:
+            server = fetch_versions(url, needs.engine, key, timeout, needs.command)
+            problems += find_mismatches(needs.engine, server, needs.trainer)
+        return problems
     except (TypeError, ValueError, AttributeError) as error:
         raise ServerError(
             url,
             f"its description is not that of {needs.engine} ({error}); check rollout.engine and the server's version",
         ) from error
+
+
+def fetch_versions(
+    url: str, engine: Literal["sglang", "vllm"], key: str | None, timeout: float, command: Sequence[str] = ()
+) -> CollectiveVersions:
+    """Return the torch and NCCL of a server, and its variables for NCCL as far as they are known.
+
+    A vLLM server with our worker extension reports them. SGLang does not: its versions are those of the environment of
+    ``command``, or those that its version pins.
+
+    Raises:
+        ServerError: The server does not respond.
+    """
+    if engine == "vllm":
+        try:
+            answer = json.loads(_post(url, "/collective_rpc", {"method": _VERSIONS_CALL}, key, timeout))
+            return parse_versions(answer["results"][0])
+        except (ServerError, ValueError, LookupError, TypeError):
+            # Without the extension, or with one of an older version of this package.
+            return assumed_versions(engine, str(fetch_json(url, "/version", key, timeout).get("version")))
+    info = fetch_json(url, "/server_info", key, timeout)
+    if info.get("device") == "cpu":
+        return CollectiveVersions(torch=None, nccl=None)
+    versions = interpreter_versions(command) or assumed_versions(engine, str(info.get("version")))
+    # By default SGLang sets them to 0; these options set them to 1, whatever its environment has.
+    options = {
+        "NCCL_CUMEM_ENABLE": bool(info.get("enable_symm_mem")),
+        "NCCL_NVLS_ENABLE": bool(info.get("enable_symm_mem") or info.get("enable_nccl_nvls")),
+    }
+    return replace(versions, variables={name: "1" for name, is_on in options.items() if is_on})
 
 
 # A setting that an older version of the engine does not report is not a problem: hence ``is False`` and defaults.

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.io import read_config
+from megatron_dppo.engines.serving.collectives import CollectiveVersions
+from megatron_dppo.run import server_checks
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.server_checks import check_servers
 
@@ -33,6 +35,8 @@ def servers() -> Iterator[Any]:
                 self.send_response(404 if answer is None else 200)
                 self.end_headers()
                 self.wfile.write(json.dumps(answer).encode())
+
+            do_POST = do_GET
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -155,3 +159,34 @@ def test_a_server_that_a_killed_trainer_left_paused_does_not_block_the_next_run(
     assert config.config is not None
     assert find_problems(Start(config.config, 1)) == []
     assert "generates nothing now (paused" in str(find_problems(Start(config.config, 1, dry_run=True))[0])
+
+
+def test_a_server_with_another_nccl_is_refused_where_weights_are_broadcast(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    trainer = CollectiveVersions(torch="2.13.0", nccl="2.29.7", variables=variables)
+    monkeypatch.setattr(server_checks, "trainer_versions", lambda _: trainer)
+    prompts = {"data__max_prompt_tokens": "200"}
+    assert problems_of("sglang", servers(sglang(version="0.5.21")), **prompts) == []
+    (pinned,) = problems_of("sglang", servers(sglang()), **prompts)
+    for text in ("NCCL 2.30.7 (torch 2.14.1, which sglang 0.5.23 pins)", "NCCL 2.29.7", "pip install 'sglang==0.5.21'"):
+        assert text in pinned
+    assert problems_of("sglang", servers(sglang(device="cpu")), **prompts) == []
+    monkeypatch.setenv("MEGATRON_DPPO_SERVER_NCCL", "2.29.7")
+    assert problems_of("sglang", servers(sglang()), **prompts) == []
+    monkeypatch.setenv("MEGATRON_DPPO_SERVER_NCCL", "2.28.9")
+    assert "NCCL 2.28.9" in problems_of("sglang", servers(sglang(version="0.5.21")), **prompts)[0]
+    monkeypatch.delenv("MEGATRON_DPPO_SERVER_NCCL")
+    (nvls,) = problems_of("sglang", servers(sglang(version="0.5.21", enable_nccl_nvls=True)), **prompts)
+    assert "NCCL_NVLS_ENABLE is 1 in the server and 0 in the trainer" in nvls
+
+    reported = {"torch": "2.14.0", "nccl": "2.30.7", "variables": {**variables, "NCCL_CUMEM_ENABLE": None}}
+    call = {"/collective_rpc": {"results": [reported]}}
+    version, cumem = problems_of("vllm", servers({**vllm(), **call}), **prompts)
+    assert "NCCL 2.30.7 (torch 2.14.0), but the trainer has NCCL 2.29.7 (torch 2.13.0)" in version
+    assert "NCCL_CUMEM_ENABLE is not set in the server" in cumem
+    fits = {"/collective_rpc": {"results": [{"torch": "2.13.0", "nccl": "2.29.7", "variables": variables}]}}
+    assert problems_of("vllm", servers({**vllm(), **fits}), **prompts) == []
+    # An older extension has no such call; the versions are then those that vLLM pins.
+    assert problems_of("vllm", servers(vllm()), **prompts) == []

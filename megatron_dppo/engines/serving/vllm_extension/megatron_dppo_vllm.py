@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -292,6 +293,15 @@ class WorkerExtension:
     def megatron_dppo_algorithm(self) -> str:
         """Return the algorithm of the digests (``megatron_dppo_digest``)."""
         return "sha256" if self.device.type == "cpu" else "words"  # type: ignore[attr-defined]
+
+    def megatron_dppo_collectives(self) -> dict[str, Any]:
+        """Return what a communicator with the trainer depends on: versions, and variables that must be equal."""
+        nccl = torch.cuda.nccl.version() if torch.version.cuda else None
+        return {
+            "torch": torch.__version__,
+            "nccl": None if nccl is None else ".".join(map(str, nccl[:3])),
+            "variables": {name: os.environ.get(name) for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
+        }
 
     def megatron_dppo_sums(self) -> dict[str, Any]:
         """Return the digests of all tensors, as they are used and as they were loaded."""
