@@ -20,9 +20,16 @@ from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.families.family import raise_unsupported
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
-from megatron_dppo.mcore.fusions import check_fp8, default_fusions, output_layer_without_fusion, summarize_kernels
+from megatron_dppo.mcore.fusions import (
+    check_fp8,
+    default_fusions,
+    output_layer_without_fusion,
+    row_multiple,
+    summarize_kernels,
+)
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.overrides import checked_overrides
+from megatron_dppo.mcore.row_padding import check_padding_support
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.types import MicroBatch
@@ -152,6 +159,7 @@ def transformer_config(
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
+    check_padding_support(overrides, layout.row_multiple * row_multiple(overrides))
     check_fp8(overrides, model.dtype, platform, transformer_engine=has_te)
     fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts > 0)
     kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig

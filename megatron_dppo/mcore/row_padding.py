@@ -11,7 +11,7 @@ Delete when: Megatron's own mask gives the gradient of one process (tests/distri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,37 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.parallel.groups import ParallelGroups
+
+_BY_ALL_TOKENS = {
+    "moe_router_load_balancing_type": ({"sinkhorn", "quantile_balancing"}, "it chooses experts by all tokens of a row"),
+    "moe_expert_capacity_factor": (None, "it drops tokens by the number that an expert gets"),
+}
+"""TransformerConfig fields, with the values (None: any) under which padding changes the experts of other tokens."""
+
+
+def check_padding_support(fields: Mapping[str, Any], multiple: int) -> None:
+    """Check that padding of rows cannot change the experts of tokens.
+
+    Args:
+        fields: TransformerConfig fields that the user sets.
+        multiple: Number of which the length of each row is a multiple. 1: no row has padding.
+
+    Raises:
+        ConfigError: A field lets the padding compete with tokens, which no mask can prevent.
+    """
+    if multiple == 1:
+        return
+    for name, (values, reason) in _BY_ALL_TOKENS.items():
+        value = fields.get(name)
+        chosen = set(value) if isinstance(value, list) else {value}
+        if value is not None and (values is None or chosen & values):
+            raise ConfigError(
+                f"model.transformer.{name} = {value!r} with rows that are padded to multiples of {multiple} tokens "
+                f"(tensor and context parallelism, FP8): {reason}, the padding among them. Remove it, or set these "
+                "sizes to 1"
+            )
 
 
 def exclude_padding(models: Sequence[GPTModel], config: TransformerConfig, groups: ParallelGroups) -> None:
