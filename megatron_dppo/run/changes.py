@@ -77,7 +77,7 @@ KEY_KINDS: dict[str, ChangeKind] = {
 ServedModels = Mapping[str, Mapping[str, Sequence[str]]]
 """Description of the models behind URLs, by ``section.key`` and field. Several servers may have several values."""
 SERVED_WEIGHTS = "weights"
-"""Field of a served model with the digest of the weights themselves."""
+"""Beginning of the field of a served model with the digest of its weights. Its end says what else that depends on."""
 
 
 class Change(NamedTuple):
@@ -184,8 +184,8 @@ def _short_digest(digest: str | None) -> str:
 def find_served_changes(before: ServedModels, now: ServedModels) -> list[Change]:
     """Return every field of a served model that differs, sorted.
 
-    Fields are compared that both starts know, and only the weights if both have their digest. A server that is not
-    reachable any more is no change.
+    Fields are compared that both starts know, and only the weights if both have the same kind of digest. A server that
+    is not reachable any more is no change.
 
     Args:
         before: Models of the run so far.
@@ -194,7 +194,8 @@ def find_served_changes(before: ServedModels, now: ServedModels) -> list[Change]
     changes = []
     for key in sorted(before.keys() & now.keys()):
         fields = sorted(before[key].keys() & now[key].keys())
-        for field in [SERVED_WEIGHTS] if SERVED_WEIGHTS in fields else fields:
+        digests = [field for field in fields if field.startswith(SERVED_WEIGHTS)]
+        for field in digests or fields:
             old, new = before[key][field], now[key][field]
             if not set(new) <= set(old):
                 subject = f"the served model's {field}"
@@ -203,7 +204,7 @@ def find_served_changes(before: ServedModels, now: ServedModels) -> list[Change]
 
 
 def _join(field: str, values: Iterable[str]) -> str:
-    return ", ".join(value[:12] if field == SERVED_WEIGHTS else value for value in values)
+    return ", ".join(value[:12] if field.startswith(SERVED_WEIGHTS) else value for value in values)
 
 
 def default_values() -> dict[str, Any]:

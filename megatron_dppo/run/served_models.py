@@ -19,7 +19,7 @@ from megatron_dppo.run.changes import SERVED_WEIGHTS, ServedModels
 
 _SECONDS = 10.0
 """Deadline of one question to a server."""
-_DIGEST_SECONDS = 600.0
+_DIGEST_SECONDS = 120.0
 """Deadline for the digests of all weights of a server."""
 _MAX_TEXT = 500
 _FIELDS = {
@@ -64,7 +64,7 @@ def read_served_models(config: Config) -> ReadServedModels:
         fields = asyncio.run(_describe_all(servers))
         if fields:
             models[servers.key] = fields
-        if SERVED_WEIGHTS not in fields:
+        if not any(field.startswith(SERVED_WEIGHTS) for field in fields):
             covered = f"only its {', '.join(fields)}" if fields else "nothing"
             notes.append(
                 f"note     {servers.key}: of the model behind it a resume compares {covered}, as the server has no "
@@ -121,9 +121,7 @@ async def _describe(url: str, servers: _Servers) -> dict[str, str]:
                 value = response.get(name)
                 if isinstance(value, str) and value:
                     fields.setdefault(field, value[:_MAX_TEXT])
-    if (digest := await _read_digest(url, servers.api_key, is_sglang="/model_info" in responses)) is not None:
-        fields[SERVED_WEIGHTS] = digest
-    return fields
+    return fields | await _read_digest(url, servers.api_key, responses)
 
 
 def _choose_model(response: object, name: str) -> object:
@@ -135,15 +133,25 @@ def _choose_model(response: object, name: str) -> object:
     return named[0] if len(named) == 1 else None
 
 
-async def _read_digest(url: str, api_key: str | None, *, is_sglang: bool) -> str | None:
-    """Return the digest of a server's weights. None if it is no SGLang, and no vLLM with this package's extension."""
-    deadlines = Deadlines(control=_DIGEST_SECONDS)
-    server = (SGLangServer if is_sglang else VLLMServer)(url, api_key=api_key, deadlines=deadlines)
+async def _read_digest(url: str, api_key: str | None, responses: Mapping[str, object]) -> dict[str, str]:
+    """Return the digest of a server's weights. Its name says what it depends on besides the weights.
+
+    Empty if the server is no SGLang, and no vLLM with this package's extension.
+    """
+    is_sglang = "/model_info" in responses
+    info = responses.get("/server_info")
+    engine = f"SGLang {info.get('version')}" if is_sglang and isinstance(info, Mapping) else "vLLM"
+    server = (SGLangServer if is_sglang else VLLMServer)(
+        url, api_key=api_key, deadlines=Deadlines(control=_DIGEST_SECONDS)
+    )
     try:
         ranks = await server.weight_digests()
     except UserError:
-        return None
+        return {}
     finally:
         await server.close()
+    if not any(rank.digests for rank in ranks):
+        return {}
     content = json.dumps([[rank.tp_rank, dict(rank.digests)] for rank in ranks], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest() if any(rank.digests for rank in ranks) else None
+    name = f"{SERVED_WEIGHTS} ({engine:.40}, {len(ranks)} rank{'s' if len(ranks) > 1 else ''})"
+    return {name: hashlib.sha256(content.encode()).hexdigest()}

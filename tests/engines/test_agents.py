@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import step_records, train
-from tests.engines.runs import arguments
+from tests.engines.inprocess import make_model
+from tests.engines.proxy import Proxy
+from tests.engines.runs import arguments, from_model
 from tests.engines.servers import TOOLS, SharedEngine, start_sglang
+from tests.engines.test_sampling_lies import Sampling
 from tests.engines.tiny import make_tiny
 from tests.unit.scripted import CALL, World, chat_tokenizer
 
@@ -85,3 +89,42 @@ def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, 
         assert step["train/abs_prob_diff"] < 1e-5 and abs(step["train/ratio"] - 1) < 1e-4
         assert step["train/router_missing"] == 0 and step["train/router_disagreement"] == 0
         assert step["rollout/policy_age"] == 0 and step["rollout/reward"] > 0
+
+
+@pytest.mark.parametrize("top_p", [None, 0.7], ids=["honest", "filter"])
+def test_agents_train_on_an_honest_server_and_a_filter_in_between_is_named(
+    top_p: float | None, confident: tuple[Path, SharedEngine], tmp_path: Path
+) -> None:
+    """The sampling test reads the tokens of agents, too. More episodes than threads of a pool, each with two calls."""
+    model, shared = confident
+    rows = [{"prompt": f"{n}+{n}", "label": str(2 * n)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = dict(
+        run__num_steps=3,
+        data__train=tmp_path / "rows.jsonl",
+        data__eval="null",
+        agent__function=f"{Path(__file__).parent}/agent_of_two_calls.py:run",
+        agent__reward="exit",
+        rollout__max_new_tokens=64,
+    )
+    filters = None if top_p is None else Sampling(top_p=top_p)
+    with Proxy(shared.engine().url, before=filters) as proxy:
+        result = train(from_model([proxy], model, tmp_path / "run", "fp32", **more))
+    text = result.stdout + result.stderr
+    steps = step_records(tmp_path / "run")
+    if top_p is None:
+        assert result.returncode == 0 and len(steps) == 3, text
+        assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in steps)
+        assert all(step["rollout/agent/calls"] == 2 and step["rollout/agent/rejected_calls"] == 0 for step in steps)
+        assert all(step["rollout/reward_failed_fraction"] == 0 for step in steps)
+    else:
+        assert result.returncode == 3 and len(steps) <= 1 and "filter" in text and proxy.url in text, text
+
+
+@pytest.fixture(scope="module")
+def confident(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, SharedEngine]]:
+    """A model whose sampled tokens have a probability of .1 to .6 in the median, and its server."""
+    folder = tmp_path_factory.mktemp("confident")
+    model = make_model(folder / "model", seed=0, sharpness=5.0)
+    with SharedEngine(lambda: start_sglang(model, folder / "log", "--enable-return-routed-experts")) as shared:
+        yield model, shared

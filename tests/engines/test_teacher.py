@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import pytest
 import torch
 
 from megatron_dppo.engines.teacher import TeacherServers
+from megatron_dppo.run.served_models import read_served_models
 from megatron_dppo.types import TrainingSample
+from tests.engines.calls import call
 from tests.engines.servers import Engine
 from tests.engines.tiny import VOCAB, Reference, difference
+from tests.unit.configs import config
 
 
 def sample(ids: list[int], first: int) -> TrainingSample:
@@ -35,16 +39,38 @@ def check(engine: Engine, kind: Literal["sglang", "vllm"], model: Reference) -> 
             assert not actual[:first].any()
 
 
-def test_sglang(sglang: Engine, old_model: Reference) -> None:
+def describe(engine: Engine) -> Mapping[str, Sequence[str]]:
+    """Return what a resume compares of the teacher."""
+    teacher = {"coef": 0.1, "divergence": "sampled", "teacher_urls": [engine.url], "teacher_engine": engine.kind}
+    return read_served_models(config(distillation=teacher)).models["distillation.teacher_urls"]
+
+
+def digests(engine: Engine) -> list[str]:
+    return [value for field, (value,) in describe(engine).items() if field.startswith("weights")]
+
+
+def check_other_weights(engine: Engine, old: Reference, new: Reference) -> None:
+    """The digest is that of the weights in use, and not that of a version or a folder."""
+    (before,) = digests(engine)
+    call(engine, lambda server: server.update_from_disk(str(new.folder), 1))
+    (other,) = digests(engine)
+    call(engine, lambda server: server.update_from_disk(str(old.folder), 2))
+    assert digests(engine) == [before] != [other]
+
+
+def test_sglang(sglang: Engine, old_model: Reference, new_model: Reference) -> None:
     check(sglang, "sglang", old_model)
+    check_other_weights(sglang, old_model, new_model)
 
 
-def test_vllm(vllm: Engine, old_model: Reference) -> None:
+def test_vllm(vllm: Engine, old_model: Reference, new_model: Reference) -> None:
     check(vllm, "vllm", old_model)
+    check_other_weights(vllm, old_model, new_model)
 
 
 def test_vllm_without_our_extension(plain_vllm: Engine, old_model: Reference) -> None:
     check(plain_vllm, "vllm", old_model)
+    assert describe(plain_vllm).keys() == {"name", "path"}
 
 
 def test_a_missing_server_is_reported() -> None:

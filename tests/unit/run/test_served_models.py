@@ -83,7 +83,7 @@ def test_every_kind_of_server_is_described(monkeypatch: pytest.MonkeyPatch) -> N
             distillation={"coef": 0.1, "divergence": "sampled", "teacher_urls": [teacher], "teacher_engine": "sglang"},
         )
         read = read_served_models(everything)
-    weights = read.models["distillation.teacher_urls"].pop("weights")  # type: ignore[attr-defined]
+    weights = read.models["distillation.teacher_urls"].pop("weights (SGLang 0.5.23, 1 rank)")  # type: ignore[attr-defined]
     assert len(weights[0]) == 64
     assert read.models == {
         "distillation.teacher_urls": {
@@ -116,11 +116,15 @@ def test_another_model_behind_the_same_url_is_refused_and_can_be_accepted(tmp_pa
         assert not find_served_changes(before, read_served_models(settings).models)
         responses.update(sglang("d2"))
         (change,) = find_served_changes(before, read_served_models(settings).models)
-        refused = r"reward\.options\.url: the served model's weights: [0-9a-f]{12} -> [0-9a-f]{12}"
+        refused = r"reward\.options\.url: the served model's weights \(SGLang 0\.5\.23, 1 rank\): \w{12} -> \w{12}\n"
         with pytest.raises(CheckpointError, match=refused + r"(.|\n)*--allow-changed reward\.options\.url"):
             check_changes([change], tmp_path, accepted=False)
         check_changes([change], tmp_path, accepted=["reward.options.url"])
-        # Without digests at one of the starts the rest is compared.
+        # Another number of ranks gives another digest of the same weights; the rest is compared.
+        two = [{"parallelism_info": [{"rank": i, "tp_rank": i}], "checksums": {"a": "b"}} for i in range(2)]
+        responses["/weights_checker"] = {"success": True, "ranks": two}
+        assert not find_served_changes(before, read_served_models(settings).models)
+        # So it is without digests at one of the starts.
         responses["/weights_checker"] = {"success": False}
         assert not find_served_changes(before, read_served_models(settings).models)
         responses["/server_info"]["revision"] = "r2"
