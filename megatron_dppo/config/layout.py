@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.model import ParallelConfig
@@ -96,8 +98,37 @@ class Layout:
         return replicas if expert_ranks % replica_ranks == 0 and self.dp % replicas == 0 else self.dp
 
 
-def resolve_layout(parallel: ParallelConfig, batch: BatchSizes, world_size: int, shape: ModelShape) -> Layout:
+SPLIT_FIELDS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Fields of ``model.transformer`` that split the layers unevenly over pipeline stages."""
+
+
+def splits_unevenly(transformer: Mapping[str, Any]) -> bool:
+    """Return True if ``model.transformer`` splits the layers itself."""
+    return any(transformer.get(field) not in (None, False) for field in SPLIT_FIELDS)
+
+
+def resolve_layout(
+    parallel: ParallelConfig,
+    batch: BatchSizes,
+    world_size: int,
+    shape: ModelShape,
+    transformer: Mapping[str, Any] | None = None,
+) -> Layout:
     """Resolve the layout of a run, whose prompts and samples must also divide.
+
+    Args:
+        parallel: ``[parallel]`` of the run.
+        batch: Batch sizes of the run.
+        world_size: Number of processes.
+        shape: Sizes of the model.
+        transformer: ``model.transformer``, which may split the layers unevenly. Megatron's own functions check that
+            split (``mcore/pipeline.py``). None means no such fields.
 
     Raises:
         ConfigError: With the arithmetic of every check that fails.
@@ -105,7 +136,7 @@ def resolve_layout(parallel: ParallelConfig, batch: BatchSizes, world_size: int,
     layout = _fill_in(parallel, world_size)
     # Stop here if the world size does not divide: dp would be wrong, and so would be all checks below.
     _raise_if_any(_world_problems(parallel, layout))
-    _raise_if_any(_model_problems(layout, shape) + _batch_problems(batch, layout))
+    _raise_if_any(_model_problems(layout, shape, transformer or {}) + _batch_problems(batch, layout))
     return layout
 
 
@@ -114,16 +145,56 @@ def unchecked_layout(parallel: ParallelConfig, world_size: int) -> Layout:
     return _fill_in(parallel, world_size)
 
 
-def resolve_parallel(parallel: ParallelConfig, world_size: int, shape: ModelShape) -> Layout:
+def resolve_parallel(
+    parallel: ParallelConfig, world_size: int, shape: ModelShape, transformer: Mapping[str, Any] | None = None
+) -> Layout:
     """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
+
+    Args:
+        parallel: ``[parallel]`` of the run.
+        world_size: Number of processes.
+        shape: Sizes of the model.
+        transformer: See ``resolve_layout``.
 
     Raises:
         ConfigError: With the arithmetic of every check that fails.
     """
     layout = _fill_in(parallel, world_size)
     _raise_if_any(_world_problems(parallel, layout))
-    _raise_if_any(_model_problems(layout, shape))
+    _raise_if_any(_model_problems(layout, shape, transformer or {}))
     return layout
+
+
+def pipeline_split(num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
+    """Return the fields of ``model.transformer`` that split layers as evenly as possible over pipeline stages.
+
+    Args:
+        num_layers: Layers of the model.
+        pp: Pipeline stages.
+        vpp: Model chunks of each stage.
+
+    Returns:
+        Empty if the layers divide, or if there are fewer than model chunks.
+
+    Example:
+        Qwen3-235B-A22B has 94 layers: four stages get 24, 24, 24 and 22.
+
+        >>> pipeline_split(94, 4, 1)
+        {'num_layers_in_last_pipeline_stage': 22}
+        >>> pipeline_split(5, 2, 2)
+        {'pipeline_model_parallel_layout': 'Ett|t|t|tL'}
+    """
+    chunks = pp * vpp
+    if num_layers % chunks == 0 or num_layers < chunks:
+        return {}
+    # All stages but the last get as many as the largest must have.
+    most = -(-num_layers // chunks)
+    last = num_layers - (pp - 1) * most * vpp
+    if last > 0 and last % vpp == 0:
+        return {"num_layers_in_last_pipeline_stage": last}
+    counts = [num_layers // chunks + (index < num_layers % chunks) for index in range(chunks)]
+    table = "|".join("t" * count for count in counts)
+    return {"pipeline_model_parallel_layout": f"E{table}L"}
 
 
 def _raise_if_any(problems: list[str]) -> None:
@@ -185,11 +256,10 @@ def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
     return problems
 
 
-def _model_problems(layout: Layout, shape: ModelShape) -> list[str]:
+def _model_problems(layout: Layout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
     checks = [
         (shape.num_attention_heads, layout.tp, "attention heads", "tensor_model_parallel_size"),
         (shape.num_query_groups, layout.tp, "query groups", "tensor_model_parallel_size"),
-        (shape.num_layers, layout.pp * layout.vpp, "layers", "pipeline * virtual pipeline size"),
     ]
     if shape.num_experts:
         checks.append((shape.num_experts, layout.ep, "experts", "expert_model_parallel_size"))
@@ -198,6 +268,8 @@ def _model_problems(layout: Layout, shape: ModelShape) -> list[str]:
         for count, size, what, name in checks
         if count % size
     ]
+    if not splits_unevenly(transformer):
+        problems += _layer_problems(layout, shape.num_layers)
     if not shape.num_experts and layout.ep > 1:
         problems.append(f"expert_model_parallel_size = {layout.ep}, but the model has no experts")
     if layout.overlap_p2p_comm and layout.vpp == 1:
@@ -210,6 +282,22 @@ def _model_problems(layout: Layout, shape: ModelShape) -> list[str]:
             f"virtual_pipeline_model_parallel_size = {layout.vpp} needs pipeline_model_parallel_size above 1"
         )
     return problems + _silently_wrong_layouts(layout, shape)
+
+
+def _layer_problems(layout: Layout, num_layers: int) -> list[str]:
+    chunks = layout.pp * layout.vpp
+    if num_layers % chunks == 0:
+        return []
+    split = pipeline_split(num_layers, layout.pp, layout.vpp)
+    if not split or layout.pp == 1:
+        fix = "lower one of them"
+    else:
+        flags = " ".join(f"--model.transformer.{name} {value!r}" for name, value in split.items())
+        fix = f"split them unevenly: {flags}"
+    return [
+        f"{num_layers} layers are not a multiple of pipeline * virtual pipeline size = {chunks} "
+        f"({num_layers} / {chunks} = {num_layers / chunks:g}); {fix}"
+    ]
 
 
 def _silently_wrong_layouts(layout: Layout, shape: ModelShape) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -216,7 +216,16 @@ def _check_alike(column: TokenColumn, parts: Sequence[Any]) -> None:
         raise ValueError(f"samples {words} {column.title} cannot share a micro-batch")
 
 
-def fill_bins(samples: Sequence[TrainingSample], budget: int, shape: RowShape | None = None) -> list[list[int]]:
+class HasTokens(Protocol):
+    """Anything with a length, such as a ``TrainingSample``."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of input tokens."""
+        ...
+
+
+def fill_bins(samples: Sequence[HasTokens], budget: int, shape: RowShape | None = None) -> list[list[int]]:
     """Return the sample indices of each micro-batch: first-fit decreasing, at most ``budget`` tokens each.
 
     Longest first fills the budget best; a sample longer than the budget gets a micro-batch of its own. The same samples

@@ -29,6 +29,7 @@ from megatron_dppo.mcore.fusions import (
 )
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.overrides import checked_overrides
+from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.parallel.platform import DTYPES, Platform
@@ -164,13 +165,15 @@ def transformer_config(
     fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts > 0)
     kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig
     try:
-        return kind(**(values | fused | family_fields | overrides))
+        config = kind(**(values | fused | family_fields | overrides))
     # Megatron raises ValueError, AssertionError, ImportError, AttributeError, ...
     except Exception as error:
         raise ConfigError(
             f"Megatron's TransformerConfig rejects this model, layout and model.transformer = {model.transformer}: "
             f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
         ) from error
+    check_pipeline_split(config, layout)
+    return config
 
 
 def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:

@@ -163,20 +163,37 @@ def _norms(_: Assumptions) -> None:
     clip_grads.l2_norm_impl = norm
 
 
+def _gathered_tokens(assumed: Assumptions) -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    Dispatcher = token_dispatcher.MoEAllGatherTokenDispatcher
+
+    def dispatch_postprocess(self: Any, hidden_states: Any, probs: Any) -> Any:
+        # Megatron's method, but for the counts, which it reads from ``local_map``.
+        self.hidden_shape_before_permute = hidden_states.shape
+        local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.local_map = self.routing_map[:, local].contiguous()
+        self.local_probs = probs[:, local].contiguous()
+        share = self.num_local_experts / self.config.num_moe_experts
+        most = min(self.router_topk, self.num_local_experts)
+        arriving = round(len(hidden_states) * min(self.router_topk * share * assumed.expert_load, most))
+        permuted, _, self.reversed_local_input_permutation_mapping = token_dispatcher.permute(
+            hidden_states, self.local_map, num_out_tokens=arriving, fused=self.config.moe_permute_fusion
+        )
+        self.local_probs = self.local_probs.T.contiguous().masked_select(self.local_map.T.contiguous())
+        self.routing_map = None
+        return permuted, split_evenly(arriving, self.num_local_experts), self.local_probs
+
+    Dispatcher.dispatch_postprocess = dispatch_postprocess
+
+
 def _other_dispatchers(_: Assumptions) -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
-    def refuse(name: str) -> Callable[..., None]:
-        def init(*args: Any, **kwargs: Any) -> None:
-            raise PlanError(
-                f"{name} cannot be rehearsed, because it reads its token counts from the router. Fix: plan with "
-                "moe_token_dispatcher_type = 'alltoall'"
-            )
+    def init(*args: Any, **kwargs: Any) -> None:
+        raise PlanError("MoEFlexTokenDispatcher needs DeepEP's kernels and cannot be rehearsed")
 
-        return init
-
-    for name in ("MoEAllGatherTokenDispatcher", "MoEFlexTokenDispatcher"):
-        getattr(token_dispatcher, name).__init__ = refuse(name)
+    token_dispatcher.MoEFlexTokenDispatcher.__init__ = init
 
 
 def _neighbour_shapes(assumed: Assumptions) -> None:
@@ -192,6 +209,7 @@ REPLACEMENTS: Sequence[Replacement] = (
     Replacement(_token_counts, "tokens per expert are read from the router's choice: here ``expert_load``"),
     Replacement(_orders_of_chunks, "the order of the experts' chunks is read on the host: the same numbers as a list"),
     Replacement(_norms, "without Transformer Engine and Apex the gradient norm reads that of each tensor on the host"),
-    Replacement(_other_dispatchers, "the other dispatchers read their counts elsewhere: refused, not guessed"),
+    Replacement(_gathered_tokens, "the same for the allgather dispatcher"),
+    Replacement(_other_dispatchers, "a plan replaces the flex dispatcher by alltoall: no other may be rehearsed"),
     Replacement(_neighbour_shapes, "the shape of a received row is read from the neighbour's message: here ``row``"),
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.distillation import DistillationConfig
-from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.layout import Layout, pipeline_split
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape
@@ -38,6 +38,7 @@ _TRAINING_FIELDS = (
     "moe_router_load_balancing",
     "num_layers_in_",
     "account_for_",
+    "pipeline_model_parallel_layout",
 )
 """Prefixes of ``model.transformer`` fields that only concern training or the split of the policy's layers."""
 
@@ -73,6 +74,8 @@ class MegatronTeacher:
         if not shape.num_experts:
             layout = replace(layout, ep=1, etp=layout.tp)
         settings = teacher_model_config(model, has_experts=bool(shape.num_experts))
+        # The teacher has its own number of layers on the policy's pipeline stages.
+        settings.transformer.update(pipeline_split(shape.num_layers, layout.pp, layout.vpp))
         megatron_config = transformer_config(hf_config, settings, layout, platform)
         models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups).load(weights)

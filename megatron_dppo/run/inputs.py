@@ -98,7 +98,10 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
     errors = ErrorCollector()
     hf_config = errors.attempt(read_hf_config, config.model.path)
     shape = None if hf_config is None else errors.attempt(model_shape, hf_config)
-    layout = None if shape is None else errors.attempt(resolve_layout, config.parallel, config.batch, world_size, shape)
+    layout = None
+    if shape is not None:
+        chosen = (config.parallel, config.batch, world_size, shape, config.model.transformer)
+        layout = errors.attempt(resolve_layout, *chosen)
     if hf_config is not None and shape is not None:
         errors.attempt(_check_model, config, hf_config, shape)
     tokenizer = errors.attempt(load_tokenizer, config.model.path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron_dppo.config.layout import SPLIT_FIELDS
 from megatron_dppo.config.run_state import find_schema_problem
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
@@ -28,6 +29,10 @@ from megatron_dppo.run.starts import read_starts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_SPLIT = " layers "
+"""Text between a layout and the fields that split its layers unevenly."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,10 @@ def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
     """Return the properties of a layout that a checkpoint is written on."""
+    transformer = config.model.transformer
+    split = {field: transformer[field] for field in SPLIT_FIELDS if transformer.get(field) not in (None, False)}
     return {
-        "layout": str(inputs.layout),
+        "layout": f"{inputs.layout}{_SPLIT}{json.dumps(split)}" if split else str(inputs.layout),
         "world_size": inputs.layout.world_size,
         "has_expert_parallelism": inputs.layout.ep > 1,
         "virtual_pipeline_size": inputs.layout.vpp,
@@ -137,6 +144,12 @@ def find_resume_point(
     current = layout_identity(config, inputs)
     saved = state["layout"]
     same_layout = current["layout"] == saved["layout"] and current["world_size"] == saved["world_size"]
+    if inputs.layout.vpp > 1 and current["layout"].partition(_SPLIT)[2] != saved["layout"].partition(_SPLIT)[2]:
+        raise CheckpointError(
+            f"{chosen} was written on {saved['layout']}, this run has {current['layout']}: "
+            f"{CANNOT_RESHARD['virtual_pipeline_size']}. Fix: split the layers as before, or start a new run from the "
+            "exported Hugging Face folder"
+        )
     for key, reason in CANNOT_RESHARD.items():
         if current[key] != saved[key]:
             raise CheckpointError(

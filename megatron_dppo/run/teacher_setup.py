@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_dppo.config.layout import resolve_parallel
+from megatron_dppo.config.layout import pipeline_split, resolve_parallel
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.serving.command import read_api_key
@@ -118,7 +118,8 @@ def _check_layout(name: str, hf_config: Any, config: Config, policy: ModelInputs
         dense: dict[str, Any] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
         parallel = parallel.model_copy(update=dense)
     try:
-        resolve_parallel(parallel, policy.layout.world_size, shape)
+        split = pipeline_split(shape.num_layers, policy.layout.pp, policy.layout.vpp)
+        resolve_parallel(parallel, policy.layout.world_size, shape, split)
     except ConfigError as error:
         raise ConfigError(f"{name} must support the parallel layout of the policy: {error}") from error
 

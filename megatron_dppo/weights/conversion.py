@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config.layout import Layout, resolve_parallel
+from megatron_dppo.config.layout import Layout, pipeline_split, resolve_parallel
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
@@ -171,11 +171,16 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
 
     hf_config = read_hf_config(hf_folder)
     shape = model_shape(hf_config)
-    layout = resolve_parallel(parallel, int(os.environ.get("WORLD_SIZE", "1")), shape)
+    split = pipeline_split(
+        shape.num_layers,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size or 1,
+    )
+    layout = resolve_parallel(parallel, int(os.environ.get("WORLD_SIZE", "1")), shape, split)
     setup.start_process_group(platform, timeout_minutes=30.0)
     try:
         groups = setup.initialize_megatron(layout, platform, seed=0, timeout_minutes=30.0)
-        model_config = ModelConfig.model_validate({"path": hf_folder, "dtype": dtype})
+        model_config = ModelConfig.model_validate({"path": hf_folder, "dtype": dtype, "transformer": split})
         config = model.transformer_config(hf_config, model_config, layout, platform)
         models = model.build_model(config, hf_config, dist.get_rank(groups.pp), platform.device)
         bridge = Bridge(models, shape, tied=hf_config.tie_word_embeddings, groups=groups)

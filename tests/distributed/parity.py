@@ -193,7 +193,8 @@ def build_trainer(
     from megatron_dppo.policy.trainer import PolicyTrainer
 
     config = config_for(case, dtype, **sections)
-    layout = resolve_layout(config.parallel, config.batch, dist.get_world_size(), model_shape(model.config))
+    shape, split = model_shape(model.config), config.model.transformer
+    layout = resolve_layout(config.parallel, config.batch, dist.get_world_size(), shape, split)
     return PolicyTrainer(
         model=config.model,
         lora=config.lora,

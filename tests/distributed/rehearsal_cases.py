@@ -28,8 +28,11 @@ def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, An
     model = hf_config(case.tied, case.dense, case.shared, case.dense_layers, case.family)
     has_experts = model_shape(model).num_experts is not None
     replay = {"train": {"router_replay": "rollout", "router_replay_weights": with_weights}} if has_experts else {}
-    config = config_for(case, dtype, **replay)
-    return config, model, resolve_layout(config.parallel, config.batch, world_size, model_shape(model))
+    # The longest sample fills a row.
+    data = {"max_prompt_tokens": case.micro_batch_tokens - 8}
+    config = config_for(case, dtype, data=data, **replay)
+    split = config.model.transformer
+    return config, model, resolve_layout(config.parallel, config.batch, world_size, model_shape(model), split)
 
 
 def real(case: Case, world_size: int, folder: Path, dtype: str = "fp32") -> list[Any]:

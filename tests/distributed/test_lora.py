@@ -31,6 +31,7 @@ CASES = {
         (Case(CP), ALL),
         (Case(PP, tied=True), ("k_proj", "o_proj")),
         (Case(VPP, transformer=FULL), ALL),
+        (Case(PP, transformer={"num_layers_in_first_pipeline_stage": 3}), ALL),
         (Case({"use_distributed_optimizer": False}), ALL),
         (Case({**EP, **OVERLAP}, transformer=ALLGATHER), SOME),
     ],

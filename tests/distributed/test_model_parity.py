@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 
 
@@ -46,6 +47,22 @@ def test_two_processes_equal_transformers() -> None:
         Case({}),
         Case({"use_distributed_optimizer": False}),
         Case({"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ]
+    run_distributed(run, 2, cases)
+
+
+def test_uneven_pipelines_equal_transformers() -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ends = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    cases = [
+        Case(PP, transformer={"num_layers_in_first_pipeline_stage": 3}),
+        Case(PP, tied=True, dense_layers=(0,), transformer={"num_layers_in_last_pipeline_stage": 3} | full),
+        Case(PP, transformer={"pipeline_model_parallel_layout": "E|ttttL"} | full),
+        Case(PP, dense=True, tied=True, transformer={"pipeline_model_parallel_layout": "Etttt|L"}),
+        # Interleaved: 2 and 1, 1 and none; with embedding and loss as layers none, 1, 1 and 1, 1, none.
+        Case(VPP, transformer={"pipeline_model_parallel_layout": "Ett|t|t|L"} | full),
+        Case({**PP, "virtual_pipeline_model_parallel_size": 3}, transformer=ends),
+        Case(PP, family="deepseek_v3", transformer={"num_layers_in_last_pipeline_stage": 1}),
     ]
     run_distributed(run, 2, cases)
 

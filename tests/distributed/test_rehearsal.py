@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
-from tests.distributed.layouts import CP, EP, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
+from tests.distributed.layouts import ALLGATHER, CP, EP, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
 from tests.distributed.parity import Case
 from tests.distributed.rehearsal_cases import real, rehearsal_request
 
@@ -21,6 +21,9 @@ CASES = [
     (2, Case(PP, micro_batch_tokens=64, transformer=FULL), "fp32"),
     (2, Case({**CP, **EP}, micro_batch_tokens=64), "fp32"),
     (2, Case(VPP, micro_batch_tokens=64), "fp32"),
+    (2, Case(PP, micro_batch_tokens=64, transformer={"num_layers_in_first_pipeline_stage": 3}), "fp32"),
+    (2, Case(EP, micro_batch_tokens=64, transformer=ALLGATHER), "fp32"),
+    (2, Case({**EP, "use_distributed_optimizer": False}, micro_batch_tokens=64), "fp32"),
     (2, Case({**TP, **EP}, micro_batch_tokens=64, family="deepseek_v3"), "bf16"),
     (4, Case({**TP, **PP, **EP}, micro_batch_tokens=64), "fp32"),
     (4, Case({**TP, **ETP, **OVERLAP}, micro_batch_tokens=64, transformer=SELECTIVE), "fp32"),

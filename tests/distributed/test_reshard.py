@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_dppo.config.layout import SPLIT_FIELDS
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
@@ -48,6 +49,13 @@ def update(trainer: Any, step: int) -> None:
     trainer.update(batches, policy_objective(LOSS))
 
 
+def case_of(layout: dict[str, Any], dense_layers: tuple[int, ...]) -> Case:
+    """A layout whose dictionary may also split the layers unevenly."""
+    split = {name: value for name, value in layout.items() if name in SPLIT_FIELDS}
+    parallel = {name: value for name, value in layout.items() if name not in SPLIT_FIELDS}
+    return Case(parallel, dense_layers=dense_layers, transformer=split)
+
+
 def save(
     rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str, dense_layers: tuple[int, ...] = ()
 ) -> None:
@@ -56,9 +64,8 @@ def save(
     from megatron.core import parallel_state
 
     for i, layout in enumerate(layouts):
-        trainer = build_trainer(
-            Case(layout, dense_layers=dense_layers), HFSide(Case(dense_layers=dense_layers)).model, here, "fp32"
-        )
+        case = case_of(layout, dense_layers)
+        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers)).model, here, "fp32")
         for step in range(STEPS - 1):
             update(trainer, step)
         trainer.save(Path(folder) / f"{world_size}-{i}", STEPS - 1, {}, keep=1)
@@ -80,9 +87,8 @@ def load(
         hf.backward()
         hf.step()
     for name, layout in cases:
-        trainer = build_trainer(
-            Case(layout, dense_layers=dense_layers), HFSide(Case(dense_layers=dense_layers)).model, here, "fp32"
-        )
+        case = case_of(layout, dense_layers)
+        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers)).model, here, "fp32")
         trainer.load(checkpoints(Path(folder) / name)[0], same_layout=False)
         assert trainer.policy_version == STEPS - 1
         update(trainer, STEPS - 1)
@@ -98,6 +104,15 @@ def test_checkpoints_continue_on_other_layouts(tmp_path: Path) -> None:
     run_distributed(load, 1, [("2-0", {}), ("2-1", {}), ("2-3", {})], folder)
     run_distributed(load, 2, [("2-0", PP), ("2-1", TP), ("2-3", TP), ("2-0", {}), ("2-0", EP), ("2-2", TP)], folder)
     run_distributed(load, 4, [("2-2", {**EP, **TP}), ("2-2", {"expert_model_parallel_size": 4})], folder)
+
+
+def test_checkpoints_continue_on_other_splits_of_the_layers(tmp_path: Path) -> None:
+    first = {**PP, "num_layers_in_first_pipeline_stage": 3}
+    last = {**PP, "num_layers_in_last_pipeline_stage": 3}
+    folder = str(tmp_path)
+    run_distributed(save, 2, [first], folder, (1,))
+    table = {**PP, "pipeline_model_parallel_layout": "E|ttttL"}
+    run_distributed(load, 2, [("2-0", last), ("2-0", table), ("2-0", TP)], folder, (1,))
 
 
 @pytest.mark.parametrize("dense_layers", [(2,), (0, 1)])

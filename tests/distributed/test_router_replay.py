@@ -41,6 +41,7 @@ LAYOUTS = {
         Case(PP, dense_layers=(2,)),
         Case(VPP),
         Case(VPP, transformer=FULL, micro_batch_tokens=16),
+        Case(VPP, transformer={"pipeline_model_parallel_layout": "E|tt|t|tL"} | FULL),
         Case(VPP, transformer=MOE, dense_layers=(2,)),
         Case(EP),
         Case(EP, transformer=ALLGATHER | FULL),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.training_samples import RowShape, fill_bins
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.hf.weight_files import find_weight_files
@@ -228,31 +229,71 @@ class BatchPlan:
     """Optimizer updates of a step."""
     mean_tokens: int
     """Assumed mean length of a sample in tokens."""
+    mean_response: int
+    """Assumed mean length of a response in tokens."""
     micro_batches: int
     """Micro-batches of one update on one rank."""
+    row_tokens: int
+    """Tokens of the longest micro-batch: a sample longer than ``train.micro_batch_tokens`` has a row of its own."""
+    full_rows: float
+    """Micro-batches of ``row_tokens`` with as many tokens as those of an update."""
 
 
 MEAN_LENGTH_RATIO = 0.4
 """Assumed mean response length over ``max_new_tokens`` (the 30B recipe's 6k of 16k)."""
 
 
-def plan_batch(config: Config, layout: Layout) -> BatchPlan:
-    """Return the batch sizes with responses of ``MEAN_LENGTH_RATIO * max_new_tokens`` and full rows."""
+class _AssumedSample(NamedTuple):
+    num_tokens: int
+
+
+def longest_sample(config: Config) -> int:
+    """Return the tokens of the longest possible sample."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def assumed_response_lengths(config: Config, count: int, mean: int) -> list[int]:
+    """Return response lengths of ``count`` samples, evenly spread around their mean, at most ``max_new_tokens``."""
+    half = min(mean, config.rollout.max_new_tokens - mean)
+    return [max(1, round(mean - half + 2 * half * (index + 0.5) / count)) for index in range(count)]
+
+
+def assumed_prompt_length(config: Config) -> int:
+    """Return the assumed length of a prompt in tokens: a quarter of the limit."""
+    return config.data.max_prompt_tokens // 4
+
+
+def plan_batch(config: Config, layout: Layout, mean_response: int | None = None) -> BatchPlan:
+    """Return the batch sizes, with the rows that a run makes of samples of the assumed lengths.
+
+    Args:
+        config: Configuration of the run.
+        layout: Layout of the run.
+        mean_response: Mean response length in tokens. None assumes ``MEAN_LENGTH_RATIO * max_new_tokens``.
+    """
     rollout = config.rollout
     train = config.train
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     samples_per_update = samples // layout.dp // train.mini_batches
-    # Prompts are assumed to have a quarter of their limit.
-    mean_tokens = config.data.max_prompt_tokens // 4 + round(MEAN_LENGTH_RATIO * rollout.max_new_tokens)
-    count = -(-samples_per_update * mean_tokens // train.micro_batch_tokens)
+    mean = mean_response or round(MEAN_LENGTH_RATIO * rollout.max_new_tokens)
+    prompt = assumed_prompt_length(config)
+    assumed = [_AssumedSample(prompt + length) for length in assumed_response_lengths(config, samples_per_update, mean)]
+    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+    count = len(fill_bins(assumed, train.micro_batch_tokens, shape))
     # Interleaved pipelines need a multiple of the stages.
     multiple = layout.micro_batch_multiple
+    micro_batches = -(-count // multiple) * multiple
+    row_tokens = max(train.micro_batch_tokens, longest_sample(config))
+    has_long_rows = row_tokens > train.micro_batch_tokens
     return BatchPlan(
         samples=samples,
         samples_per_update=samples_per_update,
         updates=train.mini_batches * train.epochs,
-        mean_tokens=mean_tokens,
-        micro_batches=-(-count // multiple) * multiple,
+        mean_tokens=prompt + mean,
+        mean_response=mean,
+        micro_batches=micro_batches,
+        row_tokens=row_tokens,
+        full_rows=sum(sample.num_tokens for sample in assumed) / row_tokens if has_long_rows else micro_batches,
     )
 
 
@@ -300,8 +341,15 @@ def assumed_mask_size(config: Config, vocab_size: int) -> int:
     return min(bounds if rollout.top_p == 1 and rollout.min_p == 0 else [*bounds, ASSUMED_MASK_SIZE])
 
 
-def plan_token_bytes(config: Config, hf_config: Any, layout: Layout) -> TokenBytes:
-    """Return the bytes of a response token with every column that the run requests."""
+def plan_token_bytes(config: Config, hf_config: Any, layout: Layout, batch: BatchPlan | None = None) -> TokenBytes:
+    """Return the bytes of a response token with every column that the run requests.
+
+    Args:
+        config: Configuration of the run.
+        hf_config: Transformers config of the model.
+        layout: Layout of the run.
+        batch: Result of ``plan_batch``. None computes it.
+    """
     mask_size = assumed_mask_size(config, hf_config.vocab_size)
     shape = routing_shape(hf_config) if config.train.needs_engine_routing else None
     experts = 0 if shape is None else shape.num_layers * shape.topk
@@ -313,6 +361,6 @@ def plan_token_bytes(config: Config, hf_config: Any, layout: Layout) -> TokenByt
         router_weights=4 * experts if config.train.router_replay_weights else 0,
         step=0,
     )
-    batch = plan_batch(config, layout)
+    batch = batch or plan_batch(config, layout)
     tokens = batch.samples // layout.dp * batch.mean_tokens
     return replace(per_token, step=per_token.total * tokens)

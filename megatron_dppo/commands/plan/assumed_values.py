@@ -141,6 +141,13 @@ DATA_DEPENDENT_SIZES: Sequence[DataDependentSize] = (
         reason="without token dropping every token is routed to exactly k experts",
     ),
     DataDependentSize(
+        file="mcore/rehearsal.py",
+        function="dispatch_postprocess",
+        operation="aten::masked_select",
+        count=lambda frame: int(frame.f_locals["arriving"]),
+        reason="the probabilities of exactly the tokens that arrive",
+    ),
+    DataDependentSize(
         file="moe/moe_utils.py",
         function="unpermute",
         operation="aten::masked_select",
@@ -150,7 +157,13 @@ DATA_DEPENDENT_SIZES: Sequence[DataDependentSize] = (
 )
 
 
-_WITHOUT_FAKE = frozenset({"c10d::reduce_scatter_tensor_coalesced_", "c10d::allgather_into_tensor_coalesced_"})
+_WITHOUT_FAKE = frozenset(
+    {
+        "c10d::reduce_scatter_tensor_coalesced_",
+        "c10d::allgather_into_tensor_coalesced_",
+        "c10d::allreduce_coalesced_",
+    }
+)
 """Collectives without a fake implementation in torch. They write to existing tensors."""
 
 

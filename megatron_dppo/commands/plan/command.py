@@ -25,6 +25,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, required=True, help="number of trainer processes, one per GPU")
     parser.add_argument("--machine", default="h100", help="h100 (default) or h200")
     parser.add_argument(
+        "--num-servers",
+        type=int,
+        help="inference servers of the whole run; default: as many as the configuration names",
+    )
+    parser.add_argument(
+        "--mean-response-tokens", type=int, help="mean response length; default: 0.4 x rollout.max_new_tokens"
+    )
+    parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="number of ranks to rehearse concurrently"
     )
     parser.add_argument(
@@ -39,6 +47,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="KEY=VALUE,VALUE",
         help="rehearse all combinations of these values and rank them (default: parallel sizes and recompute)",
+    )
+    parser.add_argument(
+        "--search-seconds",
+        type=float,
+        default=150.0,
+        help="time limit of a search, also of that for settings that fit; default: 150",
     )
     parser.add_argument("--verbose", action="store_true", help="also print the collectives of each rank")
 
@@ -58,8 +72,9 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.commands.plan.search import PlanSearch
     from megatron_dppo.commands.plan.text import format_plan
 
-    for name, value in (("--world-size", options.world_size), ("--jobs", options.jobs)):
-        if value < 1:
+    numbers = ("world_size", "jobs", "num_servers", "mean_response_tokens", "search_seconds")
+    for name, value in ((f"--{name.replace('_', '-')}", getattr(options, name)) for name in numbers):
+        if value is not None and value < 1:
             raise PlanError(f"{name} {value}: expected at least 1")
     if options.search is not None and options.rank_kinds:
         raise PlanError(
@@ -71,14 +86,33 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     def load(flags: Sequence[str]) -> Config:
         return _without_functions(load_config(options.config, [*overrides, *flags]))
 
+    config = load(())
+    mean = options.mean_response_tokens
+    if mean is not None and mean > config.rollout.max_new_tokens:
+        raise PlanError(
+            f"--mean-response-tokens {mean}: expected at most rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+        )
     with RehearsalPool(options.jobs) as rehearsals:
+
+        def new_search() -> PlanSearch:
+            limits = {"seconds": options.search_seconds, "mean_response": mean}
+            return PlanSearch(load, options.world_size, machine, rehearsals, **limits)
+
         if options.search is not None:
-            return _search(PlanSearch(load, options.world_size, machine, rehearsals), options.search)
-        plan = make_plan(load(()), options.world_size, machine, rehearsals, kinds=options.rank_kinds)
+            return _search(new_search(), options.search)
+        plan = make_plan(
+            config,
+            options.world_size,
+            machine,
+            rehearsals,
+            kinds=options.rank_kinds,
+            servers=options.num_servers,
+            mean_response=mean,
+        )
         print(format_plan(plan, verbose=options.verbose), flush=True)
         if not plan.oversized_ranks:
             return 0
-        print(_format_nearest(PlanSearch(load, options.world_size, machine, rehearsals)))
+        print(_format_nearest(new_search()))
         return 1
 
 
@@ -106,7 +140,10 @@ def _format_nearest(search: PlanSearch) -> str:
         nearest = list(search.find_nearest(_NUM_NEAREST))
     except PlanError:
         nearest = []
-    return f"\nNearest settings that fit:\n{format_candidates(nearest)}" if nearest else "\nNo other settings fit."
+    note = "" if search.untried is None else f"\n{search.untried}"
+    if nearest:
+        return f"\nNearest settings that fit:\n{format_candidates(nearest)}{note}"
+    return f"\nNo other settings fit.{note}" if search.untried is None else f"\nNo settings that fit were found.{note}"
 
 
 def _search(search: PlanSearch, texts: Sequence[str]) -> int:
@@ -119,5 +156,7 @@ def _search(search: PlanSearch, texts: Sequence[str]) -> int:
     candidates = search.rank_all(parse_axes(texts), print_progress)
     print("\r", end="", file=sys.stderr)
     print(format_candidates(candidates))
+    if search.untried is not None:
+        print(search.untried)
     # The best of them cannot run, or is too large.
     return 1 if any(candidates[0].sort_key[:2]) else 0

@@ -34,6 +34,10 @@ class GpuNode:
     host_memory_bandwidth: float = 2 * 307.2e9 / 8
     """Bytes per second of host memory for each GPU. DGX H100 and H200: two Xeon Platinum 8480C, each with 8 channels of
     DDR5-4800, 307.2 GB/s (Intel's specifications)."""
+    host_memory: int = 2 * 2**40
+    """Bytes of host memory of a node. DGX H100 and H200 data sheets: 2 TB."""
+    disk_bandwidth: float = 2e9
+    """Bytes per second that a node writes to a shared file system: an assumption."""
     reserved: int = 4 * 2**30
     """Estimated bytes of the CUDA context, NCCL's buffers and library workspaces, until they are measured."""
     sleeping_server_bytes: int = 3 * 2**30

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.commands.plan.arithmetic import assumed_mask_size
+from megatron_dppo.commands.plan.arithmetic import assumed_mask_size, longest_sample
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.config.schema import Config
@@ -112,13 +112,13 @@ def _sum_expert_parameters(counts: Mapping[str, int]) -> int:
 
 
 def _full_row(config: Config, shape: RowShape, routing: RoutingShape | None, vocab_size: int) -> MicroBatch:
-    """Return a row of ``train.micro_batch_tokens``, of sequences as long as the configuration allows.
+    """Return the longest row of a run, of sequences as long as the configuration allows.
 
     Prompts have one token, so every position has a loss and a gradient: the most work and memory.
     """
-    tokens = config.train.micro_batch_tokens
+    longest = longest_sample(config)
+    tokens = max(config.train.micro_batch_tokens, longest)
     samples: list[TrainingSample] = []
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     while tokens > 0:
         length = min(tokens, longest)
         samples.append(_sample_sequence(length, config, routing, vocab_size))

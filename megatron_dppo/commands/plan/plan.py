@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,9 @@ from megatron_dppo.commands.plan.measurement import UpdateMeasurement
 from megatron_dppo.commands.plan.models import count_adapter_parameters, count_parameters, load_model_config
 from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
 from megatron_dppo.commands.plan.rehearse import RankRole, rank_roles
+from megatron_dppo.commands.plan.step_time import StepPlan, plan_step, served_model
 from megatron_dppo.commands.plan.teacher import PlannedTeacher
-from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
+from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout, splits_unevenly
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import model_shape
 
@@ -101,6 +103,7 @@ class Plan:
     kv_cache: KvCachePlan
     token_bytes: TokenBytes
     transfers: TransferPlan
+    step: StepPlan
 
     @property
     def oversized_ranks(self) -> list[str]:
@@ -120,7 +123,7 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         """Time of a step's updates on the slowest kind of rank, which all others wait for."""
-        return self.batch.updates * max(rank.update_seconds for rank in self.ranks.values())
+        return self.step.updates
 
 
 def make_plan(
@@ -132,6 +135,9 @@ def make_plan(
     model: PlannedModel | None = None,
     kinds: Sequence[str] | None = None,
     few_layers: bool = False,
+    servers: int | None = None,
+    mean_response: int | None = None,
+    seconds: float = math.inf,
 ) -> Plan:
     """Plan a run by a rehearsal of its ranks.
 
@@ -143,24 +149,54 @@ def make_plan(
         model: ``PlannedModel.from_config(config)``. None computes it.
         kinds: Kinds of ranks. None plans all that the layout has.
         few_layers: See ``RehearsalPool.run``. Ignored for models whose layers differ.
+        servers: See ``count_servers``.
+        mean_response: See ``plan_batch``.
+        seconds: Time limit of the rehearsals.
 
     Raises:
+        RehearsalTimeout: The time limit has passed.
         UserError: The configuration cannot run on this many processes, or a rank cannot be rehearsed.
     """
     model = model or PlannedModel.from_config(config)
-    layout = resolve_layout(config.parallel, config.batch, world_size, model.shape)
-    batch = plan_batch(config, layout)
+    layout = resolve_layout(config.parallel, config.batch, world_size, model.shape, config.model.transformer)
+    batch = plan_batch(config, layout, mean_response)
     transfers = plan_transfers(config, model.parameters, model.trained, layout, machine)
     teacher = model.teacher.hf_config if model.teacher is not None and config.distillation.is_exact else None
-    chosen = rank_roles(layout, model.shape.num_experts is not None, None if kinds is None else list(kinds))
+    chosen = rank_roles(
+        layout,
+        model.shape.num_experts is not None,
+        None if kinds is None else list(kinds),
+        table=config.model.transformer.get("pipeline_model_parallel_layout"),
+    )
+    rehearsed = _with_alltoall(config)
     measurements = rehearsals.run(
         [
             RehearsalRequest(
-                config=config, hf_config=model.hf_config, layout=layout, machine=machine, role=role, teacher=teacher
+                config=rehearsed, hf_config=model.hf_config, layout=layout, machine=machine, role=role, teacher=teacher
             )
             for role in chosen.values()
         ],
-        few_layers=few_layers and not model.shape.dense_layers,
+        seconds=seconds,
+        few_layers=few_layers and not model.shape.dense_layers and not splits_unevenly(config.model.transformer),
+    )
+    ranks = {
+        name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model)
+        for (name, role), measured in zip(chosen.items(), measurements, strict=True)
+    }
+    kv_cache = plan_kv_cache(config, model.hf_config, model.parameters, machine)
+    token_bytes = plan_token_bytes(config, model.hf_config, layout, batch)
+    step = plan_step(
+        config,
+        layout,
+        machine,
+        batch,
+        kv_cache,
+        token_bytes,
+        transfers,
+        served_model(model.hf_config, model.parameters, model.expert_parameters, kv_cache),
+        updates=batch.updates * max(rank.update_seconds for rank in ranks.values()),
+        host_per_rank=max(_host_bytes(config, rank.measured) for rank in ranks.values()),
+        servers=servers,
     )
     return Plan(
         config=config,
@@ -168,14 +204,48 @@ def make_plan(
         machine=machine,
         model=model,
         batch=batch,
-        ranks={
-            name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model.teacher)
-            for (name, role), measured in zip(chosen.items(), measurements, strict=True)
-        },
-        kv_cache=plan_kv_cache(config, model.hf_config, model.parameters, machine),
-        token_bytes=plan_token_bytes(config, model.hf_config, layout),
+        ranks=ranks,
+        kv_cache=kv_cache,
+        token_bytes=token_bytes,
         transfers=transfers,
+        step=step,
     )
+
+
+def _host_bytes(config: Config, measured: UpdateMeasurement) -> int:
+    """Return the bytes in host memory of a rank's optimizer, and of its state while colocated servers sample."""
+    moved = measured.static["weights"] + measured.static["optimizer"] if config.rollout.servers.colocated else 0
+    return measured.host + moved
+
+
+_FLEX_FIELDS = ("moe_flex_", "moe_enable_deepep", "moe_deepep_", "moe_hybridep_")
+"""Prefixes of ``model.transformer`` fields that only the flex dispatcher reads."""
+
+
+def _with_alltoall(config: Config) -> Config:
+    """Return the configuration with the alltoall dispatcher for flex, whose kernels need a GPU.
+
+    Both keep the same tensors: a token is copied for each of its experts after it has arrived.
+    """
+    if config.model.transformer.get("moe_token_dispatcher_type") != "flex":
+        return config
+    fields = {key: value for key, value in config.model.transformer.items() if not key.startswith(_FLEX_FIELDS)}
+    fields["moe_token_dispatcher_type"] = "alltoall"
+    return config.model_copy(update={"model": config.model.model_copy(update={"transformer": fields})})
+
+
+def dispatch_ratio(config: Config, hf_config: Any, layout: Layout) -> float:
+    """Return the bytes of the dispatcher's all-to-alls over those of ``alltoall``.
+
+    DeepEP sends a token once to each rank that has some of its k experts; alltoall sends it k times. The expectation is
+    that of k experts without preference.
+    """
+    if config.model.transformer.get("moe_token_dispatcher_type") != "flex":
+        return 1.0
+    experts = model_shape(hf_config).num_experts or 1
+    topk = hf_config.num_experts_per_tok
+    is_missed = math.comb(experts - experts // layout.ep, topk) / math.comb(experts, topk)
+    return layout.ep * (1 - is_missed) / topk
 
 
 _ONCE_PER_UPDATE = ("reduce", "update")
@@ -195,13 +265,17 @@ def _rank_plan(
     layout: Layout,
     machine: GpuNode,
     transfers: TransferPlan,
-    teacher: PlannedTeacher | None,
+    model: PlannedModel,
 ) -> RankPlan:
+    teacher = model.teacher
     # Time: the rehearsed micro-batches stand for all of them; reduction and optimizer run once per update.
-    scale = batch.micro_batches / measured.micro_batches
+    scale = batch.full_rows / measured.micro_batches
     compute = sum(work.seconds * (1 if phase in _ONCE_PER_UPDATE else scale) for phase, work in measured.work.items())
+    dispatched = dispatch_ratio(config, model.hf_config, layout)
     communication = sum(
-        machine.collective_seconds(name, ranks, size) * (1 if is_once_per_update(phase, name) else scale)
+        machine.collective_seconds(name, ranks, size)
+        * (dispatched if name.startswith("alltoall") else 1)
+        * (1 if is_once_per_update(phase, name) else scale)
         for phase, name, ranks, _, size in measured.collectives
     )
     # The pipeline fills and drains: each stage is idle for the time of pp - 1 micro-batches.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -22,6 +25,10 @@ _FEW_LAYERS = (2, 3)
 """Layers of a model chunk that are rehearsed when the rest is extrapolated."""
 
 
+class RehearsalTimeout(PlanError):
+    """The time limit of rehearsals has passed."""
+
+
 class RehearsalPool:
     """Pool of worker processes, started on demand and stopped at the end of the block.
 
@@ -32,6 +39,7 @@ class RehearsalPool:
     def __init__(self, jobs: int) -> None:
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._busy: set[subprocess.Popen[bytes]] = set()
         self._threads = ThreadPoolExecutor(max_workers=jobs)
         for _ in range(jobs):
             self._idle.put(None)
@@ -41,28 +49,40 @@ class RehearsalPool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # After an error, cancel pending requests and do not wait for those in flight.
-        for process in self._processes if error is not None else ():
-            process.kill()
+        if error is not None:
+            self._kill(self._processes)
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             with process:
                 assert process.stdin is not None
                 process.stdin.close()
 
-    def run(self, requests: Sequence[RehearsalRequest], *, few_layers: bool = False) -> list[Any]:
+    @staticmethod
+    def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+        """Kill workers and the rehearsals that they have forked."""
+        for process in processes:
+            # Reaped only here and in ``__exit__``, so the id still belongs to this worker's session.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def run(
+        self, requests: Sequence[RehearsalRequest], *, few_layers: bool = False, seconds: float = math.inf
+    ) -> list[Any]:
         """Return the ``UpdateMeasurement`` of each request.
 
         Args:
             requests: Ranks to rehearse.
             few_layers: Rehearse 2 and 3 layers of each chunk and extrapolate. All layers must be alike.
+            seconds: Time limit. Rehearsals that still run then are killed.
 
         Raises:
+            RehearsalTimeout: The time limit has passed.
             PlanError: A rank cannot be rehearsed, or its code fails.
         """
         if not few_layers:
-            return list(self._threads.map(self._run_one, requests))
+            return self._run_all(requests, seconds)
         short_requests = [_with_layers(request, few) for request in requests for few in _FEW_LAYERS]
-        results = list(self._threads.map(self._run_one, short_requests))
+        results = self._run_all(short_requests, seconds)
         measurements = []
         for i, request in enumerate(requests):
             chunks = request.layout.pp * request.layout.vpp
@@ -70,9 +90,23 @@ class RehearsalPool:
             measurements.append(extrapolate(dict(zip(_FEW_LAYERS, results[2 * i : 2 * i + 2], strict=True)), layers))
         return measurements
 
+    def _run_all(self, requests: Sequence[RehearsalRequest], seconds: float) -> list[Any]:
+        if seconds <= 0:
+            raise RehearsalTimeout("The time limit of the rehearsals has passed")
+        futures = [self._threads.submit(self._run_one, request) for request in requests]
+        wait(futures, timeout=None if seconds == math.inf else seconds)
+        if all(future.done() for future in futures):
+            return [future.result() for future in futures]
+        for future in futures:
+            future.cancel()
+        self._kill(list(self._busy))
+        wait(futures)
+        raise RehearsalTimeout(f"The rehearsals took more than {seconds:.0f} s")
+
     def _run_one(self, request: RehearsalRequest) -> Any:
         process = self._idle.get() or self._start()
         assert process.stdin is not None and process.stdout is not None
+        self._busy.add(process)
         try:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
@@ -80,6 +114,8 @@ class RehearsalPool:
         except (EOFError, BrokenPipeError) as error:
             self._idle.put(None)
             raise PlanError(f"A rehearsal process exited with code {process.wait()}; see its output above") from error
+        finally:
+            self._busy.discard(process)
         self._idle.put(process)
         if isinstance(response, str):
             raise PlanError(f"Rank {request.role.rank} of {request.layout} cannot be rehearsed: {response}")
@@ -89,7 +125,10 @@ class RehearsalPool:
         # The worker must not take itself for a rank of a torchrun job that this process belongs to.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
         command = [sys.executable, "-W", "ignore", "-m", "megatron_dppo.commands.plan.child"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        # A session of its own, to kill it together with the rehearsal that it has forked.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
         self._processes.append(process)
         return process
 

@@ -111,7 +111,9 @@ HOT_EXPERT_LOAD = 3.0
 """Assumed tokens of the busiest expert rank relative to a balanced router."""
 
 
-def rank_roles(layout: Layout, has_experts: bool, kinds: list[str] | None = None) -> dict[str, RankRole]:
+def rank_roles(
+    layout: Layout, has_experts: bool, kinds: list[str] | None = None, *, table: str | list[list[str]] | None = None
+) -> dict[str, RankRole]:
     """Return the rank kinds of a layout by name.
 
     ``first``, ``middle`` and ``last`` are pipeline stages (one kind, ``all``, without a pipeline). ``hot`` is a rank of
@@ -122,13 +124,14 @@ def rank_roles(layout: Layout, has_experts: bool, kinds: list[str] | None = None
         layout: Layout of the run.
         has_experts: True if the model has experts.
         kinds: Kinds to return. None returns all.
+        table: ``pipeline_model_parallel_layout``, by which ``middle`` is the stage with the most layers. None without.
 
     Raises:
         PlanError: The layout has no such kind.
     """
     stages = {"all": 0} if layout.pp == 1 else {"first": 0, "last": layout.pp - 1}
     if layout.pp > 2:
-        stages = {"first": 0, "middle": layout.pp // 2, "last": layout.pp - 1}
+        stages = {"first": 0, "middle": _middle_stage(layout.pp, table), "last": layout.pp - 1}
     # Megatron numbers pipeline stages outermost.
     ranks_per_stage = layout.world_size // layout.pp
     count = rehearsed_micro_batches(layout)
@@ -139,6 +142,14 @@ def rank_roles(layout: Layout, has_experts: bool, kinds: list[str] | None = None
     if unknown:
         raise PlanError(f"--rank-kinds {' '.join(unknown)}: this layout has {', '.join(available)}")
     return available if not kinds else {kind: available[kind] for kind in kinds}
+
+
+def _middle_stage(pp: int, table: str | list[list[str]] | None) -> int:
+    if table is None:
+        return pp // 2
+    from megatron_dppo.mcore.pipeline import fullest_middle_stage
+
+    return fullest_middle_stage(table, pp)
 
 
 def rehearsed_micro_batches(layout: Layout) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.commands.plan.arithmetic import gradient_buffers, gradient_bytes, optimizer_bytes_on_device
 from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.commands.plan.plan import TIGHT, Plan, PlannedModel, make_plan
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool, RehearsalTimeout
 from megatron_dppo.commands.plan.rehearse import rank_roles
-from megatron_dppo.config.layout import Layout, resolve_layout
+from megatron_dppo.config.layout import Layout, resolve_layout, splits_unevenly
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, PlanError, UserError
 from megatron_dppo.parallel.platform import DTYPES
@@ -38,6 +40,9 @@ OFFLOAD: Mapping[str, Flags] = {
     "none": ("--no-optimizer-cpu-offload", "--no-use-precision-aware-optimizer"),
 }
 """Flags of the search key ``offload`` by value."""
+
+_NUM_NAMED = 3
+"""Combinations that are named among those that a time limit leaves out."""
 
 _FLAG_GROUPS = {"recompute": RECOMPUTE, "offload": OFFLOAD}
 
@@ -101,9 +106,25 @@ class PlanSearch:
         world_size: Number of trainer processes.
         machine: Machine of the trainer.
         rehearsals: Pool that rehearses.
+        seconds: Time limit of a search. Combinations that it leaves out are in ``untried``.
+        mean_response: See ``plan_batch``.
     """
 
-    def __init__(self, load: LoadConfig, world_size: int, machine: GpuNode, rehearsals: RehearsalPool) -> None:
+    def __init__(
+        self,
+        load: LoadConfig,
+        world_size: int,
+        machine: GpuNode,
+        rehearsals: RehearsalPool,
+        *,
+        seconds: float = math.inf,
+        mean_response: int | None = None,
+    ) -> None:
+        self.untried: str | None = None
+        """Combinations that the last search did not try within its time limit. None if it tried all."""
+        self._seconds = seconds
+        self._end = math.inf
+        self._mean_response = mean_response
         self._load = load
         self._world_size = world_size
         self._machine = machine
@@ -118,14 +139,40 @@ class PlanSearch:
             on_progress: Function that gets the number of combinations and of those that are done.
 
         Raises:
-            PlanError: No combination can run.
+            PlanError: No combination can run, or none was rehearsed in time.
         """
-        feasible = self._feasible_flags(axes, self._machine.memory)
+        self._end = time.monotonic() + self._seconds
+        # Small groups communicate least, so combinations with them are tried first.
+        feasible = sorted(self._feasible_flags(axes, self._machine.memory), key=self._replica_ranks)
         candidates: list[Candidate] = []
-        for flags in feasible:
+        for candidate in self._rehearse_all(feasible):
+            candidates.append(candidate)
             on_progress(len(feasible), len(candidates))
-            candidates.append(self._rehearse(flags))
+        if not candidates:
+            raise PlanError(f"No combination was rehearsed in time: {self.untried}")
         return sorted(candidates, key=lambda candidate: candidate.sort_key)
+
+    def _replica_ranks(self, flags: Flags) -> int:
+        if not flags:
+            return 0  # the configuration itself comes first
+        layout = self._layout(self._load(flags))
+        return layout.tp * layout.pp * layout.cp
+
+    def _rehearse_all(self, feasible: Sequence[Flags]) -> Iterator[Candidate]:
+        """Yield the candidates that are rehearsed within the time limit; the rest is in ``untried``."""
+        for index, flags in enumerate(feasible):
+            try:
+                yield self._rehearse(flags)
+            except RehearsalTimeout:
+                names = "; ".join(" ".join(each) or "(as configured)" for each in feasible[index : index + _NUM_NAMED])
+                self._add_untried(f"{len(feasible) - index} of {len(feasible)} combinations, the next ones: {names}")
+                return
+
+    def _add_untried(self, text: str) -> None:
+        known = "" if self.untried is None else f"{self.untried}\n"
+        self.untried = (
+            f"{known}Not tried within {self._seconds:g} s: {text}. Fix: --search with fewer values, or --search-seconds"
+        )
 
     def find_nearest(self, count: int) -> Iterator[Candidate]:
         """Yield up to ``count`` settings that fit with room to spare, those with the fewest changes first.
@@ -133,22 +180,29 @@ class PlanSearch:
         Raises:
             PlanError: The static memory of no combination fits.
         """
+        self._end = time.monotonic() + self._seconds
         feasible = sorted(
             self._feasible_flags(
                 {**DEFAULT_AXES, "offload": tuple(OFFLOAD)}, round((1 - TIGHT) * self._machine.memory)
             ),
             key=len,
         )
-        candidates = map(self._rehearse, feasible)
-        fitting = (candidate for candidate in candidates if not any(candidate.sort_key[:3]))
+        fitting = (candidate for candidate in self._rehearse_all(feasible) if not any(candidate.sort_key[:3]))
         return itertools.islice(fitting, count)
+
+    def _layout(self, config: Config) -> Layout:
+        return resolve_layout(
+            config.parallel, config.batch, self._world_size, self._model.shape, config.model.transformer
+        )
 
     def _rehearse(self, flags: Flags) -> Candidate:
         config = self._load(flags)
-        layout = resolve_layout(config.parallel, config.batch, self._world_size, self._model.shape)
+        layout = self._layout(config)
         kinds = rank_roles(layout, self._model.shape.num_experts is not None)
         # "hot" needs at least as much as the other ranks of its stage, and middle stages need less than the ends.
         needed = [kind for kind in kinds if kind == "last" or ("hot" in kinds) == (kind == "hot")]
+        if splits_unevenly(config.model.transformer):
+            needed = list(kinds)
         try:
             plan = make_plan(
                 config,
@@ -158,7 +212,11 @@ class PlanSearch:
                 model=self._model,
                 kinds=needed,
                 few_layers=True,
+                mean_response=self._mean_response,
+                seconds=self._end - time.monotonic(),
             )
+        except RehearsalTimeout:
+            raise
         except UserError as error:
             return Candidate(flags, None, str(error))
         return Candidate(flags, plan)
@@ -171,11 +229,15 @@ class PlanSearch:
         """
         feasible: dict[str, Flags] = {}
         reason = f"weights, gradients and optimizer alone do not fit {self._machine.name}"
-        for values in itertools.product(*axes.values()):
+        combinations = list(itertools.product(*axes.values()))
+        for index, values in enumerate(combinations):
+            if time.monotonic() > self._end:
+                self._add_untried(f"{len(combinations) - index} of {len(combinations)} combinations, not even checked")
+                break
             flags = tuple(itertools.chain.from_iterable(map(_flags, axes, values)))
             try:
                 config = self._load(flags)
-                layout = resolve_layout(config.parallel, config.batch, self._world_size, self._model.shape)
+                layout = self._layout(config)
             except ConfigError as error:
                 reason = str(error)
                 continue

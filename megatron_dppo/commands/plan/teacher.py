@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class PlannedTeacher:
         all_bytes = self.bytes_on_rank(config, layout)
         if config.distillation.teacher_offload == "model":
             return all_bytes
-        layers = self.hf_config.num_hidden_layers // layout.pp
+        layers = math.ceil(self.hf_config.num_hidden_layers / layout.pp)
         num_ends = 1 if self.hf_config.tie_word_embeddings else 2
         ends = num_ends * self.hf_config.vocab_size * self.hf_config.hidden_size // layout.tp
         ends *= DTYPES[config.model.dtype].itemsize
@@ -64,7 +65,7 @@ class PlannedTeacher:
         if not config.distillation.is_exact:
             return 0
         share = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        tokens = batch.micro_batches * config.train.micro_batch_tokens // share
+        tokens = round(batch.full_rows * batch.row_tokens) // share
         return int(tokens * self.hf_config.hidden_size * DTYPES[config.model.dtype].itemsize)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -9,9 +10,10 @@ from pathlib import Path
 
 from megatron_dppo.commands.plan.arithmetic import MEAN_LENGTH_RATIO
 from megatron_dppo.commands.plan.measurement import STATIC, TEACHER
-from megatron_dppo.commands.plan.plan import TIGHT, Plan, RankPlan, is_once_per_update
+from megatron_dppo.commands.plan.plan import TIGHT, Plan, RankPlan, dispatch_ratio, is_once_per_update
 from megatron_dppo.commands.plan.rehearse import HOT_EXPERT_LOAD
 from megatron_dppo.commands.plan.search import Candidate
+from megatron_dppo.commands.plan.step_time import LAUNCH_SIGNAL_SECONDS, StepPlan
 from megatron_dppo.config.layout import format_layout
 from megatron_dppo.report.steps.files import estimate_step_bytes
 
@@ -28,11 +30,18 @@ def format_plan(plan: Plan, *, verbose: bool = False) -> str:
         verbose: Also list the collectives of each rank.
     """
     note = [] if plan.model.note is None else [plan.model.note]
+    if plan.config.model.transformer.get("moe_token_dispatcher_type") == "flex":
+        ratio = dispatch_ratio(plan.config, plan.model.hf_config, plan.layout)
+        note.append(
+            "note     the flex dispatcher is planned as alltoall, with the bytes of DeepEP: a token is sent once to "
+            f"each rank, {ratio:.2f} of alltoall's"
+        )
     parts = [*note, format_layout(plan.layout, plan.config.batch), _batch_line(plan), "", _memory_table(plan), ""]
     if verbose:
         parts += [_collectives_table(plan), ""]
     parts += [_time_table(plan), "", _rollouts_line(plan), _columns_line(plan)]
-    parts += [*_colocated_lines(plan), *_teacher_lines(plan), _transfer_lines(plan), "", _verdict(plan)]
+    parts += [*_colocated_lines(plan), *_teacher_lines(plan), _transfer_lines(plan), *format_step(plan.step, plan)]
+    parts += ["", _verdict(plan)]
     return "\n".join(parts)
 
 
@@ -61,8 +70,25 @@ def _batch_line(plan: Plan) -> str:
     batch = plan.batch
     return (
         f"batch    {batch.samples_per_update} samples per update on each data-parallel rank, {batch.mean_tokens} "
-        f"tokens each (assuming responses of {MEAN_LENGTH_RATIO:g} x max_new_tokens) = {batch.micro_batches} "
-        f"micro-batches of {plan.config.train.micro_batch_tokens} tokens"
+        f"tokens each ({_assumed_mean(plan)}) = {batch.micro_batches} "
+        f"micro-batches of {_row_length(plan)}"
+    )
+
+
+def _assumed_mean(plan: Plan) -> str:
+    mean = plan.batch.mean_response
+    if mean == round(MEAN_LENGTH_RATIO * plan.config.rollout.max_new_tokens):
+        return f"assuming responses of {MEAN_LENGTH_RATIO:g} x max_new_tokens"
+    return f"responses of {mean}"
+
+
+def _row_length(plan: Plan) -> str:
+    budget = plan.config.train.micro_batch_tokens
+    if plan.batch.row_tokens == budget:
+        return f"{budget} tokens"
+    return (
+        f"up to {plan.batch.row_tokens} tokens: longer than train.micro_batch_tokens = {budget}, because a sample of "
+        "data.max_prompt_tokens + rollout.max_new_tokens has a micro-batch of its own"
     )
 
 
@@ -271,7 +297,77 @@ def _verdict(plan: Plan) -> str:
     if plan.oversized_ranks:
         return f"Does NOT fit {machines}: {', '.join(plan.oversized_ranks)}."
     tight = " Tight: the allocator may need the memory that is left." if plan.is_tight else ""
-    return f"Fits {machines}.{tight}"
+    host = " The host memory does NOT suffice." if plan.step.host > plan.machine.host_memory else ""
+    return f"Fits {machines}.{tight}{host}"
+
+
+def format_step(step: StepPlan, plan: Plan) -> list[str]:
+    """Return the lines on a whole step and the run: time, cost, time of a stop, host memory and disk."""
+    checkpoint = plan.config.checkpoint
+    best = " and the best one" if checkpoint.keep_best else ""
+    room = f"{format_gib(plan.machine.host_memory)} GiB"
+    warning = f" MORE than the {room} of a {plan.machine.name} node" if step.host > plan.machine.host_memory else ""
+    return [
+        _step_line(step, plan),
+        _run_line(step),
+        *_stop_lines(step),
+        f"host     {format_gib(step.host)} GiB per trainer node: a checkpoint that is written, columns of responses"
+        f"{_host_parts(plan)}{warning}",
+        f"disk     {format_gib(step.disk)} GiB: {checkpoint.keep} checkpoints{best}, one that is being written, the "
+        f"export{', recorded steps' if plan.config.log.rollouts_every else ''}",
+    ]
+
+
+def _step_line(step: StepPlan, plan: Plan) -> str:
+    updates = f"updates {_seconds(step.updates)} (by the slowest kind of rank)"
+    if step.rollout is None:
+        reason = "do not fit the servers" if step.servers else "of the local engine are not planned"
+        return f"step     {_seconds(step.seconds)}: {updates}, sync {_seconds(step.sync)}; rollouts {reason}"
+    gpus = f"{step.servers} servers of {plan.kv_cache.gpus_per_server} {plan.machine.name}"
+    shared = "" if step.server_gpus else " that are the trainer's"
+    order = "sampling of later steps runs beside the updates" if step.is_overlapped else "one after the other"
+    rate = plan.batch.samples * plan.batch.mean_tokens / step.seconds / step.gpus
+    return (
+        f"step     {_seconds(step.seconds)}: rollouts {_seconds(step.rollout)} by {gpus}{shared}, {updates}, sync "
+        f"{_seconds(step.sync)}; {order} = {rate:.0f} tokens per second and GPU"
+    )
+
+
+def _run_line(step: StepPlan) -> str:
+    if step.num_steps is None or step.gpu_hours is None:
+        return "run      its number of steps follows from run.num_epochs and the data"
+    days = step.num_steps * step.seconds / 86400
+    return (
+        f"run      {step.num_steps} steps = {_short(days)} days, {step.gpu_hours:.0f} GPU-hours of {step.gpus} GPUs, "
+        "without evaluations and saves"
+    )
+
+
+def _stop_lines(step: StepPlan) -> list[str]:
+    needed = math.ceil(step.stop_seconds / 60) * 60
+    lines = [
+        f"stop     a step and a save ({_seconds(step.save)}) take {_seconds(step.stop_seconds)}; an evaluation comes "
+        f"on top. Submit with --signal=B:TERM@{needed} or more"
+    ]
+    if needed > LAUNCH_SIGNAL_SECONDS:
+        lines.append(
+            f"         WARNING: launch/qwen3_moe_dppo.sh gives {LAUNCH_SIGNAL_SECONDS} s. Without --signal a stop "
+            "loses the steps since the last checkpoint"
+        )
+    return lines
+
+
+def _host_parts(plan: Plan) -> str:
+    parts = []
+    if any(rank.measured.host for rank in plan.ranks.values()):
+        parts.append(", the optimizer")
+    if plan.config.rollout.servers.colocated:
+        parts.append(", the trainer's state while servers sample")
+    return "".join(parts)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
 def format_candidates(candidates: Sequence[Candidate]) -> str:

@@ -126,6 +126,13 @@ def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
         (8, DENSE, {"tp": 8}, "4 query groups are not a multiple of ... = 8 (4 / 8 = 0.5)"),
         (3, MOE, {"pp": 3}, "8 layers are not a multiple of pipeline * virtual pipeline size = 3 (8 / 3"),
         (2, MOE, {"pp": 2, "vpp": 3}, "8 layers are not a multiple of ... = 6 (8 / 6"),
+        (4, MOE, {"pp": 2, "vpp": 8}, "8 layers ... = 16 (8 / 16 = 0.5); lower one of them"),
+        (
+            4,
+            replace(MOE, num_layers=94),
+            {"pp": 4},
+            "(94 / 4 = 23.5); split them unevenly: --model.transformer.num_layers_in_last_pipeline_stage 22",
+        ),
         (4, replace(MOE, num_experts=6), {"ep": 4}, "6 experts ... expert_model_parallel_size = 4 (6 / 4 = 1.5)"),
         (2, DENSE, {"ep": 2}, "expert_model_parallel_size = 2, but the model has no experts"),
         (2, MOE, {"vpp": 2}, "virtual_pipeline_model_parallel_size = 2 needs pipeline_model_parallel_size above 1"),
@@ -173,6 +180,18 @@ def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
 
 def test_the_warmup_batch_size_is_checked_only_with_a_warmup() -> None:
     assert layout(2, MOE, {"warmup": {"num_steps": 0, "batch_size": 7}}).dp == 2
+
+
+@pytest.mark.parametrize(
+    "split", [{"num_layers_in_last_pipeline_stage": 22}, {"account_for_loss_in_pipeline_split": True}]
+)
+def test_layers_need_not_divide_where_the_split_is_given(split: dict[str, Any]) -> None:
+    made = config(parallel={"pipeline_model_parallel_size": 4}, model={"transformer": split})
+    shape = replace(MOE, num_layers=94)
+    assert resolve_layout(made.parallel, made.batch, 4, shape, made.model.transformer).pp == 4
+    off = dict.fromkeys(split, None)
+    with pytest.raises(ConfigError, match="94 layers are not a multiple"):
+        resolve_layout(made.parallel, made.batch, 4, shape, off)
 
 
 def test_all_problems_of_a_layout_are_listed_together() -> None:
