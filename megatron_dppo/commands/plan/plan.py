@@ -137,7 +137,6 @@ def make_plan(
     few_layers: bool = False,
     servers: int | None = None,
     mean_response: int | None = None,
-    seconds: float = math.inf,
 ) -> Plan:
     """Plan a run by a rehearsal of its ranks.
 
@@ -151,10 +150,9 @@ def make_plan(
         few_layers: See ``RehearsalPool.run``. Ignored for models whose layers differ.
         servers: See ``count_servers``.
         mean_response: See ``plan_batch``.
-        seconds: Time limit of the rehearsals.
 
     Raises:
-        RehearsalTimeout: The time limit has passed.
+        RehearsalTimeout: The time limit of ``rehearsals`` has passed.
         UserError: The configuration cannot run on this many processes, or a rank cannot be rehearsed.
     """
     model = model or PlannedModel.from_config(config)
@@ -176,7 +174,6 @@ def make_plan(
             )
             for role in chosen.values()
         ],
-        seconds=seconds,
         few_layers=few_layers and not model.shape.dense_layers and not splits_unevenly(config.model.transformer),
     )
     ranks = {

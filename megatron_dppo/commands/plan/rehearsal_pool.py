@@ -11,6 +11,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -40,6 +41,8 @@ class RehearsalPool:
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._busy: set[subprocess.Popen[bytes]] = set()
+        self.end = math.inf
+        """Time (``time.monotonic``) at which rehearsals that still run are killed."""
         self._threads = ThreadPoolExecutor(max_workers=jobs)
         for _ in range(jobs):
             self._idle.put(None)
@@ -65,24 +68,21 @@ class RehearsalPool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def run(
-        self, requests: Sequence[RehearsalRequest], *, few_layers: bool = False, seconds: float = math.inf
-    ) -> list[Any]:
+    def run(self, requests: Sequence[RehearsalRequest], *, few_layers: bool = False) -> list[Any]:
         """Return the ``UpdateMeasurement`` of each request.
 
         Args:
             requests: Ranks to rehearse.
             few_layers: Rehearse 2 and 3 layers of each chunk and extrapolate. All layers must be alike.
-            seconds: Time limit. Rehearsals that still run then are killed.
 
         Raises:
-            RehearsalTimeout: The time limit has passed.
+            RehearsalTimeout: The time ``end`` has passed.
             PlanError: A rank cannot be rehearsed, or its code fails.
         """
         if not few_layers:
-            return self._run_all(requests, seconds)
+            return self._run_all(requests)
         short_requests = [_with_layers(request, few) for request in requests for few in _FEW_LAYERS]
-        results = self._run_all(short_requests, seconds)
+        results = self._run_all(short_requests)
         measurements = []
         for i, request in enumerate(requests):
             chunks = request.layout.pp * request.layout.vpp
@@ -90,7 +90,8 @@ class RehearsalPool:
             measurements.append(extrapolate(dict(zip(_FEW_LAYERS, results[2 * i : 2 * i + 2], strict=True)), layers))
         return measurements
 
-    def _run_all(self, requests: Sequence[RehearsalRequest], seconds: float) -> list[Any]:
+    def _run_all(self, requests: Sequence[RehearsalRequest]) -> list[Any]:
+        seconds = self.end - time.monotonic()
         if seconds <= 0:
             raise RehearsalTimeout("The time limit of the rehearsals has passed")
         futures = [self._threads.submit(self._run_one, request) for request in requests]

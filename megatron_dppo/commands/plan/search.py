@@ -123,7 +123,6 @@ class PlanSearch:
         self.untried: str | None = None
         """Combinations that the last search did not try within its time limit. None if it tried all."""
         self._seconds = seconds
-        self._end = math.inf
         self._mean_response = mean_response
         self._load = load
         self._world_size = world_size
@@ -141,7 +140,7 @@ class PlanSearch:
         Raises:
             PlanError: No combination can run, or none was rehearsed in time.
         """
-        self._end = time.monotonic() + self._seconds
+        self._start_clock()
         # Small groups communicate least, so combinations with them are tried first.
         feasible = sorted(self._feasible_flags(axes, self._machine.memory), key=self._replica_ranks)
         candidates: list[Candidate] = []
@@ -157,6 +156,10 @@ class PlanSearch:
             return 0  # the configuration itself comes first
         layout = self._layout(self._load(flags))
         return layout.tp * layout.pp * layout.cp
+
+    def _start_clock(self) -> None:
+        self.untried = None
+        self._rehearsals.end = time.monotonic() + self._seconds
 
     def _rehearse_all(self, feasible: Sequence[Flags]) -> Iterator[Candidate]:
         """Yield the candidates that are rehearsed within the time limit; the rest is in ``untried``."""
@@ -180,7 +183,7 @@ class PlanSearch:
         Raises:
             PlanError: The static memory of no combination fits.
         """
-        self._end = time.monotonic() + self._seconds
+        self._start_clock()
         feasible = sorted(
             self._feasible_flags(
                 {**DEFAULT_AXES, "offload": tuple(OFFLOAD)}, round((1 - TIGHT) * self._machine.memory)
@@ -213,7 +216,6 @@ class PlanSearch:
                 kinds=needed,
                 few_layers=True,
                 mean_response=self._mean_response,
-                seconds=self._end - time.monotonic(),
             )
         except RehearsalTimeout:
             raise
@@ -231,7 +233,7 @@ class PlanSearch:
         reason = f"weights, gradients and optimizer alone do not fit {self._machine.name}"
         combinations = list(itertools.product(*axes.values()))
         for index, values in enumerate(combinations):
-            if time.monotonic() > self._end:
+            if time.monotonic() > self._rehearsals.end:
                 self._add_untried(f"{len(combinations) - index} of {len(combinations)} combinations, not even checked")
                 break
             flags = tuple(itertools.chain.from_iterable(map(_flags, axes, values)))
