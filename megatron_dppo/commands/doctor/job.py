@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron_dppo.commands.doctor.network import LIMIT_SECONDS, join_store, lim
 from megatron_dppo.commands.doctor.rank_facts import Finding, RankFacts, compare_facts, format_rows, inspect_rank
 from megatron_dppo.commands.doctor.shared_files import check_shared_folder
 from megatron_dppo.errors import JobError
+from megatron_dppo.parallel.network import choose_interface
 
 
 def run_job_check(
@@ -37,7 +39,7 @@ def run_job_check(
     set_torch_variables(job)
     report = _Report(job, json_file)
     store = PrefixStore("megatron_dppo_doctor", join_store(job))
-    facts = _exchange_facts(store, job)
+    facts = _choose_interfaces(store, job, _exchange_facts(store, job))
     hosts = [rank.host for rank in facts]
     report.facts = facts
     report.add(
@@ -78,6 +80,13 @@ def _exchange_facts(store: Store, job: JobRank) -> list[RankFacts]:
             f"{job.address}:{job.port}, or have another Python"
         ) from error
     return [RankFacts(**json.loads(store.get(key))) for key in keys]
+
+
+def _choose_interfaces(store: Store, job: JobRank, facts: list[RankFacts]) -> list[RankFacts]:
+    """Choose the interface of this rank's groups, as a run does, and return the facts with those of all ranks."""
+    chosen = choose_interface(PrefixStore("interfaces", store), job.rank, job.world_size)
+    store.set(f"interface/{job.rank}", os.environ.get("GLOO_SOCKET_IFNAME", chosen or ""))
+    return [replace(rank, interface=store.get(f"interface/{rank.rank}").decode()) for rank in facts]
 
 
 class _Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ class JobRank:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
+    """Ranks on this machine."""
     address: str
     """Address of rank 0's machine."""
     port: int
@@ -49,6 +52,7 @@ def read_job_rank(environ: Mapping[str, str]) -> JobRank | None:
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
             local_rank=int(environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
             address=environ["MASTER_ADDR"],
             port=int(environ["MASTER_PORT"]),
             launcher_has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -60,6 +64,8 @@ def read_job_rank(environ: Mapping[str, str]) -> JobRank | None:
             rank=int(environ["SLURM_PROCID"]),
             world_size=int(environ["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environ["SLURM_LOCALID"]),
+            # "8(x2)" says 8 tasks on each of two nodes; the first number is that of the first nodes.
+            local_world_size=int(re.findall(r"\d+", environ["SLURM_STEP_TASKS_PER_NODE"])[0]),
             address=environ.get("MASTER_ADDR") or _first_node(environ["SLURM_STEP_NODELIST"]),
             port=int(environ.get("MASTER_PORT") or _FIRST_PORT + job % _NUM_PORTS),
             launcher_has_store=False,
@@ -73,6 +79,7 @@ def set_torch_variables(job: JobRank) -> None:
         "RANK": str(job.rank),
         "WORLD_SIZE": str(job.world_size),
         "LOCAL_RANK": str(job.local_rank),
+        "LOCAL_WORLD_SIZE": str(job.local_world_size),
         "MASTER_ADDR": job.address,
         "MASTER_PORT": str(job.port),
     }

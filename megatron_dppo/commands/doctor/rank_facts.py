@@ -60,7 +60,7 @@ class RankFacts:
     host_addresses: list[str]
     """Addresses that the host's own name resolves to on it. Empty if it does not resolve."""
     interface: str
-    """GLOO_SOCKET_IFNAME, or empty."""
+    """Network interface of the process groups: the user's, or that of the route to rank 0. Empty: not known."""
     max_open_files: int
     """Hard limit, to which a run raises its own. -1: none."""
     locked_memory: int
@@ -83,7 +83,7 @@ def inspect_rank(job: JobRank) -> RankFacts:
         host=host,
         rows=_rows(machine),
         host_addresses=_resolve(host),
-        interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        interface="",
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         locked_memory=locked_memory,
         shared_memory_gib=_free_shared_memory(),
@@ -193,7 +193,7 @@ def _difference(name: str, groups: Mapping[str, Sequence[RankFacts]]) -> Finding
 
 
 def _host_name_findings(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Check the name of each host: gloo listens at its address, unless GLOO_SOCKET_IFNAME is set."""
+    """Check the name of each host: gloo listens at its address, unless an interface is known."""
     if len({rank.host for rank in facts}) == 1:
         return
     reasons: dict[str, list[RankFacts]] = {}

@@ -79,9 +79,15 @@ def test_ranks_of_torchrun_and_srun_are_read_and_a_batch_script_is_none() -> Non
     assert job.launcher_has_store and not job.is_first_of_node
     batch = {"SLURM_JOB_ID": "12345", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert read_job_rank({}) is read_job_rank(batch) is read_job_rank({"WORLD_SIZE": "1", "RANK": "0"}) is None
-    step = batch | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]", "MASTER_ADDR": "10.0.0.1"}
+    step = batch | {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "MASTER_ADDR": "10.0.0.1",
+    }
     job = read_job_rank(step)
     assert job is not None and (job.address, job.port, job.launcher_has_store) == ("10.0.0.1", 22345, False)
+    assert job.local_world_size == 1
     with pytest.raises(ConfigError, match="no MASTER_ADDR, MASTER_PORT in the environment"):
         read_job_rank({"WORLD_SIZE": "2", "RANK": "0"})
 
