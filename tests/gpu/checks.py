@@ -54,13 +54,28 @@ def run_check(group: str, check: Check, device: torch.device, bound_scale: float
     return [Result(f"{group}: {r.name}", r.value, bound_scale * r.bound, r.error, r.needs) for r in results]
 
 
-def table(results: Iterable[Result]) -> str:
-    """One line a result."""
+def _rows(results: Iterable[Result]) -> list[tuple[str, str, str, str]]:
     rows = [("check", "value", "bound", "verdict")]
     for r in results:
         verdict = "ok" if r.passed else f"NOT RUN: needs {r.needs}" if r.needs else f"FAILED {r.error}".rstrip()
         numbers = ("-", "-") if r.needs else (f"{r.value:.2e}", f"{r.bound:.1e}")
         rows.append((r.name, *numbers, verdict))
+    return rows
+
+
+def markdown(results: Iterable[Result], machine: Iterable[str]) -> str:
+    """A page to commit: the machine, and a table of the results."""
+    head, *body = _rows(results)
+    lines = [head, ("---",) * len(head), *body]
+    # A cell may quote an error of several lines, or a pipe.
+    cells = [[cell.replace("\n", " ").replace("|", "\\|") for cell in line] for line in lines]
+    table_lines = [f"| {' | '.join(line)} |" for line in cells]
+    return "\n".join(["# tests/gpu/run_all.sh", "", *(f"- {line}" for line in machine), "", *table_lines, ""])
+
+
+def table(results: Iterable[Result]) -> str:
+    """One line a result."""
+    rows = _rows(results)
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows

@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default=",".join(GROUPS), help=f"comma-separated, of {', '.join(GROUPS)}")
     parser.add_argument("--cpu-rehearsal", action="store_true")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write machine and table here, to commit")
     options = parser.parse_args()
     groups = options.only.split(",")
     if unknown := set(groups) - set(GROUPS):
@@ -85,7 +87,7 @@ def main() -> int:
         return 2
     import torch
 
-    from tests.gpu.checks import run_check, table
+    from tests.gpu.checks import markdown, run_check, table
 
     if not torch.cuda.is_available() and not options.cpu_rehearsal:
         print("no CUDA device here; --cpu-rehearsal runs the same checks on the CPU", file=sys.stderr)
@@ -102,6 +104,10 @@ def main() -> int:
         print(f"{group}: {time.perf_counter() - start:.1f} s", flush=True)
     failed, passed = sum(r.failed for r in results), sum(r.passed for r in results)
     print(f"\n{table(results)}\n\n{passed} passed, {failed} failed, {len(results) - passed - failed} not run")
+    if options.markdown is not None:
+        from megatron_dppo.commands.doctor.machine import format_machine, inspect_machine
+
+        options.markdown.write_text(markdown(results, format_machine(inspect_machine())), encoding="utf-8")
     return 0 if passed and not failed else 1
 
 

@@ -3,13 +3,14 @@
 # table; a row that this machine cannot have says NOT RUN and what it needs. Exit code 0 = all that ran are within their
 # bounds, 1 = a check failed or none ran, 2 = an import is missing or an argument is wrong, 3 = no CUDA device.
 #
-#   tests/gpu/run_all.sh [--wheels DIR] [--only GROUP,GROUP] [--cpu-rehearsal]
+#   tests/gpu/run_all.sh [--wheels DIR] [--only GROUP,GROUP] [--cpu-rehearsal] [--markdown FILE]
 #
 # Groups: doctor job head teacher model kernels devices sharing runs waits vocab losses plan speed (docs/testing.md).
 #
 # --wheels DIR      install the wheels in DIR into a temporary folder first (no network needed); without what it
 #                   needs, the script names the missing imports and the commands that fetch them
 # --only            some groups of checks
+# --markdown FILE   also write the machine and the table to FILE, to commit
 # --cpu-rehearsal   run the same checks on the CPU: it proves the script, not the device
 # PYTHON                  the interpreter (default python3)
 # GPU_CHECKS_BOUND_SCALE  multiplies every bound (default 1); 0 shows that the script can fail
