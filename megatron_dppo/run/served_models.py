@@ -28,6 +28,8 @@ _FIELDS = {
     # SGLang.
     "/model_info": {"model_path": "path", "weight_version": "version"},
     "/server_info": {"revision": "revision"},
+    # vLLM: its own version alone.
+    "/version": {},
     # Text Embeddings Inference and Text Generation Inference.
     "/info": {"model_id": "name", "model_sha": "revision"},
 }
@@ -136,11 +138,12 @@ def _choose_model(response: object, name: str) -> object:
 async def _read_digest(url: str, api_key: str | None, responses: Mapping[str, object]) -> dict[str, str]:
     """Return the digest of a server's weights. Its name says what it depends on besides the weights.
 
-    Empty if the server is no SGLang, and no vLLM with this package's extension.
+    Empty if the server has no digests: it is no SGLang, and no vLLM in development mode.
     """
     is_sglang = "/model_info" in responses
-    info = responses.get("/server_info")
-    engine = f"SGLang {info.get('version')}" if is_sglang and isinstance(info, Mapping) else "vLLM"
+    info = responses.get("/server_info" if is_sglang else "/version")
+    version = info.get("version") if isinstance(info, Mapping) else ""
+    engine = f"{'SGLang' if is_sglang else 'vLLM'} {version}"
     server = (SGLangServer if is_sglang else VLLMServer)(
         url, api_key=api_key, deadlines=Deadlines(control=_DIGEST_SECONDS)
     )

@@ -127,7 +127,7 @@ def test_a_run_notices_that_its_files_are_gone(damage: str, tmp_path: Path) -> N
         assert [record["step"] for record in records(folder)] == [0, 1, 2, 3]
         # Deleted between two starts, the records are lost, and the resume says so.
         (folder / "metrics.jsonl").unlink()
-        more = [*arguments, *flags(run__num_steps=4)]
+        more = [*arguments, *flags(run__num_steps=4, checkpoint__accept_changes="true")]
         result = train_forked([str(CONFIG), *more], environment() | variables, 1, timeout=300)
         assert result.returncode == 0, result.stderr
         assert f"{folder}/metrics.jsonl has no record of 3 steps up to step 3, from step 1 on" in result.stdout

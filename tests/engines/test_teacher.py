@@ -70,7 +70,7 @@ def test_vllm(vllm: Engine, old_model: Reference, new_model: Reference) -> None:
 
 def test_vllm_without_our_extension(plain_vllm: Engine, old_model: Reference) -> None:
     check(plain_vllm, "vllm", old_model)
-    assert describe(plain_vllm).keys() == {"name", "path"}
+    assert describe(plain_vllm).keys() == {"name", "path", "weights (vLLM 0.32.0, 1 rank)"}
 
 
 def test_a_missing_server_is_reported() -> None:
