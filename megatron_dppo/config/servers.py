@@ -87,7 +87,8 @@ class WeightSyncConfig(Section):
     folder: str | None = None
     """Folder that ``disk`` and ``adapter`` write. null uses ``weights`` in ``run.output_dir``."""
     checksum_every: int = Field(1, ge=0)
-    """Syncs between checks that each server holds exactly the tensors that were sent. 0 disables the check. With
+    """Syncs from one proof to the next that each server holds exactly the tensors that were sent. In between, a random
+    eighth of the tensors is checked, and all tensors of the servers are compared with each other. 0 disables both. With
     ``adapter``, each server's base model is checked once."""
     probe_every: int = Field(1, ge=0)
     """Syncs between probes, in which the trainer recomputes the log-probabilities of one response. 0 probes only after

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -178,6 +178,11 @@ class _LayoutDigests:
         return self._expected[rank]
 
     @property
+    def names(self) -> list[str]:
+        """Names of the server tensors, in the order of the stream."""
+        return list(self._targets)
+
+    @property
     def predicts_all(self) -> bool:
         """True if ``expected`` covers everything that was sent."""
         targets = self._targets.values()
@@ -190,9 +195,11 @@ class StreamDigests:
     Args:
         layouts: Layouts of the servers; equal ones are computed once.
         kv_heads: Number of key and value heads of the model; a server with more ranks replicates them.
+        sample: Names of the server tensors to compute. None: all tensors.
     """
 
-    def __init__(self, layouts: Iterable[WeightLayout], kv_heads: int) -> None:
+    def __init__(self, layouts: Iterable[WeightLayout], kv_heads: int, sample: Collection[str] | None = None) -> None:
+        self._sample = sample
         layouts = list(layouts)
         kinds = {(layout.algorithm, layout.tp_size) for layout in layouts if layout.plain}
         self._kinds = {kind: _LayoutDigests(*kind, kv_heads) for kind in sorted(kinds)}
@@ -209,13 +216,15 @@ class StreamDigests:
         """Add one tensor in the dtype that is sent."""
         if name.endswith(_SHAPE):
             return  # metadata of INT4 experts that never changes
+        slot = _target_slot(name)
+        if self._sample is not None and slot.target not in self._sample:
+            return
         # One contiguous copy for all layouts, if the tensor is not contiguous.
         tensor = tensor.detach().contiguous()
         # The tensors that no server can round away; see ``combined_digest``.
         if self._combined and (is_quantized(tensor) or tensor.dim() < 2 or is_never_quantized(name)):
             for digests in self._combined.values():
                 digests.add(name, 0, tensor)
-        slot = _target_slot(name)
         for layout in self._kinds.values():
             layout.add(slot, tensor)
 
@@ -232,6 +241,11 @@ class StreamDigests:
         digests = self._combined[layout.algorithm].hexdigests() if layout.algorithm in self._combined else {}
         text = "".join(f"{name} {digest} " for name, (digest,) in digests.items())
         return hashlib.sha256(text.encode()).hexdigest() if text else None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the server tensors of all layouts, in the order of the stream."""
+        return list(dict.fromkeys(name for layout in self._kinds.values() for name in layout.names))
 
     def predicts_all(self, layout: WeightLayout) -> bool:
         """Return True if ``expected`` covers everything that was sent."""

@@ -78,6 +78,8 @@ class ServerRecord:
         self._held: dict[TensorKey, str] = {}
         self._sent: dict[TensorKey, str] = {}
         self._combined: str | None = None
+        self.is_exact = False
+        """True if all tensors in use were as sent in the last proof, so that a sample of them can stand for all."""
 
     @property
     def has_digests(self) -> bool:
@@ -89,6 +91,7 @@ class ServerRecord:
         self._held = _flatten(before)
         self._sent = {}
         self._combined = None
+        self.is_exact = False
 
     def verify(
         self,
@@ -106,6 +109,7 @@ class ServerRecord:
             combined: Digest of everything that was sent, for a layout whose digests cannot be predicted.
         """
         held = _flatten(ranks)
+        self.is_exact = False
         if not layout.plain:
             return self._verify_combined(held, combined)
         wanted = {(rank, name): e for rank, names in expected.items() for name, e in names.items()}
@@ -125,9 +129,26 @@ class ServerRecord:
             verdict = "wrong" if lacks_scale else self._verify_tensor(key, e, held, matches, strict, is_same_weights)
             getattr(proof, verdict).append(e.sent_as)
         if not proof.wrong:
+            self.is_exact = all(_matches(e, held.get(key)) for key, e in wanted.items())
             self._plain_kinds = plain_kinds
             self._held = held
             self._sent = {key: e.digest for key, e in wanted.items()}
+        return proof
+
+    def verify_sample(
+        self, ranks: Sequence[RankDigests], expected: Mapping[int, Mapping[str, ExpectedDigest]]
+    ) -> Proof:
+        """Compare a sample of the tensors of a server that is exact, without a change of the record.
+
+        Args:
+            ranks: Digests after the sync.
+            expected: Digests of the sample, by rank and the server's name.
+        """
+        proof = Proof()
+        held = _flatten(ranks)
+        for rank, names in expected.items():
+            for name, e in names.items():
+                (proof.as_sent if _matches(e, held.get((rank, name))) else proof.wrong).append(e.sent_as)
         return proof
 
     def _verify_combined(self, held: dict[TensorKey, str], combined: str | None) -> Proof:

@@ -1,4 +1,9 @@
-"""Proof of a weight sync: the servers' digests before and after it, compared with what was sent."""
+"""Proof of a weight sync: the servers' digests before and after it, compared with what was sent.
+
+A full proof computes the digest of every tensor that is sent. Between two of them a check may compare a random sample
+of the tensors, if the last full proof showed that each server uses all tensors exactly as they were sent. Both compare
+the digests of all tensors between servers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from torch import Tensor
 
@@ -15,6 +21,9 @@ from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import ServerRecord
+
+_SAMPLE_EVERY = 8
+"""Tensors of a server from which a check between two full proofs takes one."""
 
 
 def read_num_kv_heads(model_folder: Path) -> int:
@@ -38,15 +47,26 @@ class WeightProofs:
         self._records: dict[str, ServerRecord] = {}
         self._versions: dict[str, int] = {}
         self._digests: dict[str, tuple[RankDigests, ...]] = {}
+        # From the system's entropy, so that no fault meets the same sample in every run.
+        self._random = Random()
+        self._names: list[str] = []
+        """Server tensors of the last full proof, in the order in which they are sent."""
 
     async def begin(
-        self, servers: Sequence[InferenceServer], attempt: Attempt, *, is_retry: bool, sends: bool = True
+        self,
+        servers: Sequence[InferenceServer],
+        attempt: Attempt,
+        *,
+        is_full: bool,
+        is_retry: bool = False,
+        sends: bool = True,
     ) -> SyncProof:
         """Start the proof of a sync, before anything is sent to the paused servers.
 
         Args:
             servers: Servers that get the weights.
             attempt: Records the servers that fail.
+            is_full: Check every tensor, and not a sample of them.
             is_retry: The previous attempt sent the same weights; a server that failed then is compared with its digests
                 from before that attempt.
             sends: False if nothing will be sent; a server then has no digests of tensors as they were loaded.
@@ -64,12 +84,23 @@ class WeightProofs:
 
         await attempt.call_each(servers, read_state)
         synced = {url: self._digests[url] for url in attempt.synced if url in self._digests}
-        return SyncProof(self._records, layouts, StreamDigests(layouts.values(), self._num_kv_heads), synced)
+        # A server that came back, or that changes the form of its tensors, gets a full proof, and so do the others.
+        can_sample = all(self._records[url].is_exact for url in layouts)
+        sample = None if is_full or not can_sample else self._draw_sample()
+        stream = StreamDigests(layouts.values(), self._num_kv_heads, sample)
+        return SyncProof(self._records, layouts, stream, synced, is_full=sample is None)
+
+    def _draw_sample(self) -> set[str]:
+        """Return one of each few tensors that follow each other, so that a part of the stream is not left out."""
+        groups = (self._names[i : i + _SAMPLE_EVERY] for i in range(0, len(self._names), _SAMPLE_EVERY))
+        return {self._random.choice(group) for group in groups}
 
     def record(self, good: Sequence[str], version: int, proof: SyncProof | None) -> None:
         """Record the servers that have a version. A server that later reports another one got it elsewhere."""
         self._versions |= dict.fromkeys(good, version)
         self._digests = {} if proof is None else proof.digests
+        if proof is not None and proof.is_full:
+            self._names = proof.stream.names
 
 
 class SyncProof:
@@ -81,10 +112,14 @@ class SyncProof:
         layouts: dict[str, WeightLayout],
         stream: StreamDigests,
         synced: Mapping[str, tuple[RankDigests, ...]],
+        *,
+        is_full: bool = True,
     ) -> None:
+        self.is_full = is_full
+        """True if every tensor is checked, and not a sample of them."""
         self._records = records
         self._layouts = layouts
-        self._stream = stream
+        self.stream = stream
         self.digests = dict(synced)
         """Digests of the servers that were verified in this attempt or an earlier one at the same weights, by URL."""
         self.exact = set[str]()
@@ -96,7 +131,7 @@ class SyncProof:
         Args:
             weights: Tensors in the dtype that is sent.
         """
-        return self._stream.watch(weights)
+        return self.stream.watch(weights)
 
     async def verify(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
         """Compare the servers' digests with what was sent.
@@ -109,19 +144,28 @@ class SyncProof:
             digests[server.url] = await server.weight_digests()
 
         await attempt.call_each(servers, read_digests)
-        combined = {layout: self._stream.combined_digest(layout) for layout in set(self._layouts.values())}
+        combined = {layout: self.stream.combined_digest(layout) for layout in set(self._layouts.values())}
         for url, ranks in digests.items():
             layout = self._layouts[url]
-            expected = {rank.tp_rank: self._stream.expected(layout, rank.tp_rank) for rank in ranks}
-            proof = self._records[url].verify(layout, ranks, expected, combined[layout])
+            record = self._records[url]
+            expected = {rank: self.stream.expected(layout, rank) for rank in range(layout.tp_size)}
+            reported = {rank.tp_rank for rank in ranks}
+            if layout.plain and not reported >= expected.keys():
+                attempt.failed[url] = f"reports weights of ranks {sorted(reported)}, expected all of {layout.tp_size}"
+                continue
+            if self.is_full:
+                proof = record.verify(layout, ranks, expected, combined[layout])
+            else:
+                proof = record.verify_sample(ranks, expected)
+            record.is_exact = not proof.wrong and record.is_exact and self.stream.predicts_all(layout)
             if mismatch := proof.describe_mismatch():
                 attempt.failed[url] = mismatch
             elif unproved := proof.describe_unproved():
                 attempt.notes[url] = unproved
-            elif self._stream.predicts_all(layout):
+            elif self.is_full and self.stream.predicts_all(layout):
                 self.exact.add(url)
         self.digests |= digests
-        _compare_servers(self.digests, attempt, self.exact)
+        _compare_servers({url: d for url, d in self.digests.items() if url not in attempt.failed}, attempt, self.exact)
 
 
 def _compare_servers(digests: dict[str, tuple[RankDigests, ...]], attempt: Attempt, exact: set[str]) -> None:

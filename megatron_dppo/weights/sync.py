@@ -150,7 +150,7 @@ class WeightSync:
         servers = [server for server in self._servers if server.url in urls]
         try:
             await attempt.call_each(servers, lambda server: _info(server, _INFO_SECONDS), absent=True)
-            proof = await self._proofs.begin(attempt.remaining(servers), attempt, is_retry=False, sends=False)
+            proof = await self._proofs.begin(attempt.remaining(servers), attempt, is_full=True, sends=False)
             for _ in proof.watch(cast_for_sending(weights, self._dtype, tied=self._tied)):
                 pass
             await proof.verify(attempt.remaining(servers), attempt)
@@ -185,12 +185,14 @@ class WeightSync:
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.pause())
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.wake_weights())
 
-        # Take the digests from before the sync, if this version is verified.
+        # Take the digests from before the sync, if servers are verified.
         every = 0 if self._adapter is not None else self._config.checksum_every
         proof = None
-        # A retry adds no version, so it is verified exactly if the first attempt was.
-        if every and (len(self._versions) - 1) % every == 0:
-            proof = await self._proofs.begin(attempt.remaining(self._servers), attempt, is_retry=is_retry)
+        if every:
+            # A retry adds no version. It follows a failure, so all tensors are checked.
+            is_full = is_retry or (len(self._versions) - 1) % every == 0
+            servers = attempt.remaining(self._servers)
+            proof = await self._proofs.begin(servers, attempt, is_full=is_full, is_retry=is_retry)
         watched = proof.watch(weights) if proof is not None else weights
 
         # Send.

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 
 from tests.faults.mutants.__main__ import ROOT
 from tests.faults.mutants.patches import PATCHES
-from tests.faults.simulation.faults import BY_HAND, Fault, Plan, draw
+from tests.faults.simulation.faults import ALL_SPOILS, BY_HAND, SPOILS, Fault, Plan, draw
 from tests.faults.simulation.mutations import MUTATIONS, OLD_WEIGHTS_AGAIN, Mutation
 from tests.faults.simulation.outcome import Outcome
 from tests.faults.simulation.run import run_many, shrunk
@@ -68,6 +68,20 @@ def shows(mutation: Mutation, plans: Iterator[Plan]) -> Plan | None:
         if wrong(mutated) and not wrong(simulate(plan)):
             return plan
     return None
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_no_wrong_tensor_is_used_after_a_full_proof_or_a_sample(every: int) -> None:
+    calls = {"ipc": "/update_weights_from_tensor", "disk": "/update_weights_from_disk"}
+    plans = []
+    for seed, kind in product(range(6), range(len(SPOILS))):
+        plan = replace(draw(seed), servers=2 + seed % 2, steps=3, method=("ipc", "disk")[seed % 2], attempts=3)
+        nth = 2 + seed + kind if plan.method == "ipc" else 2 + kind % 2
+        fault = Fault("spoil_tensor", seed % 2, 0, 1, ALL_SPOILS + kind, on=calls[plan.method], nth=nth)
+        plans.append(replace(plan, faults=(fault,), probe_every=3, checksum_every=every))
+    assert not [plan for plan in plans if wrong(simulate(plan))]
+    with MUTATIONS["checksums are not compared"].applied():
+        assert len([plan for plan in plans if wrong(simulate(plan))]) > len(plans) / 3
 
 
 @pytest.mark.parametrize("name", [name for name in MUTATIONS if "by the name" not in name])

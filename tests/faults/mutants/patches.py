@@ -100,7 +100,7 @@ DRILLED = (
     Patch(
         "weights are proved at the first sync alone",
         "weights/sync.py",
-        "if every and (len(self._versions) - 1) % every == 0:",
+        "if every:",
         "if every and len(self._versions) == 1:",
     ),
     Patch(

@@ -11,7 +11,7 @@ import aiohttp
 from tests.faults.simulation import lies
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.clock import Killed
-from tests.faults.simulation.faults import WIRE, Fault
+from tests.faults.simulation.faults import ALL_SPOILS, SPOILS, WIRE, Fault
 from tests.faults.simulation.network import Node
 
 
@@ -121,7 +121,9 @@ class Chaos:
         self._later(fault, partial(setattr, node.server, "stuck_label", False))
 
     def _spoil_tensor(self, fault: Fault, node: Node) -> None:
-        node.server.spoil = ("bit", "lost")[fault.choice % 2]
+        # Drawn choices have 16 bits.
+        spoils = SPOILS[:2] if fault.choice < ALL_SPOILS else SPOILS
+        node.server.spoil = spoils[fault.choice % len(spoils)]
 
     def _corrupt(self, fault: Fault, node: Node) -> None:
         """Weights change without anybody having asked."""

@@ -32,6 +32,9 @@ WIRE = ("lose_request", "lose_answer", "reset_before", "reset_after", "twice", "
 """of one call or a few"""
 WEIGHTS = ("skip_update", "stuck_label", "spoil_tensor", "corrupt", "label")
 """what is confirmed and not so"""
+SPOILS = ("bit", "lost", "swap", "round")
+"""what ``spoil_tensor`` does to a tensor; the last two only by a choice of ``ALL_SPOILS`` and more"""
+ALL_SPOILS = 1 << 16
 LIES = (
     "shift_logprobs",
     "nan_logprobs",
@@ -109,6 +112,7 @@ class Plan:
     health_seconds: float = 5.0
     attempts: int = 3
     probe_every: int = 1
+    checksum_every: int = 1
     token_seconds: float = 0.1
     latency: float = 0.01
     train_seconds: float = 2.0

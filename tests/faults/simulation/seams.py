@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from megatron_dppo.rollout import pending, scheduler
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.shared_memory import HostHandle
 from megatron_dppo.run import engines, gpus
-from megatron_dppo.weights import ipc, transfer
+from megatron_dppo.weights import ipc, proof, transfer
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights.probe_requests import RouteCounts, TrainerReading
@@ -257,6 +258,7 @@ def installed() -> Iterator[None]:
         mock.patch.object(server_engine, "LoopThread", _Runner),
         mock.patch("uuid.uuid4", lambda: SimpleNamespace(hex=f"{next(NOW.names):032x}"[::-1])),
         mock.patch.object(weight_sync.asyncio, "Runner", _Runner),
+        mock.patch.object(proof, "Random", lambda: Random(0)),
         mock.patch.object(weight_sync, "save_hf_folder", _save_folder),
         mock.patch.object(transfer, "Buckets", partial(_one_tensor_each, transfer.Buckets)),
         mock.patch.object(ipc, "SharedBucket", _Bucket),

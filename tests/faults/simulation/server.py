@@ -41,7 +41,7 @@ class SimServer:
         self.lie: Callable[[Columns, SimServer], Any] | None = None
         self.skip_update = self.stuck_label = False
         self.spoil: str | None = None
-        """what happens to the next tensor that arrives: ``bit``, ``lost``"""
+        """what happens to the next tensor that arrives: one of ``SPOILS``"""
         self.slow = 1.0
         self.past: list[dict[str, bytes]] = [dict(initial)]
         """weights that it had, the initial ones first"""
@@ -162,6 +162,14 @@ class SimServer:
             spoil, self.spoil = self.spoil, None
             if spoil == "lost":
                 continue
+            if spoil == "swap":
+                # With the tensor before it in the order of the names, whose bytes it takes.
+                names = sorted(new)
+                other = names[names.index(name) - 1]
+                new[name], new[other] = new[other], data
+                continue
+            if spoil == "round":
+                data = bytes(byte & 0xF0 if i % 4 == 0 else byte for i, byte in enumerate(data))
             new[name] = bytes([data[0] ^ 1]) + data[1:] if spoil == "bit" else data
         self.weights = new
         self.past.append(new)

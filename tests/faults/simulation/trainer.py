@@ -120,6 +120,7 @@ class SimTrainer:
 
     dp_rank = 0
     groups = SimpleNamespace(world=None, replica=None, dp=None)
+    layout = SimpleNamespace(dp=1)
 
     def __init__(self, weights: dict[str, bytes], policy_version: int) -> None:
         self.weights, self.policy_version = weights, policy_version
@@ -199,6 +200,7 @@ def _configure(plan: Plan) -> Config:
                 "method": plan.method,
                 "attempts": plan.attempts,
                 "probe_every": plan.probe_every,
+                "checksum_every": plan.checksum_every,
             },
         },
         train={"max_staleness": plan.staleness, "router_replay": "rollout" if plan.routing else "off"},

@@ -58,7 +58,7 @@ def sync(
         attempt = Attempt(4, {})
         attempt.infos = {url: server.info for url, server in servers.items()}
         named: list[Any] = [SimpleNamespace(url=url, **methods(server)) for url, server in servers.items()]
-        proof = await WeightProofs(KV_HEADS).begin(named, attempt, is_retry=False, sends=sends)
+        proof = await WeightProofs(KV_HEADS).begin(named, attempt, is_full=True, sends=sends)
         list(proof.watch(iter(weights.items())))
         for server in servers.values():
             server.is_synced = True

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import TensorDigests
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights.ipc import MemorySharing
@@ -182,17 +184,30 @@ def test_reordered_tensors_are_proved_by_change_and_reported(
     assert result.good and f"{names[0]}, {names[1]}: not checked in this sync" in result.notes["http://a:1"]
 
 
-def test_digests_are_compared_every_n_syncs_and_in_each_attempt_of_these(
+def test_all_tensors_are_proved_every_n_syncs_and_in_a_retry_and_a_sample_in_between(
     pair: list[FakeServer], model_folder: Path
 ) -> None:
-    def checked(sync: WeightSync, version: int) -> bool:
-        before = pair[0].calls.count("weight_digests")
-        sync.send(iter(weights(version).items()), version)
-        return pair[0].calls.count("weight_digests") > before
+    def checked(sync: WeightSync, version: int) -> int:
+        """Tensors whose digests were computed."""
+        added = mock.patch.object(TensorDigests, "add", autospec=True, side_effect=TensorDigests.add)
+        with added as adds:
+            sync.send(iter(weights(version).items()), version)
+        # What this test's servers compute of their own tensors is not counted.
+        return len([call for call in adds.call_args_list if call.args[1]])
 
     sync = make(pair, model_folder, checksum_every=2)
-    assert [checked(sync, version) for version in (0, 0, 1, 1, 2, 3)] == [True, True, False, False, True, False]
-    assert not checked(make(pair, model_folder, checksum_every=0), 9)
+    assert [checked(sync, version) for version in (0, 0, 1, 1, 2, 3)] == [5, 5, 1, 5, 5, 1]
+    # A server that came back is new, so all get a full proof.
+    pair[0].version = -1
+    sync = make(pair, model_folder, checksum_every=3)
+    assert [checked(sync, version) for version in (0, 1)] == [5, 1]
+    pair[1].version = -1
+    assert [checked(sync, version) for version in (2, 3, 4)] == [5, 5, 1]
+    # Of packed tensors a sample could not show that they change.
+    pair[0].packs = {"w1"}
+    sync = make(pair, model_folder, checksum_every=9)
+    assert [checked(sync, version) for version in (5, 6, 7)] == [5, 5, 5]
+    assert checked(make(pair, model_folder, checksum_every=0), 9) == 0
 
 
 def test_a_frozen_server_costs_its_full_timeout_once(
