@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
@@ -213,6 +214,7 @@ class ServerRecord:
                 yield key
 
 
+@lru_cache(maxsize=1 << 16)
 def _kind(name: str) -> str:
     """Return a tensor's name without its layer."""
     return re.sub(r"\.\d+\.", ".N.", name)
