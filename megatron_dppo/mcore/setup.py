@@ -17,9 +17,6 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.network import choose_interface, connection_limit
 from megatron_dppo.parallel.platform import Platform
 
-_LARGEST_EAGER_WORLD = 32
-"""Number of ranks up to which each gloo group connects all pairs of its ranks when it is created."""
-
 
 def initialize_megatron(
     layout: Layout,
@@ -106,10 +103,7 @@ def new_host_world(wait_minutes: float, after: dist.ProcessGroup | None = None) 
     if after is not None:
         dist.barrier(after)
     with connection_limit(dist.get_rank()):
-        group = dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
-        # A large group connects two ranks only when they have something to send (TORCH_GLOO_LAZY_INIT).
-        dist.barrier(group)
-    return group
+        return dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
 
 
 def _new_host_group(ranks: tuple[int, ...], wait_minutes: float, world: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -155,9 +149,6 @@ def join_ranks(timeout_minutes: float, other_hosts: Sequence[str] = ()) -> Store
     if store.add("joined", 1) == world_size:
         store.set("complete", "")
     store.wait(["complete"], limit)
-    if world_size > _LARGEST_EAGER_WORLD:
-        # Otherwise each group has a socket for each pair of its ranks. Older versions of torch ignore the variable.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return store
 
 
