@@ -7,7 +7,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -20,6 +20,7 @@ from megatron_dppo.commands.doctor.job_rank import JobRank
 from megatron_dppo.commands.doctor.rank_facts import Finding
 from megatron_dppo.errors import JobError
 from megatron_dppo.weights.transfer_group import (
+    TorchTransport,
     broadcast_bucket,
     close_transfer_group,
     flatten_bucket,
@@ -184,9 +185,8 @@ def _measure_backend(backend: str, store: Store, job: JobRank, hosts: list[str])
         )
 
 
-def _timed(function: object, device: torch.device) -> float:
+def _timed(function: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call: the fastest of several, after one that is not counted."""
-    assert callable(function)
     best = float("inf")
     for i in range(_REPEATS + 1):
         start = time.perf_counter()
@@ -218,33 +218,47 @@ def _measure_links(message: Tensor, job: JobRank) -> list[float]:
 def _check_transfer(store: Store, job: JobRank, backend: str, hosts: list[str]) -> Iterator[str | Finding]:
     """Send one bucket from rank 0 to the first rank of the last node, as weights go to a server."""
     receiver = hosts.index(hosts[-1]) or job.world_size - 1
-    if job.rank not in (0, receiver):
-        store.wait(["done"], timedelta(seconds=LIMIT_SECONDS))
-    else:
-        listening = socket.create_server((job.address, 0)) if job.rank == 0 else None
-        if listening is not None:
-            store.set("port", str(listening.getsockname()[1]))
-        group = open_transfer_group(
-            job.address,
-            int(store.get("port")),
-            name="megatron_dppo_doctor",
-            rank=0 if job.rank == 0 else 1,
-            world_size=2,
-            backend=backend,
-            timeout=LIMIT_SECONDS,
-            listening=listening,
-        )
-        device = torch.device("cuda", job.local_rank) if backend == "nccl" else torch.device("cpu")
-        content = torch.arange(2**20, dtype=torch.int32, device=device)
-        bucket = flatten_bucket([("weight", content if job.rank == 0 else torch.zeros_like(content))])
-        broadcast_bucket(bucket, group)
-        if job.rank == receiver:
-            store.set("done", str(int(torch.equal(bucket.data.view(torch.int32), content))))
+    where = f"transfer group ({backend}, {hosts[0]} -> {hosts[receiver]})"
+    if job.rank == 0:
+        try:
+            listener, port = TorchTransport().listen(job.address)
+        except OSError as error:
+            store.set("address", "")
+            store.set("reason", error.strerror or str(error))
         else:
-            store.wait(["done"], timedelta(seconds=LIMIT_SECONDS))
-        close_transfer_group(group)
-    where = f"{hosts[0]} -> {hosts[receiver]}"
-    if store.get("done") == b"1":
-        yield f"transfer group ({backend}, {where}): one bucket of 4 MiB arrived unchanged"
+            store.set("address", f"{listener.getsockname()[0]} {port}")
+    if not (address := store.get("address").decode()):
+        reason = store.get("reason").decode()
+        yield Finding(
+            f"{where}: rank 0 cannot listen on {job.address} ({reason})",
+            "set rollout.weight_sync.host to an address of rank 0's machine that the servers can reach",
+        )
+        return
+    if job.rank in (0, receiver):
+        _send_bucket(store, job, backend, address.split(), listener if job.rank == 0 else None)
+    if store.get("arrived") == b"1":
+        yield f"{where}: one bucket of 4 MiB arrived unchanged"
     else:
-        yield Finding(f"transfer group ({backend}, {where}): the bucket arrived changed", "report it")
+        yield Finding(f"{where}: the bucket arrived changed", "report it")
+
+
+def _send_bucket(store: Store, job: JobRank, backend: str, address: list[str], listener: socket.socket | None) -> None:
+    """Send a bucket from rank 0, and compare it on the other rank of the group."""
+    group = open_transfer_group(
+        address[0],
+        int(address[1]),
+        name="megatron_dppo_doctor",
+        rank=0 if job.rank == 0 else 1,
+        world_size=2,
+        backend=backend,
+        timeout=LIMIT_SECONDS,
+        listening=listener,
+    )
+    device = torch.device("cuda", job.local_rank) if backend == "nccl" else torch.device("cpu")
+    content = torch.arange(2**20, dtype=torch.int32, device=device)
+    bucket = flatten_bucket([("weight", content if job.rank == 0 else torch.zeros_like(content))])
+    broadcast_bucket(bucket, group)
+    if job.rank:
+        store.set("arrived", str(int(torch.equal(bucket.data.view(torch.int32), content))))
+    store.wait(["arrived"], timedelta(seconds=LIMIT_SECONDS))
+    close_transfer_group(group)

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dppo.commands.doctor.job_rank import read_job_rank
 from megatron_dppo.commands.doctor.rank_facts import RankFacts, compare_facts, format_rows
+from megatron_dppo.commands.doctor.shared_files import _is_locked
 from megatron_dppo.errors import ConfigError
 from tests.engines.servers import free_port
 
@@ -127,6 +128,20 @@ def test_two_real_processes_are_measured_and_have_no_problem(tmp_path: Path) -> 
     report = json.loads((tmp_path / "report.json").read_text())
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1] and report["findings"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "what it wrote is removed"
+
+
+def test_a_lock_of_another_process_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    script = (
+        "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "1\n"
+        assert _is_locked(path)
+        holder.communicate("\n")
+    assert not _is_locked(path), "a file system on which the lock is not seen"
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="namespaces need root")
