@@ -17,7 +17,7 @@
 # Everything else goes to the trainer: overrides of CONFIG, and Megatron's own flags, such as
 # --tensor-model-parallel-size 2 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2.
 #
-# Each server node starts rollout.servers.count servers. The trainer starts when all are healthy as seen from its first
+# Each server node starts rollout.servers.count servers, or its part of one that spans nnodes nodes. The trainer starts when all are healthy as seen from its first
 # node. Weights go from there to the servers over NCCL (rollout.weight_sync.method = "distributed"). With
 # rollout.engine = "local" every node trains; so it does with rollout.servers.urls, whose servers are only checked.
 #
@@ -149,6 +149,19 @@ if [ "$mode" = start ] && [ "$server_nodes" = 0 ]; then
     serving_nodes=("${nodes[0]}")
     serve_options+=(--skip-gpus "$nproc")
 fi
+# A server may span nodes (nnodes in [rollout.sglang]): then each of its nodes has a rank, and they meet at the first one.
+declare -A node_options=()
+if [ "$mode" = start ]; then
+    spanned=$(ask nodes serve "${given[@]}" --print-nodes)
+    if [ "$spanned" -gt 1 ]; then
+        [ $((${#serving_nodes[@]} % spanned)) = 0 ] ||
+            fail "--server-nodes ${#serving_nodes[@]} is no multiple of the $spanned nodes of a server (nnodes)"
+        for i in "${!serving_nodes[@]}"; do
+            head=${serving_nodes[$((i - i % spanned))]}
+            node_options[${serving_nodes[$i]}]="--node-rank $((i % spanned)) --dist-init-addr $(address "$head"):28500"
+        done
+    fi
+fi
 if [ "$mode" = colocated ]; then serving_nodes=("${nodes[@]}") mode=start; fi
 
 declare -A servers=() starts=()
@@ -228,6 +241,7 @@ cannot_start() {
     if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && ! preempted; then exit 1; fi
     after_crash 1
 }
+# shellcheck disable=SC2086  # node_options are several words
 start_servers() { # NODE [SECONDS to wait before]
     rm -f "$shared/urls-$1"
     starts[$1]=$((${starts[$1]:-0} + 1))
@@ -235,7 +249,7 @@ start_servers() { # NODE [SECONDS to wait before]
         sleep "${2:-0}"
         step servers "$SLURM_CPUS_ON_NODE" --nodes=1 --ntasks=1 --nodelist="$1" \
             "$python" -m megatron_dppo.commands.main serve "${serve_arguments[@]}" \
-            --rollout.servers.host "$(address "$1")" "${serve_options[@]}" \
+            --rollout.servers.host "$(address "$1")" "${serve_options[@]}" ${node_options[$1]:-} \
             --urls-file "$shared/urls-$1" --log-dir "$shared/servers-$1"
     } &
     servers[$!]=$1

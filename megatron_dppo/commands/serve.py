@@ -9,8 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dppo.config.schema import Config
+
+if TYPE_CHECKING:
+    from megatron_dppo.engines.serving.nodes import ServerNode
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +39,19 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-gpus", type=int, default=0, metavar="N", help="leave the first N visible GPUs to the trainer"
     )
+    parser.add_argument("--node-rank", type=int, metavar="R", help="index of this node in a server with nnodes above 1")
+    parser.add_argument(
+        "--dist-init-addr", metavar="HOST:PORT", help="free port of node 0, where the nodes of such a server meet"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command lines, start nothing")
     parser.add_argument(
         "--print-mode",
         action="store_true",
         help="for scripts, print what this command does with this file: start (starts servers), colocated (starts "
         "them on the trainer's GPUs), attach (checks rollout.servers.urls) or none (rollout.engine = local)",
+    )
+    parser.add_argument(
+        "--print-nodes", action="store_true", help="for scripts, print the number of nodes of one server"
     )
     parser.add_argument(
         "--print-rank-variables",
@@ -62,10 +73,11 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.config.io import load_config
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
     from megatron_dppo.engines.serving.environment import rank_variables
+    from megatron_dppo.engines.serving.nodes import count_nodes
     from megatron_dppo.engines.serving.processes import visible_gpus
 
     # The servers depend on what the loss needs. The mode does not, so that a script can print it for any file.
-    only_prints = options.print_mode or options.print_rank_variables
+    only_prints = options.print_mode or options.print_rank_variables or options.print_nodes
     config = load_config(options.config, overrides, with_functions=not only_prints)
     if config.model.transformer:  # Otherwise this command needs no torch, which takes seconds to import.
         from megatron_dppo.run.preflight import check_flags
@@ -79,6 +91,9 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(f"{name}={value}")
         return 0
     check_engine(config.rollout.engine)
+    if options.print_nodes:
+        print(count_nodes(config.rollout.engine, getattr(config.rollout, config.rollout.engine)))
+        return 0
     if config.rollout.servers.urls:
         return _attach(config, options.urls_file)
     server = server_options(
@@ -89,7 +104,8 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         topk_logprobs=config.topk_logprobs,
     )
     visible = visible_gpus(os.environ)
-    plans = plan_servers(config.rollout, server, os.environ, visible, options.skip_gpus)
+    node = _server_node(options)
+    plans = plan_servers(config.rollout, server, os.environ, visible, options.skip_gpus, node)
     network = _network_variables(config)
     plans = [replace(plan, env=plan.env | network) for plan in plans]
     if options.dry_run:
@@ -112,10 +128,23 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     group = ServerGroup(plans, log_dir, options.start_timeout, _log)
     with no_orphans(), StopRequest(options.grace) as stop, group:
         if group.wait_healthy(stop):
-            _write_urls(options.urls_file, config.rollout.servers.resolved_urls)
+            # Only the first node of a server answers requests.
+            answers = node is None or node.rank == 0
+            _write_urls(options.urls_file, config.rollout.servers.resolved_urls if answers else [])
             group.watch(stop)
         _log("stopping the servers")
     return 0
+
+
+def _server_node(options: argparse.Namespace) -> ServerNode | None:
+    from megatron_dppo.engines.serving.nodes import ServerNode
+    from megatron_dppo.errors import ConfigError
+
+    if (options.node_rank is None) != (options.dist_init_addr is None):
+        raise ConfigError("--node-rank and --dist-init-addr belong together. Fix: pass both, or none")
+    if options.node_rank is None:
+        return None
+    return ServerNode(rank=options.node_rank, address=options.dist_init_addr)
 
 
 def _network_variables(config: Config) -> dict[str, str]:

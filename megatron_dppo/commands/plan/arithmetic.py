@@ -10,6 +10,7 @@ from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.training_samples import RowShape, fill_bins
+from megatron_dppo.engines.serving.command import count_gpus_per_server
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape, routing_shape
 from megatron_dppo.hf.weight_files import find_weight_files
@@ -55,10 +56,13 @@ def plan_kv_cache(config: Config, hf_config: Any, parameters: int, machine: GpuN
             weight_bytes=weight_bytes,
         )
     options = _server_options(config)
-    gpus = int(options.get("tp-size", options.get("tensor-parallel-size", 1)))
+    gpus = count_gpus_per_server(config.rollout.engine, options)
+    # With data-parallel attention each replica has the cache of its own sequences.
+    has_dp_attention = options.get("enable-dp-attention") is True
+    attention_gpus = gpus // int(options.get("dp-size", 1)) if has_dp_attention else gpus
     cache_bytes = round(server_memory_bytes(config, machine) - weight_bytes / gpus)
     # With more GPUs than key-value heads, several GPUs hold copies of the same head.
-    copies = max(1, gpus // heads)
+    copies = max(1, attention_gpus // heads)
     return KvCachePlan(
         bytes_per_token=per_token,
         gpus_per_server=gpus,

@@ -254,9 +254,19 @@ def _sglang_problems(url: str, needs: ServerRequirements, key: str | None, timeo
     if needs.adapter_rank:
         has_lora = bool(info.get("enable_lora", True))
         yield from _adapter_problems(has_lora, info.get("max_lora_rank"), needs.adapter_rank)
+    if (mode := info.get("disaggregation_mode")) not in (None, "null"):
+        yield (
+            f"--disaggregation-mode is {mode}: it answers only together with others, through a router that passes on "
+            "no weight updates; start it without"
+        )
+    if needs.weight_sync == "ipc" and int(info.get("nnodes") or 1) > 1:
+        yield (
+            f"--nnodes {info['nnodes']}: rollout.weight_sync.method = 'ipc' shares the memory of one node; set it to "
+            "'distributed' or 'disk'"
+        )
     if needs.weight_sync != "disk":
         for name, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
-            if int(info.get(name) or 1) > 1:
+            if int(info.get(name) or 1) > 1 and not (name == "dp_size" and info.get("enable_dp_attention")):
                 yield (
                     f"{flag} {info[name]}: SGLang takes weights otherwise than from disk only without it; start "
                     "one server a replica, or set rollout.weight_sync.method = 'disk'"

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_dppo.config.model import LoraConfig, ModelConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.engines.serving.environment import transfer_variables
+from megatron_dppo.engines.serving.nodes import ServerNode, count_nodes, node_arguments
 from megatron_dppo.errors import ConfigError
 
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
@@ -24,6 +25,12 @@ _RESERVED_OPTIONS = {
     "port": "set rollout.servers.port",
     "api-key": "name an environment variable in rollout.servers.api_key_env: a key in a file is saved with the run",
     "admin-api-key": "name an environment variable in rollout.servers.admin_api_key_env",
+    **dict.fromkeys(("node-rank", "dist-init-addr"), "nodes differ in it: pass it to `megatron-dppo serve` on each"),
+    **dict.fromkeys(
+        ("disaggregation-mode", "kv-transfer-config"),
+        "servers for prefill and for decoding answer only together, through a router, which passes on no weight "
+        "updates, aborts, versions of the weights or routes of a prompt. Leave it out",
+    ),
 }
 """Options that an engine's section must not have, and what to set instead."""
 _SIZE_OPTIONS = (
@@ -63,6 +70,7 @@ def plan_servers(
     environ: Mapping[str, str],
     gpus: Sequence[str] = (),
     skip_gpus: int = 0,
+    node: ServerNode | None = None,
 ) -> list[ServerPlan]:
     """Return one plan for each of ``rollout.servers.count`` servers on this machine.
 
@@ -72,14 +80,16 @@ def plan_servers(
         environ: Environment with the API keys.
         gpus: Devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
         skip_gpus: Number of first GPUs that are left to the trainer; colocated servers use them too.
+        node: This node, if a server spans several.
 
     Raises:
-        ConfigError: An API key is missing, or there are too few GPUs.
+        ConfigError: An API key is missing, there are too few GPUs, or a server cannot span nodes.
     """
     servers = rollout.servers
     if servers.colocated and gpus:  # without GPUs nothing can be released, and the engines reject the flags
         options = _MEMORY_RELEASE_OPTIONS[rollout.engine] | options
     gpus_by_server = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
+    node_options = node_arguments(rollout, options, node)
     keys = _read_keys(rollout, environ)
     env = keys.env | transfer_variables(rollout, environ)
     if keys.config_file and "config" in options:
@@ -102,6 +112,7 @@ def plan_servers(
                 "--port",
                 str(servers.port + i),
                 *_arguments(rollout.engine, options),
+                *node_options,
             ),
             env=env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus_by_server[i])} if gpus_by_server else {}),
             config_file=keys.config_file,
@@ -167,8 +178,7 @@ def server_options(
         "model-path" if engine == "sglang" else "model": rollout.servers.model or model.path,
         "dtype": _DTYPES[rollout.dtype],
     }
-    if model.random_init and rollout.servers.model is None:
-        # There are no weights to read; the first sync brings them.
+    if _skips_weights(rollout, model, user_options):
         options["load-format"] = "dummy"
     if routed_experts:
         options["enable-return-routed-experts"] = True
@@ -194,6 +204,35 @@ def server_options(
             # 20 is vLLM's own limit, and it counts the sampled token as one of them.
             options["max-logprobs"] = max(20, topk_logprobs + 1)
     return options | user_options
+
+
+_OTHER_WEIGHTS = (
+    "speculative-",
+    "quantization",
+    "torchao-",
+    "modelopt-",
+    "load-format",
+    "model-loader-",
+    "enable-lora",
+    "lora-",
+    "enable-eplb",
+    "ep-num-redundant-experts",
+    "init-expert-location",
+)
+"""Beginnings of options with which a server has weights, or copies of them, that a sync does not send."""
+
+
+def _skips_weights(rollout: RolloutConfig, model: ModelConfig, user_options: Mapping[str, Any]) -> bool:
+    """Return True if the first weight sync sends all weights of a server, and proves it: then it reads no file.
+
+    Until then its weights are random numbers, and no request is sent to it. Only adapters, quantized weights, and what
+    ``_OTHER_WEIGHTS`` names come from files.
+    """
+    if rollout.servers.model is not None or rollout.weight_sync.method == "adapter":
+        return False
+    if model.random_init:  # there are no files
+        return True
+    return rollout.weight_sync.checksum_every > 0 and not any(key.startswith(_OTHER_WEIGHTS) for key in user_options)
 
 
 def _fp32_head_options(engine: str, user_options: dict[str, Any]) -> dict[str, Any]:
@@ -284,7 +323,11 @@ def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequen
     """Return the GPUs of each server; an empty list on a machine without GPUs."""
     if not gpus:
         return []
+    nodes = count_nodes(rollout.engine, options)
     size = count_gpus_per_server(rollout.engine, options)
+    if size % nodes:
+        raise ConfigError(f"[rollout.{rollout.engine}] nnodes = {nodes} does not divide the {size} GPUs of a server")
+    size //= nodes
     count = rollout.servers.count
     if len(gpus) < skip + size * count:
         trainer = f" + {skip} for the trainer" if skip else ""

@@ -175,7 +175,7 @@ class SGLangWeightUpdates(ServerClient):
         """See ``InferenceServer``. On GPUs SGLang sums words; on a CPU it uses the first half of a sha256."""
         info = await self._server_info()
         device = info.get("device")
-        sizes = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
+        sizes = ("ep_size", "dp_size", "attn_dp_size", "attn_cp_size", "moe_dp_size")
         has_only_tp = all(info.get(key) in (None, 1) for key in sizes)
         is_unchanged = not (info.get("quantization") or info.get("torchao_config") or info.get("enable_eplb"))
         first, end = _DIGEST_VERSIONS
@@ -232,12 +232,14 @@ class SGLangWeightUpdates(ServerClient):
     async def _tp_size(self) -> int:
         """Return the number of ranks.
 
+        With data-parallel attention the replicas are inside of the tensor-parallel ranks.
+
         Raises:
-            ConfigError: The server has data or pipeline parallelism.
+            ConfigError: The server has replicas or pipeline parallelism.
         """
         info = await self._server_info()
         for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
-            if info.get(key, 1) > 1:
+            if info.get(key, 1) > 1 and not (key == "dp_size" and info.get("enable_dp_attention")):
                 raise ConfigError(
                     f"{self.url} runs with {flag} {info[key]}: SGLang then accepts new weights from disk only. Start "
                     "one server per replica, or set rollout.weight_sync.method = 'disk'"

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.command import ServerPlan
+from megatron_dppo.engines.serving.command import ServerPlan, plan_servers, server_options
+from megatron_dppo.engines.serving.nodes import ServerNode
 from megatron_dppo.engines.serving.processes import visible_gpus
 from megatron_dppo.errors import ConfigError
 from tests.unit.configs import config, server_plans
@@ -34,7 +35,7 @@ def test_sglang_gets_model_address_dtype_and_nothing_that_is_not_needed() -> Non
     (plan,) = plans(config_of())
     assert plan.argv == (
         *(sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", "30000"),
-        *("--model-path", "folder/model", "--dtype", "bfloat16", "--enable-fp32-lm-head"),
+        *("--model-path", "folder/model", "--dtype", "bfloat16", "--load-format", "dummy", "--enable-fp32-lm-head"),
     )
     assert (
         plan.url == "http://127.0.0.1:30000"
@@ -203,6 +204,115 @@ def test_each_server_gets_its_own_gpus_after_those_of_the_trainer() -> None:
 def test_a_server_needs_the_product_of_its_parallel_sizes(own: dict[str, Any], size: int) -> None:
     (plan,) = plans(config_of(rollout={"sglang": own}), [str(i) for i in range(8)])
     assert len(plan.env["CUDA_VISIBLE_DEVICES"].split(",")) == size
+
+
+@pytest.mark.parametrize(
+    ("engine", "sections", "is_skipped"),
+    [
+        ("sglang", {}, True),
+        ("vllm", {}, True),
+        ("sglang", {"rollout": {"weight_sync": {"method": "disk", "folder": "/shared/w"}}}, True),
+        # Nothing proves that the sync has written everything.
+        ("sglang", {"rollout": {"weight_sync": {"checksum_every": 0}}}, False),
+        # Weights that no sync sends: a base model below adapters, a draft model, quantized and replicated weights.
+        ("sglang", {"lora": {"rank": 8}, "rollout": {"weight_sync": {"method": "adapter"}}}, False),
+        ("sglang", {"rollout": {"sglang": {"speculative-algorithm": "EAGLE"}}}, False),
+        ("vllm", {"rollout": {"vllm": {"speculative_config": {"model": "d"}}}}, False),
+        ("vllm", {"rollout": {"vllm": {"quantization": "fp8"}}}, False),
+        ("sglang", {"rollout": {"sglang": {"enable_eplb": True}}}, False),
+        ("sglang", {"rollout": {"servers": {"model": "q"}, "weight_sync": {"method": "disk"}}}, False),
+        # Without files there is nothing to read, whatever is proved.
+        (
+            "sglang",
+            {
+                "model": {"random_init": True},
+                "warmup": {"num_steps": 1, "batch_size": 16},
+                "rollout": {"weight_sync": {"checksum_every": 0}},
+            },
+            True,
+        ),
+    ],
+)
+def test_weights_that_the_first_sync_replaces_are_not_read(
+    engine: str, sections: dict[str, Any], is_skipped: bool
+) -> None:
+    argv = plans(config_of(engine, **sections))[0].argv
+    assert ("--load-format" in argv) == is_skipped
+    assert not is_skipped or argv[argv.index("--load-format") + 1] == "dummy"
+
+
+def test_the_users_load_format_wins() -> None:
+    argv = plans(config_of(rollout={"sglang": {"load-format": "safetensors"}}))[0].argv
+    assert argv.count("--load-format") == 1 and argv[argv.index("--load-format") + 1] == "safetensors"
+
+
+SPANNING = {"tp-size": 16, "nnodes": 2}
+
+
+def spanning(node: ServerNode | None, **rollout: Any) -> ServerPlan:
+    made = config_of(rollout={"sglang": SPANNING} | rollout)
+    server = server_options(made.rollout, made.model, made.lora, routed_experts=False, topk_logprobs=0)
+    (plan,) = plan_servers(made.rollout, server, {}, [str(i) for i in range(8)], 0, node)
+    return plan
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_server_over_two_nodes_has_a_rank_and_half_of_its_gpus_on_each(rank: int) -> None:
+    plan = spanning(ServerNode(rank=rank, address="10.0.0.1:28500"))
+    line = shlex.join(plan.argv)
+    assert "--tp-size 16 --nnodes 2" in line
+    assert line.endswith(f"--node-rank {rank} --dist-init-addr 10.0.0.1:28500")
+    assert plan.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+
+
+NODE = ServerNode(rank=1, address="[fd00::1]:28500")
+
+
+@pytest.mark.parametrize(
+    ("node", "rollout", "message"),
+    [
+        (None, {}, r"nnodes = 2: start `megatron-dppo serve` on each of these nodes, with --node-rank 0 to 1"),
+        (ServerNode(rank=2, address="a:1"), {}, "--node-rank 2: expected 0 to 1"),
+        (ServerNode(rank=-1, address="a:1"), {}, "--node-rank -1: expected 0 to 1"),
+        (ServerNode(rank=0, address="a"), {}, "--dist-init-addr a: expected HOST:PORT"),
+        (NODE, {"sglang": {"tp-size": 8}}, "--node-rank 1 with a server on one node"),
+        (NODE, {"sglang": {"tp-size": 9, "nnodes": 2}}, "nnodes = 2 does not divide the 9 GPUs"),
+        (NODE, {"sglang": {"nnodes": True}}, "nnodes = True: expected a whole number of nodes"),
+        (NODE, {"weight_sync": {"method": "ipc"}}, "'ipc' shares the memory of one node"),
+        (
+            NODE,
+            {"servers": {"colocated": True}, "weight_sync": {"method": "disk"}},
+            "colocated = true needs each server on the GPUs of one node",
+        ),
+        (NODE, {"sglang": {"tp-size": 2, "nnodes": 2}, "servers": {"count": 2}}, "set count = 1"),
+    ],
+)
+def test_a_server_over_nodes_that_cannot_be_is_refused(
+    node: ServerNode | None, rollout: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spanning(node, **rollout)
+
+
+def test_a_vllm_server_over_nodes_is_refused_with_the_reason() -> None:
+    made = config_of("vllm", rollout={"vllm": {"tensor-parallel-size": 16, "nnodes": 2}})
+    server = server_options(made.rollout, made.model, made.lora, routed_experts=False, topk_logprobs=0)
+    with pytest.raises(ConfigError, match="headless`, which answers no health check"):
+        plan_servers(made.rollout, server, {}, [], 0, ServerNode(rank=0, address="a:1"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "message"),
+    [
+        ("sglang", {"disaggregation_mode": "prefill"}, "answer only together, through a router"),
+        ("vllm", {"kv-transfer-config": {"kv_role": "kv_both"}}, "answer only together, through a router"),
+        ("sglang", {"node-rank": 1}, "pass it to `megatron-dppo serve` on each"),
+        ("sglang", {"dist_init_addr": "a:1"}, "pass it to `megatron-dppo serve` on each"),
+    ],
+)
+def test_options_of_parts_of_a_server_are_refused(engine: str, option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plans(config_of(engine, rollout={engine: option}))
 
 
 def test_visible_gpus_are_those_of_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,6 +331,18 @@ def test_replicas_inside_a_server_are_rejected_for_transfers(key: str) -> None:
         use_server(stub, lambda server: server.join_group("127.0.0.1", 1, 1, 2, "gloo"))
 
 
+@pytest.mark.parametrize("sizes", [{"dp_size": 2, "enable_dp_attention": True}, {"attn_dp_size": 2}])
+def test_data_parallel_attention_is_inside_of_the_ranks_that_join(sizes: dict[str, Any]) -> None:
+    """SGLang 0.5.20 and 0.5.23 report it in different fields; both take every kind of transfer with it."""
+    info = RECORDED["0.5.23"]["server_info"] | {"tp_size": 2} | sizes
+    stub = Stub(server_answers("0.5.23", **{"/server_info": info, "/init_weights_update_group": {"success": True}}))
+    use_server(stub, lambda server: server.join_group("127.0.0.1", 1, 1, 3, "gloo"))
+    assert "/init_weights_update_group" in stub.paths
+    # Attention weights are not split over the ranks as under plain tensor parallelism.
+    answers = server_answers("0.5.23", **{"/server_info": {"device": "cuda", **info}})
+    assert not use_server(Stub(answers), lambda server: server.weight_layout()).plain
+
+
 def test_the_health_check_of_a_paused_server_does_not_generate() -> None:
     async def use(server: SGLangServer) -> list[bool]:
         before = await server.health()

@@ -107,6 +107,9 @@ def test_a_server_that_cannot_serve_the_run_is_reported_with_the_flag_that_fixes
     assert len(problems_of("sglang", servers(sglang(context_length=242)), **replay)) == 0
     assert "--enable-return-routed-experts" in routes and "--dp-size 2" in dp
     assert len(problems_of("sglang", servers(sglang(dp_size=2)), **replay, rollout__weight_sync__method="disk")) == 0
+    assert problems_of("sglang", servers(sglang(dp_size=2, enable_dp_attention=True)), **replay) == []
+    (router,) = problems_of("sglang", servers(sglang(disaggregation_mode="decode")), **replay)
+    assert "--disaggregation-mode is decode: it answers only together with others" in router
     adapter = without | {"rollout__weight_sync__method": "adapter", "lora__rank": "32", "warmup__num_steps": "0"}
     adapter |= {"model__random_init": "false"}
     assert problems_of("sglang", servers(sglang(enable_lora=True, max_lora_rank=32)), **adapter) == []
