@@ -193,6 +193,7 @@ def make_plan(
         served_model(model.hf_config, model.parameters, model.expert_parameters, kv_cache),
         updates=batch.updates * max(rank.update_seconds for rank in ranks.values()),
         host_per_rank=max(_host_bytes(config, rank.measured) for rank in ranks.values()),
+        shape=model.shape,
         servers=servers,
     )
     return Plan(

@@ -17,7 +17,8 @@ from megatron_dppo.commands.plan.arithmetic import (
     assumed_response_lengths,
 )
 from megatron_dppo.commands.plan.machine import GpuNode
-from megatron_dppo.config.layout import Layout
+from megatron_dppo.commands.plan.proof_time import proof_seconds
+from megatron_dppo.config.layout import Layout, ModelShape
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.report.steps.files import estimate_step_bytes
@@ -136,7 +137,9 @@ class StepPlan:
     """Seconds in which the servers sample a step. None with the local engine, whose time is not planned."""
     updates: float
     sync: float
-    """Seconds of the weight sync."""
+    """Seconds of the weight sync, with its proof."""
+    proof: float
+    """Seconds of the proof that servers hold the weights."""
     save: float
     """Seconds in which a checkpoint is written."""
     is_overlapped: bool
@@ -228,6 +231,7 @@ def plan_step(
     *,
     updates: float,
     host_per_rank: int,
+    shape: ModelShape,
     servers: int | None = None,
 ) -> StepPlan:
     """Return the estimate of a step.
@@ -243,6 +247,7 @@ def plan_step(
         model: Result of ``served_model``.
         updates: Seconds of the updates of a step.
         host_per_rank: Bytes of an offloaded optimizer, and of state that leaves the GPU while colocated servers sample.
+        shape: Shape of the model.
         servers: See ``count_servers``.
     """
     num_servers = count_servers(config, layout, cache.gpus_per_server, servers)
@@ -253,12 +258,21 @@ def plan_step(
     replicas = math.ceil(layout.dp / nodes)
     checkpoint = config.checkpoint
     copies = checkpoint.keep + 1 + checkpoint.keep_best
+    proof = proof_seconds(
+        config,
+        shape,
+        transfers.sync,
+        machine,
+        gpus_per_server=cache.gpus_per_server,
+        servers=num_servers,
+    )
     return StepPlan(
         servers=num_servers,
         server_gpus=server_gpus,
         rollout=rollout_seconds(config, batch, cache, model, machine, num_servers),
         updates=updates,
-        sync=transfers.sync_seconds or 0.0,
+        sync=(transfers.sync_seconds or 0.0) + proof,
+        proof=proof,
         save=transfers.checkpoint / (nodes * machine.disk_bandwidth),
         is_overlapped=config.train.max_staleness > 0 and num_servers > 0 and not config.rollout.servers.colocated,
         num_steps=None if config.run.num_epochs is not None else config.run.num_steps,

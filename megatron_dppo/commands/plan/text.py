@@ -282,9 +282,10 @@ def _transfer_lines(plan: Plan) -> str:
     sync = "sync     none: the local engine uses the trainer's weights"
     if transfers.sync_seconds is not None:
         link, ranks = ("each GPU's memory", "each rank") if transfers.sync_by_handle else ("one link", "rank 0")
+        proof = f" and {plan.step.proof:.1f} s of proof" if plan.step.proof else ""
         sync = (
             f"sync     {format_gib(transfers.sync)} GiB per weight sync, {transfers.sync_seconds:.1f} s through "
-            f"{link}, {format_gib(transfers.sync_buffer)} GiB of buckets on {ranks}"
+            f"{link}{proof}, {format_gib(transfers.sync_buffer)} GiB of buckets on {ranks}"
         )
     return (
         f"{sync}\nfiles    {format_gib(transfers.checkpoint)} GiB per checkpoint, {format_gib(transfers.export)} GiB "

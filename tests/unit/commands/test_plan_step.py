@@ -27,6 +27,7 @@ from megatron_dppo.commands.plan.measurement import UpdateMeasurement
 from megatron_dppo.commands.plan.meter import Peak
 from megatron_dppo.commands.plan.models import load_model_config, sample_rows
 from megatron_dppo.commands.plan.plan import Plan, PlannedModel, dispatch_ratio, make_plan
+from megatron_dppo.commands.plan.proof_time import proof_seconds
 from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool, RehearsalTimeout
 from megatron_dppo.commands.plan.search import PlanSearch
 from megatron_dppo.commands.plan.step_time import (
@@ -152,6 +153,7 @@ def step_of(updates: float = 354.0, servers: int | None = None, *overrides: str)
         served_model(model.hf_config, model.parameters, model.expert_parameters, cache),
         updates=updates,
         host_per_rank=0,
+        shape=model.shape,
         servers=servers,
     )
 
@@ -172,6 +174,27 @@ def test_the_step_of_the_30b_example_by_hand() -> None:
     assert step_of(354.0, 16, "--train.max_staleness", "1").seconds == pytest.approx(
         max(step.rollout, 354.0) + step.sync
     )
+
+
+def test_a_sync_counts_its_proof() -> None:
+    step = step_of(servers=16)
+    # The 18,867 tensors of Qwen3-30B-A3B at 15 us, launches of 128 MiB; 432 tensors of each rank of a server at 70 us,
+    # and of 16 servers of two ranks at 3 us.
+    sent = 48 * (128 * 3 + 9) * 15e-6 + 2 * 30_532_122_624 / 2**27 * 60e-6
+    assert step.proof == pytest.approx(sent + 432 * 70e-6 + 16 * 2 * 432 * 3e-6)
+    assert step.sync == pytest.approx(2 * 30_532_122_624 / (0.7 * 50e9) + step.proof)
+    assert step_of(354.0, 64).proof - step.proof == pytest.approx(48 * 2 * 432 * 3e-6)
+    assert step_of(354.0, 16, "--rollout.weight_sync.checksum_every", "0").proof == 0.0
+    shape = PlannedModel.from_config(big()).shape
+    assert proof_seconds(big(), shape, 10**9, H100, gpus_per_server=1, servers=0) == 0.0, "the local engine"
+
+
+def test_the_proof_of_few_large_tensors_takes_as_long_as_the_gpus_hash_them() -> None:
+    made, shape = big(), replace(PlannedModel.from_config(big()).shape, num_experts=None, num_layers=10)
+    seconds = proof_seconds(made, shape, 10**12, H100, gpus_per_server=4, servers=1)
+    # 132 multiprocessors with 64 integer operations a clock, 39 operations a word, 70 % of that.
+    rate = 132 * 64 * 1.755e9 / 39 * 4 * 0.7
+    assert seconds == pytest.approx(10**12 / rate * 1.25 + 4 * 90 * 3e-6)
 
 
 def test_fewer_servers_sample_for_longer() -> None:
