@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.rollout.weight_digests import WeightLayout
+from megatron_dppo.weights.digests import StreamDigests
 from tests.gpu.checks import Result, not_run
 
 AGAINST_OFF = 1.5
@@ -27,6 +29,7 @@ def check(device: torch.device) -> Iterator[Result]:
 
     apply_shims(platform)
     yield from check_grouped_gemm(device)
+    yield check_word_hash(device)
     from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
 
     engine = platform.is_cuda and has_transformer_engine()
@@ -37,6 +40,34 @@ def check(device: torch.device) -> Iterator[Result]:
             yield from check_fusions(platform, engine)
         finally:
             dist.destroy_process_group()
+
+
+def check_word_hash(device: torch.device) -> Result:
+    """Digests of weights by the kernel, for all ranks of servers, that differ from those of torch on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (1000, 512), "model.norm.weight": (513,)}
+    for part, rows in (("q", 1024), ("k", 256), ("v", 256)):
+        shapes[f"model.layers.0.self_attn.{part}_proj.weight"] = (rows, 512)
+    for i in range(5):
+        expert = f"model.layers.0.mlp.experts.{i}"
+        shapes |= {f"{expert}.{part}_proj.weight": (328, 512) for part in ("gate", "up")}
+        shapes[f"{expert}.down_proj.weight"] = (512, 328)
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    layouts = [WeightLayout(algorithm="words", tp_size=size, plain=True) for size in (1, 2, 8)]
+    on_cpu, on_device = StreamDigests(layouts, kv_heads=2), StreamDigests(layouts, kv_heads=2)
+    for name, weight in weights.items():
+        on_cpu.add(name, weight)
+        on_device.add(name, weight.to(device))
+    digests = [
+        {
+            (n, i, name): e.digest
+            for n, layout in enumerate(layouts)
+            for i in range(layout.tp_size)
+            for name, e in stream.expected(layout, i).items()
+        }
+        for stream in (on_cpu, on_device)
+    ]
+    return Result("digests of weights that differ", float(len(digests[0].items() ^ digests[1].items())), 0.0)
 
 
 def check_fusions(platform: Platform, engine: bool) -> Iterator[Result]:
