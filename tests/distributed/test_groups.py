@@ -43,6 +43,9 @@ def check(rank: int, world_size: int) -> None:
     for name in ("dp", "replica", "world"):
         group = getattr(groups, name)
         assert dist.get_backend(group) == "gloo" and limit_of(group) == timedelta(minutes=50), name
+    from megatron.core import parallel_state
+
+    assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None, "it would have as many connections, and nothing uses it"
     for group in (groups.tp, groups.dp_cp):
         assert group is not None and limit_of(group) == timedelta(minutes=3)
     # What one says, the others of its group hear, and nobody else.
@@ -82,6 +85,29 @@ def check_columns(rank: int, groups: ParallelGroups) -> None:
     made = scatter_object(lambda: whole, groups.world, needs, lambda value, need: value[:2] if need else value)
     assert same(made, whole[:2] if needs[rank] else whole)
     assert scatter_object(lambda: whole, groups.world, [None] * 4, lambda *_: whole[:0]).shape == whole.shape
+
+
+def check_one_group(rank: int, world_size: int) -> None:
+    from megatron_dppo.mcore.compat.shims import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    from megatron_dppo.mcore.setup import initialize_megatron
+
+    layout = Layout(
+        world_size=2,
+        **{"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "dp": 2, "ep": 2, "etp": 1, "expert_dp": 1},
+        sequence_parallel=False,
+        overlap_p2p_comm=False,
+    )
+    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
+    assert groups.dp is groups.world
+    assert groups.replica is not None and dist.get_process_group_ranks(groups.replica) == [rank]
+    assert all_gather_objects(rank, groups.dp) == [0, 1]
+
+
+def test_data_parallel_ranks_that_are_all_ranks_share_the_group_of_the_world() -> None:
+    run_distributed(check_one_group, 2)
 
 
 def test_ranks_talk_over_the_cpu_with_a_limit_of_their_own() -> None:
