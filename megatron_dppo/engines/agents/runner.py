@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import json
 import os
@@ -184,7 +185,8 @@ async def _run_in_thread(function: Callable[[], Any]) -> Any:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(deliver, value, error)
 
-    threading.Thread(target=work, name="agent-function", daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(work,), name="agent-function", daemon=True).start()
     return await result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,13 @@ def test_all_episodes_of_a_step_run_at_once() -> None:
     assert {result.value for result in play(lambda task: together.wait(PATIENCE), NUM_EPISODES)} == set(
         range(NUM_EPISODES)
     )
+
+
+def test_a_function_sees_the_context_of_its_caller() -> None:
+    """As ``asyncio.to_thread`` does: tracing libraries depend on it."""
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    assert [result.value for result in play(lambda task: variable.get(), 2)] == [7, 7]
 
 
 def test_a_canceled_episode_leaves_its_thread_behind() -> None:
