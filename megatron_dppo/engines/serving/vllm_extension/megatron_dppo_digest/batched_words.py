@@ -138,7 +138,7 @@ class BatchedWords:
         from .words_kernel import hash_parts
 
         with torch.cuda.device_of(sums):
-            hash_parts(torch.from_numpy(table).to(device), sums, NUM_FIELDS, CONSTANTS)
+            hash_parts(_to_device(table, device), sums, NUM_FIELDS, CONSTANTS)
         self._tables.append(np.column_stack([table, self._row_targets]))
         self._sums.append(sums)
         self._rows = []
@@ -178,7 +178,7 @@ class BatchedWords:
         total = self._sum_by_tile(tiles, first_tile, int(ends[-1]))
         first_value = np.cumsum(ranks) - ranks
         columns = np.stack([ends, first_tile, np.maximum(tiles, 1), first_value, targets[:, 1] * 4 & WORD])
-        tile_end, tile_start, size, value_start, nbytes = torch.from_numpy(columns).to(total.device)
+        tile_end, tile_start, size, value_start, nbytes = _to_device(columns, total.device)
         values = torch.zeros(int(ranks.sum()), dtype=torch.int64, device=total.device)
         for begin in range(0, len(total), _SLICE):
             part = total[begin : begin + _SLICE]
@@ -205,7 +205,7 @@ class BatchedWords:
         num_programs = columns["end"] - columns["first_program"]
         ends = np.cumsum(num_programs)
         rows = [ends - num_programs, columns["span"], tiles[target], first_tile[target] + columns["start"] // TILE]
-        first_program, span, size, first = torch.from_numpy(np.stack(rows)).to(sums.device)
+        first_program, span, size, first = _to_device(np.stack(rows), sums.device)
         total = torch.zeros(num_tiles, 2, dtype=torch.int64, device=sums.device)
         for begin in range(0, len(sums), _SLICE):
             part = sums[begin : begin + _SLICE]
@@ -215,3 +215,9 @@ class BatchedWords:
             tile = first[row] + piece // span[row] * size[row] + piece % span[row]
             total.index_add_(0, tile, part.to(torch.int64))
         return total
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
+    # Pinned, since a copy from other memory waits for everything that the GPU still has to do.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
