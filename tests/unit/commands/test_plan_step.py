@@ -322,3 +322,35 @@ def test_numbers_on_the_command_line_are_checked(capsys: pytest.CaptureFixture[s
         assert f"{flag.split('=')[0]} 0" in capsys.readouterr().err
     assert main(["plan", str(EXAMPLE), "--world-size", "32", "--mean-response-tokens", "20000"]) == 2
     assert "expected at most rollout.max_new_tokens = 16384" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "copies"),
+    [
+        # Of the model's 4 key-value heads each of 16 GPUs has one, in 4 copies.
+        (("--rollout.sglang.tp-size", "16", "--rollout.sglang.nnodes", "2"), 16, 4),
+        # Two replicas of 8 GPUs inside of 16 ranks: two copies of each head for the sequences of a replica.
+        (
+            (
+                "--rollout.sglang.tp-size",
+                "16",
+                "--rollout.sglang.dp-size",
+                "2",
+                "--rollout.sglang.enable-dp-attention",
+                "true",
+            ),
+            16,
+            2,
+        ),
+        (("--rollout.sglang.tp-size", "4", "--rollout.sglang.pp-size", "2"), 8, 2),
+        (("--rollout.sglang.tp-size", "2"), 2, 1),
+    ],
+)
+def test_the_cache_of_servers_over_nodes_and_with_replicas(options: Sequence[str], gpus: int, copies: int) -> None:
+    made = big(*options)
+    model = PlannedModel.from_config(made)
+    cache = plan_kv_cache(made, model.hf_config, model.parameters, H100)
+    room = gpus * 0.85 * H100.memory - 2 * model.parameters
+    assert cache.gpus_per_server == gpus
+    # 48 layers, 4 heads, 128 values of key and value, 2 bytes.
+    assert cache.tokens_in_flight == pytest.approx(room / (48 * 4 * 2 * 128 * 2 * copies), rel=1e-6)
