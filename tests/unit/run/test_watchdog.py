@@ -22,14 +22,16 @@ PROGRAM = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.run.watchdog import Watchdog
 
 folder, who, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=120)))
 watchdog = Watchdog(RunConfig(output_dir=folder, num_steps=1, hang_minutes=0.1, timeout_minutes=2))
-watchdog.start()
+watchdog.start()  # a rank may hang while the first group connects
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 PROGRESS.enter("loop", 3)
 mine = dist.get_rank() == who
 if mine and how == "sleep":
