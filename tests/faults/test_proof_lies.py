@@ -222,6 +222,15 @@ def test_between_full_proofs_a_lie_of_a_single_server_lasts_until_the_next_one(n
     assert any(found)
 
 
+def test_a_server_that_a_sample_shows_to_be_wrong_says_nothing_about_the_other_one(folder: Path) -> None:
+    servers = servers_of("a", "b")
+    syncs = run(servers, folder, 9)
+    assert len(next(syncs).good) == 2
+    start_to_lie(servers[1], "skips all")
+    result = next(syncs)
+    assert result.good.keys() == {servers[0].url} and result.failed.keys() == {servers[1].url}
+
+
 def test_of_two_servers_that_differ_in_a_sample_a_retry_keeps_the_right_one(folder: Path) -> None:
     for name in ("flips a bit", "skips a bucket", "one tensor on one rank"):
         servers = servers_of("a", "b")

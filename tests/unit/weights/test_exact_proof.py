@@ -134,6 +134,16 @@ def test_expected_digests_are_read_once_for_all_servers_of_a_layout() -> None:
     assert reads.call_count == 1
 
 
+def test_samples_have_one_of_eight_neighbors_and_any_of_them() -> None:
+    proofs = WeightProofs(KV_HEADS)
+    names = [f"w{i}" for i in range(20)]
+    proofs.record([], 0, SimpleNamespace(digests={}, is_full=True, stream=SimpleNamespace(names=names)))  # type: ignore[arg-type]
+    samples = [proofs._draw_sample() for _ in range(500)]
+    for sample in samples:
+        assert sorted(int(name[1:]) // 8 for name in sample) == [0, 1, 2]
+    assert set.union(*samples) == set(names)
+
+
 def test_servers_are_compared_rank_by_rank_with_those_of_their_own_kind() -> None:
     layout = WeightLayout(algorithm="sha256", tp_size=2, plain=False)
     one, two = sha(torch.ones(2)), sha(torch.ones(3))
