@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.faults.mutants.patches import PATCHES, Patch
 
 ROOT = Path(__file__).resolve().parents[3]
+CONTROL_COUNT = 60
+"""Schedules of the unchanged package that have to pass first."""
 
 
 def find_failure(patch: Patch, folder: Path, count: int, processes: int) -> str:
@@ -38,20 +40,29 @@ def find_failure(patch: Patch, folder: Path, count: int, processes: int) -> str:
     if text.count(patch.old) != 1:
         raise ValueError(f"{patch.name}: {patch.path} has its text {text.count(patch.old)} times: {patch.old!r}")
     file.write_text(text.replace(patch.old, patch.new))
-    command = [sys.executable, "-m", "tests.faults.simulation", "--until-failure", "--first", str(patch.first)]
     try:
-        result = subprocess.run(
-            [*command, "--count", str(count), "--processes", str(processes)],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return simulate(patch.name, folder, patch.first, count, processes)
     finally:
         file.write_text(text)
+
+
+def simulate(name: str, folder: Path, first: int, count: int, processes: int) -> str:
+    """Run schedules until one fails, and return what failed; empty if nothing.
+
+    Raises:
+        RuntimeError: the simulation did not run to its end.
+    """
+    command = [sys.executable, "-m", "tests.faults.simulation", "--until-failure", "--first", str(first)]
+    result = subprocess.run(
+        [*command, "--count", str(count), "--processes", str(processes)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if not re.search(r"^\d+ schedules in ", result.stdout, re.MULTILINE):
-        raise RuntimeError(f"{patch.name}: the simulation did not run: {result.stdout[-500:]}{result.stderr[-1500:]}")
+        raise RuntimeError(f"{name}: the simulation did not run: {result.stdout[-500:]}{result.stderr[-1500:]}")
     found = re.search(r"^seed \d+: .*", result.stdout, re.MULTILINE)
     return found.group()[:160] if found else ""
 
@@ -71,6 +82,10 @@ def main() -> int:
         folder = Path(name)
         for part in ("megatron_dppo", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        # A simulation that fails by itself would count every change as found.
+        if found := simulate("unchanged", folder, 0, CONTROL_COUNT, options.processes):
+            print(f"the unchanged package fails: {found}")
+            return 1
         for patch in patches:
             begin = time.monotonic()
             found = find_failure(patch, folder, options.count, options.processes)
