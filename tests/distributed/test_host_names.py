@@ -76,7 +76,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         hosts.close()
 
 
-def case(name: str, hosts: list[str], master: str, *, limit: float = 20.0, **env: str) -> dict[str, object]:
+def case(name: str, hosts: list[str], master: str, *, limit: float = 90.0, **env: str) -> dict[str, object]:
     return {"name": name, "hosts": hosts, "limit": limit, "env": {"MASTER_ADDR": master, **env}}
 
 
