@@ -177,9 +177,10 @@ def _gathered_tokens(assumed: Assumptions) -> None:
         share = self.num_local_experts / self.config.num_moe_experts
         most = min(self.router_topk, self.num_local_experts)
         arriving = round(len(hidden_states) * min(self.router_topk * share * assumed.expert_load, most))
+        # Megatron Core 0.19 returns more values after these.
         permuted, _, self.reversed_local_input_permutation_mapping = token_dispatcher.permute(
             hidden_states, self.local_map, num_out_tokens=arriving, fused=self.config.moe_permute_fusion
-        )
+        )[:3]
         self.local_probs = self.local_probs.T.contiguous().masked_select(self.local_map.T.contiguous())
         self.routing_map = None
         return permuted, split_evenly(arriving, self.num_local_experts), self.local_probs
