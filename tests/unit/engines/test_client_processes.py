@@ -121,7 +121,7 @@ def test_a_canceled_caller_cancels_the_request_at_the_server() -> None:
 
     async def slow(_: Any) -> Any:
         try:
-            await asyncio.sleep(20)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             ended.append(True)
             raise
@@ -150,7 +150,7 @@ def test_a_request_survives_the_process_that_reads_its_response() -> None:
     async def first_is_slow(call: Any) -> Any:
         asked.append(call.body["rid"])
         if len(asked) == 1:
-            await asyncio.sleep(20)
+            await asyncio.sleep(600)
         answer = {**case.answer, "meta_info": {**case.answer["meta_info"], "id": call.body["rid"]}}
         answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": 6}]
         return answer
@@ -233,7 +233,7 @@ def test_messages_arrive_unchanged_however_they_are_split() -> None:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
