@@ -210,6 +210,25 @@ def test_all_tensors_are_proved_every_n_syncs_and_in_a_retry_and_a_sample_in_bet
     assert checked(make(pair, model_folder, checksum_every=0), 9) == 0
 
 
+@pytest.mark.parametrize(("packs_some", "expected"), [(False, [20, 3, 3, 3]), (True, [20, 20, 20, 20])])
+def test_a_sample_is_of_all_tensors_and_needs_servers_that_use_each_as_it_was_sent(
+    packs_some: bool, expected: list[int], model_folder: Path
+) -> None:
+    names = [f"model.layers.{i}.{kind}.weight" for i in range(10) for kind in ("self_attn.o_proj", "mlp.gate")]
+    server = FakeServer("a:1")
+    server.packs = {name for name in names if packs_some and "o_proj" in name}
+    sync = make([server], model_folder, checksum_every=9)
+    counts = []
+    for version in range(4):
+        generator = torch.Generator().manual_seed(version)
+        sent = [(name, torch.randn(8, 8, generator=generator)) for name in names]
+        with mock.patch.object(TensorDigests, "add", autospec=True, side_effect=TensorDigests.add) as adds:
+            assert sync.send(iter(sent), version).good
+        # What this test's server computes of its own tensors is not counted.
+        counts.append(len([call for call in adds.call_args_list if call.args[1]]))
+    assert counts == expected
+
+
 def test_a_frozen_server_costs_its_full_timeout_once(
     pair: list[FakeServer], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
