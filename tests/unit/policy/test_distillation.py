@@ -193,12 +193,15 @@ def test_a_teacher_is_split_as_the_policy_is(folder: Path, tmp_path: Path) -> No
     dense = tmp_path / "dense"
     shutil.copytree(MODEL, dense)
     values = json.loads((MODEL / "config.json").read_text())
-    values |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3}
-    (dense / "config.json").write_text(json.dumps(values))
-    build_hf_model(read_hf_config(dense), torch.float32, seed=3).save_pretrained(dense)
-    assert problems(dense, 2, expert_model_parallel_size=2) == "", "no experts: whole on both ranks"
-    found = problems(dense, 2, pipeline_model_parallel_size=2)
-    assert "must support the parallel layout of the policy" in found and "3 layers are not a multiple of" in found
+    values |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    for num_layers in (3, 1):
+        (dense / "config.json").write_text(json.dumps(values | {"num_hidden_layers": num_layers}))
+        build_hf_model(read_hf_config(dense), torch.float32, seed=3).save_pretrained(dense)
+        assert problems(dense, 2, expert_model_parallel_size=2) == "", "no experts: whole on both ranks"
+        result = problems(dense, 2, pipeline_model_parallel_size=2)
+        if num_layers == 3:
+            assert result == "", "two layers on the first stage, one on the last"
+    assert "must support the parallel layout of the policy" in result and "1 layers are not a multiple of" in result
 
 
 def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:
