@@ -93,7 +93,9 @@ MORE: dict[int, list[Lecture]] = {
 def teacher_model(dense: bool) -> Any:
     """Another model over the same vocabulary: other width, layers, experts and sharpness."""
     config = hf_config(tied=False, dense=dense)
-    config.hidden_size, config.num_key_value_heads, config.num_hidden_layers = 96, 4, 8
+    config.hidden_size = 96
+    config.num_key_value_heads = 4
+    config.num_hidden_layers = 7  # two pipeline stages get four and three
     config.layer_types = None
     if not dense:
         config.num_experts = 4

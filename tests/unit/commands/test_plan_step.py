@@ -268,6 +268,7 @@ def test_the_flex_dispatcher_sends_a_token_once_to_each_rank() -> None:
 AXES = {"tensor-model-parallel-size": ("1", "2", "4"), "recompute": ("full", "none")}
 
 
+@pytest.mark.slow
 def test_a_search_ends_in_time_and_names_what_it_left_out() -> None:
     def search(slow_after: int, seconds: float = 100.0) -> PlanSearch:
         return PlanSearch(lambda flags: big(*flags), 32, H100, FakePool(slow_after), seconds=seconds)
