@@ -298,7 +298,7 @@ class WorkerExtension:
         """Return what a communicator with the trainer depends on: versions, and variables that must be equal."""
         nccl = torch.cuda.nccl.version() if torch.version.cuda else None
         return {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a subclass of str, which the engine core cannot send and dies of
             "nccl": None if nccl is None else ".".join(map(str, nccl[:3])),
             "variables": {name: os.environ.get(name) for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
         }
