@@ -10,8 +10,8 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SHIPPED = {"examples": "*", "launch": "*.sh"}
-"""Folders beside the package -> which of their entries a wheel has, in megatron_dppo/shipped."""
+SHIPPED = ("examples", "launch")
+"""Folders beside the package that a wheel has, in megatron_dppo/shipped."""
 
 
 class BuildWithExamples(build_py):
@@ -22,15 +22,10 @@ class BuildWithExamples(build_py):
         super().run()
         if self.editable_mode:
             return
-        for name, pattern in SHIPPED.items():
-            for source in sorted((ROOT / name).glob(pattern)):
-                target = Path(self.build_lib) / "megatron_dppo" / "shipped" / name / source.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if source.is_dir():
-                    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs")
-                    shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
-                else:
-                    shutil.copy2(source, target)
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "runs")
+        for name in SHIPPED:
+            target = Path(self.build_lib) / "megatron_dppo" / "shipped" / name
+            shutil.copytree(ROOT / name, target, ignore=ignored, dirs_exist_ok=True)
 
 
 REPOSITORY = os.environ.get("MEGATRON_DPPO_REPOSITORY", "").rstrip("/")

@@ -117,5 +117,6 @@ def test_ranks_connect_whatever_the_hosts_own_names_resolve_to(hosts: Hosts, tmp
     text = (
         "the ranks did not connect to each other within 0.05 minutes. The name of this host, {}, resolves to 127.0.1.1"
     )
-    assert all(text.format(name) in error for name, error in zip(hosts.names, errors, strict=True)), errors
-    assert all("GLOO_SOCKET_IFNAME=lo, NCCL_SOCKET_IFNAME=eth0" in error for error in errors), errors
+    # The first host to give up says why; the other one may only see that its peers have gone.
+    named = [error for name, error in zip(hosts.names, errors, strict=True) if text.format(name) in error]
+    assert named and all("GLOO_SOCKET_IFNAME=lo, NCCL_SOCKET_IFNAME=eth0" in error for error in named), errors
