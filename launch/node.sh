@@ -43,37 +43,42 @@ export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500} WORLD_SIZE=$((NUM_NODES * n
 # Megatron overlaps the collectives of tensor and sequence parallelism with GEMMs by the order in one queue, on GPUs
 # before Blackwell.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+python=${PYTHON:-python3}
+# What the ranks need and you have not set: NCCL's settings as in the servers, and the allocator's.
+variables=$("$python" -m megatron_dppo.commands.main serve "${arguments[@]}" --print-rank-variables)
+mapfile -t variables <<<"$variables"
 
-ranks=()
+declare -A ranks=() # the rank of each process
 for ((i = 0; i < nproc; i++)); do
-    RANK=$((node * nproc + i)) LOCAL_RANK=$i "${PYTHON:-python3}" -m megatron_dppo.train "${arguments[@]}" &
-    ranks+=($!)
+    rank=$((node * nproc + i))
+    env ${variables[0]:+"${variables[@]}"} RANK=$rank LOCAL_RANK=$i "$python" -m megatron_dppo.train "${arguments[@]}" &
+    ranks[$!]=$rank
 done
-trap 'echo "node: SIGTERM: the ranks finish their step and save" >&2; kill -TERM "${ranks[@]}" 2>/dev/null || true' TERM
+trap 'echo "node: SIGTERM: the ranks finish their step and save" >&2; kill -TERM "${!ranks[@]}" 2>/dev/null || true' TERM
 
-first=0 deadline="" left=$nproc
-while [ "$left" -gt 0 ]; do
-    code=0 ended=""
-    if [ -z "$deadline" ]; then
-        wait -n -p ended "${ranks[@]}" || code=$? # a signal interrupts it, without a process
-    else
-        sleep 1
-        for pid in "${ranks[@]}"; do
-            if ! kill -0 "$pid" 2>/dev/null; then ended=$pid; fi
-        done
-        if [ -z "$ended" ] && [ "$SECONDS" -ge "$deadline" ]; then kill -KILL "${ranks[@]}" 2>/dev/null || true; fi
-    fi
-    [ -n "${ended:-}" ] || continue
-    remaining=()
-    for pid in "${ranks[@]}"; do
-        if [ "$pid" != "$ended" ]; then remaining+=("$pid"); fi
-    done
-    ranks=("${remaining[@]}")
-    left=${#ranks[@]}
-    if [ "$code" != 0 ] && [ "$first" = 0 ]; then
-        first=$code deadline=$((SECONDS + 60))
-        echo "node: a rank ended with exit code $code; the others of this node get a minute" >&2
-        kill -TERM "${ranks[@]}" 2>/dev/null || true
-    fi
+first=0 last_call=""
+while [ ${#ranks[@]} -gt 0 ]; do
+    # A signal interrupts wait; then it is asked again.
+    ended="" code=0
+    wait -n -p ended "${!ranks[@]}" ${last_call:+"$last_call"} || code=$?
+    case ${ended:-} in
+    "") ;;
+    "$last_call")
+        last_call=""
+        kill -KILL "${!ranks[@]}" 2>/dev/null || true
+        ;;
+    *)
+        rank=${ranks[$ended]}
+        unset "ranks[$ended]"
+        if [ "$code" != 0 ] && [ "$first" = 0 ]; then
+            first=$code
+            echo "node: rank $rank ended with exit code $code; the others of this node get a minute" >&2
+            kill -TERM "${!ranks[@]}" 2>/dev/null || true
+            sleep 60 &
+            last_call=$!
+        fi
+        ;;
+    esac
 done
+[ -z "$last_call" ] || kill "$last_call" 2>/dev/null || true
 exit "$first"

@@ -18,7 +18,7 @@ import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["STUB_FOLDER"])
 rank = os.environ["RANK"]
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-names += ["MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS"]
+names += ["MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"]
 (folder / f"env_{rank}").write_text(json.dumps([{name: os.environ[name] for name in names}, sys.argv[1:]]))
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -34,7 +34,10 @@ while not asked or os.environ.get("DEAF"):
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     (folder / "rank.py").write_text(RANK)
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/rank.py "$@"\n')
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *--print-rank-variables*) echo PYTORCH_CUDA_ALLOC_CONF=segments; exit;; esac\n'
+        f'exec {sys.executable} {folder}/rank.py "$@"\n'
+    )
     python.chmod(0o755)
     defaults = {"PYTHON": str(python), "STUB_FOLDER": str(folder), "NUM_NODES": "2", "MASTER_ADDR": "n0"}
     return subprocess.Popen(
@@ -69,6 +72,7 @@ def test_ranks_get_their_variables_and_save_at_sigterm(tmp_path: Path) -> None:
         "MASTER_ADDR": "n0",
         "MASTER_PORT": "29500",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "segments",
     }
     assert arguments == ["-m", "megatron_dppo.train", "my.toml", "--run.seed", "3"]
 
@@ -79,7 +83,7 @@ def test_the_exit_code_is_that_of_the_rank_that_fails_first(code: int, tmp_path:
     wait_ready(tmp_path, [0, 1, 2])
     (tmp_path / "fail_1").write_text(str(code))
     output = process.communicate(timeout=30)[0]
-    assert process.returncode == code and f"a rank ended with exit code {code}" in output, output
+    assert process.returncode == code and f"rank 1 ended with exit code {code}" in output, output
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_2").exists()
 
 
