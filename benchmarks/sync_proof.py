@@ -107,7 +107,7 @@ CASES = {
 
 @dataclass
 class Counts:
-    """What one side does in a sync."""
+    """Counted work of one side of a sync."""
 
     launches: int = 0
     """Kernels and copies to the device."""

@@ -98,7 +98,7 @@ class Layout:
         return replicas if expert_ranks % replica_ranks == 0 and self.dp % replicas == 0 else self.dp
 
 
-SPLIT_FIELDS = (
+_SPLIT_FIELDS = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split",
@@ -108,9 +108,9 @@ SPLIT_FIELDS = (
 """Fields of ``model.transformer`` that split the layers unevenly over pipeline stages."""
 
 
-def splits_unevenly(transformer: Mapping[str, Any]) -> bool:
-    """Return True if ``model.transformer`` splits the layers itself."""
-    return any(transformer.get(field) not in (None, False) for field in SPLIT_FIELDS)
+def layer_split(transformer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``model.transformer`` that split the layers unevenly. Empty for an even split."""
+    return {name: transformer[name] for name in _SPLIT_FIELDS if transformer.get(name) not in (None, False)}
 
 
 def resolve_layout(
@@ -268,7 +268,7 @@ def _model_problems(layout: Layout, shape: ModelShape, transformer: Mapping[str,
         for count, size, what, name in checks
         if count % size
     ]
-    if not splits_unevenly(transformer):
+    if not layer_split(transformer):
         problems += _layer_problems(layout, shape.num_layers)
     if not shape.num_experts and layout.ep > 1:
         problems.append(f"expert_model_parallel_size = {layout.ep}, but the model has no experts")

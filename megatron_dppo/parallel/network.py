@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,18 +126,35 @@ def connection_limit(rank: int) -> Iterator[None]:
 
     A timeout of gloo does not do that: the rank that is waited for may hang beyond it.
     """
-    timer = threading.Timer(_CONNECT_SECONDS, _give_up, (rank,))
+
+    def report() -> None:
+        print(f"\n[rank {rank}] error: {describe_failure()}", file=sys.stderr, flush=True)
+
+    with time_limit(_CONNECT_SECONDS, report, EXIT_CODE):
+        yield
+
+
+@contextmanager
+def time_limit(seconds: float, report: Callable[[], None], exit_code: int) -> Iterator[None]:
+    """End this process if the block takes longer: one that hangs in native code gets no exception.
+
+    Args:
+        seconds: Time limit.
+        report: Function that prints the reason.
+        exit_code: Exit code of the process.
+    """
+
+    def give_up() -> None:
+        report()
+        os._exit(exit_code)
+
+    timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _give_up(rank: int) -> None:
-    print(f"\n[rank {rank}] error: {describe_failure()}", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODE)
 
 
 def describe_failure() -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_dppo.config.layout import SPLIT_FIELDS
+from megatron_dppo.config.layout import layer_split
 from megatron_dppo.config.run_state import find_schema_problem
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
@@ -79,8 +79,7 @@ def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
     """Return the properties of a layout that a checkpoint is written on."""
-    transformer = config.model.transformer
-    split = {field: transformer[field] for field in SPLIT_FIELDS if transformer.get(field) not in (None, False)}
+    split = layer_split(config.model.transformer)
     return {
         "layout": f"{inputs.layout}{_SPLIT}{json.dumps(split)}" if split else str(inputs.layout),
         "world_size": inputs.layout.world_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects, broadcast_object, scatter_object
 from megatron_dppo.parallel.platform import Platform
 from tests.distributed.spawn import run_distributed
 from tests.unit.columns import same
+from tests.unit.configs import ONE_RANK
 
 pytestmark = pytest.mark.distributed
 
@@ -23,20 +24,20 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def check(rank: int, world_size: int) -> None:
+def initialize(world_size: int, sizes: dict[str, int], **limits: float) -> ParallelGroups:
+    """Build the groups of a layout whose other sizes are 1."""
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
     from megatron_dppo.mcore.setup import initialize_megatron
 
-    layout = Layout(
-        world_size=4,
-        **{"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "dp": 2, "ep": 1, "etp": 2, "expert_dp": 2},
-        sequence_parallel=False,
-        overlap_p2p_comm=False,
-    )
-    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3, wait_minutes=50)
+    layout = replace(ONE_RANK, world_size=world_size, **sizes)
+    return initialize_megatron(layout, platform, seed=1, timeout_minutes=3, **limits)
+
+
+def check(rank: int, world_size: int) -> None:
+    groups = initialize(4, {"tp": 2, "dp": 2, "etp": 2, "expert_dp": 2}, wait_minutes=50)
     ranks = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in ("dp", "replica", "world", "tp")}
     pair = [rank - rank % 2, rank - rank % 2 + 1]
     assert ranks == {"dp": [rank % 2, rank % 2 + 2], "replica": pair, "world": [0, 1, 2, 3], "tp": pair}
@@ -88,19 +89,7 @@ def check_columns(rank: int, groups: ParallelGroups) -> None:
 
 
 def check_one_group(rank: int, world_size: int) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
-
-    platform = Platform.detect(force_cpu=True)
-    apply_shims(platform)
-    from megatron_dppo.mcore.setup import initialize_megatron
-
-    layout = Layout(
-        world_size=2,
-        **{"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "dp": 2, "ep": 2, "etp": 1, "expert_dp": 1},
-        sequence_parallel=False,
-        overlap_p2p_comm=False,
-    )
-    groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
+    groups = initialize(2, {"dp": 2, "ep": 2})
     assert groups.dp is groups.world
     assert groups.replica is not None and dist.get_process_group_ranks(groups.replica) == [rank]
     assert all_gather_objects(rank, groups.dp) == [0, 1]

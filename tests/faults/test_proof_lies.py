@@ -1,4 +1,4 @@
-"""Servers that confirm new weights and hold others, each in its own way: the proof of that sync finds them."""
+"""Servers that confirm new weights and hold others, each by another fault: the proof of that sync finds them."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ def test_between_full_proofs_a_lie_of_a_single_server_lasts_until_the_next_one(n
     for _ in range(5):
         assert next(syncs).good
     start_to_lie(server, name)
-    found = [bool(next(syncs).failed) for _ in range(4)]
-    assert any(found)
+    has_failed = [bool(next(syncs).failed) for _ in range(4)]
+    assert any(has_failed)
 
 
 def test_a_server_that_a_sample_shows_to_be_wrong_says_nothing_about_the_other_one(folder: Path) -> None:

@@ -67,7 +67,7 @@ class Hosts:
             _ip("-n", self._space(name), "address", "add", f"{address}/64", "dev", "eth0", "nodad")
 
     def command(self, name: str, *command: str, own_file: bool = False) -> list[str]:
-        """What runs a command on a host.
+        """Return the command line that runs a command on a host.
 
         Args:
             name: of the host.

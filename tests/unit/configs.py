@@ -6,8 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.config.io import validate
+from megatron_dppo.config.layout import Layout, ModelShape
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import ServerPlan, plan_servers, server_options
+
+QWEN3_30B_A3B = ModelShape(
+    family="qwen3_moe",
+    num_layers=48,
+    num_attention_heads=32,
+    num_query_groups=4,
+    num_experts=128,
+    hidden_size=2048,
+    vocab_size=151936,
+)
+ONE_RANK = Layout(
+    world_size=1,
+    tp=1,
+    pp=1,
+    vpp=1,
+    cp=1,
+    dp=1,
+    ep=1,
+    etp=1,
+    expert_dp=1,
+    sequence_parallel=False,
+    overlap_p2p_comm=False,
+)
 
 
 def minimal() -> dict[str, Any]:

@@ -62,8 +62,8 @@ def fenced(text: str) -> Iterator[tuple[str, str, str]]:
 def python_blocks() -> Iterator[Any]:
     """Page, text of the block, the line above it, what it prints."""
     for page in PAGES:
-        found = [*fenced(page.read_text("utf-8")), ("", "", "")]
-        for n, ((above, language, body), (between, following, output)) in enumerate(pairwise(found)):
+        fences = [*fenced(page.read_text("utf-8")), ("", "", "")]
+        for n, ((above, language, body), (between, following, output)) in enumerate(pairwise(fences)):
             if language == "python":
                 is_output = following == "text" and not between
                 yield pytest.param(page, body, above, output if is_output else "", id=f"{page.stem}-{n}")

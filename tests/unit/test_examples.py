@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.io import dump_toml, load_config, validate
-from megatron_dppo.config.layout import ModelShape, resolve_layout
+from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.rewards import RewardItem
 from megatron_dppo.run.engines import open_scorer
 from tests.engines.tiny import SPECIAL, byte_tokenizer
-from tests.unit.configs import server_plans
+from tests.unit.configs import QWEN3_30B_A3B, server_plans
 from tests.unit.http_stub import Call, running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.rglob("*.toml"))
-QWEN3_30B_A3B = ModelShape(
-    family="qwen3_moe",
-    num_layers=48,
-    num_attention_heads=32,
-    num_query_groups=4,
-    num_experts=128,
-    hidden_size=2048,
-    vocab_size=151936,
-)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.name}")

@@ -11,21 +11,13 @@ import pytest
 import yaml
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.config.layout import ModelShape, resolve_parallel
+from megatron_dppo.config.layout import resolve_parallel
+from tests.unit.configs import QWEN3_30B_A3B
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/h100.md").read_text(encoding="utf-8")
 COMMANDS = [line for line in PAGE.splitlines() if line.startswith("sbatch ")]
 GPUS = 8
-SHAPE_30B = ModelShape(
-    family="qwen3_moe",
-    num_layers=48,
-    num_attention_heads=32,
-    num_query_groups=4,
-    num_experts=128,
-    hidden_size=2048,
-    vocab_size=151936,
-)
 
 
 def planned_seconds() -> dict[int, float]:
@@ -53,7 +45,7 @@ def test_each_size_resolves_and_has_time_to_stop(command: str) -> None:
     options = dict(word.removeprefix("--").split("=", 1) for word in words[1 : words.index("launch/qwen3_moe_dppo.sh")])
     nodes = int(options["nodes"])
     config = load_config(ROOT / path, overrides)
-    layout = resolve_parallel(config.parallel, (nodes - servers) * GPUS, SHAPE_30B)
+    layout = resolve_parallel(config.parallel, (nodes - servers) * GPUS, QWEN3_30B_A3B)
     assert layout.tp * layout.pp * layout.cp * layout.dp == (nodes - servers) * GPUS
     assert config.batch.prompts_per_step % layout.dp == 0
     assert config.rollout.servers.colocated == (servers == 0)

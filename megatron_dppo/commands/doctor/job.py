@@ -104,9 +104,13 @@ class _Report:
     def add(self, results: Sequence[str | Finding] | Iterator[str | Finding]) -> None:
         """Take the results one by one; rank 0 prints each at once, since the next may hang."""
         for result in results:
-            if self._job.rank == 0:
-                (self._findings if isinstance(result, Finding) else self._lines).append(result)  # type: ignore[arg-type]
-                print(result, flush=True)
+            if self._job.rank:
+                continue
+            if isinstance(result, Finding):
+                self._findings.append(result)
+            else:
+                self._lines.append(result)
+            print(result, flush=True)
 
     def finish(self) -> int:
         """Print the verdict, write the file, and return the exit code."""

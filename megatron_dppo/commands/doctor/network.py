@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from megatron_dppo.commands.doctor.job_rank import JobRank
 from megatron_dppo.commands.doctor.rank_facts import Finding
 from megatron_dppo.errors import JobError
+from megatron_dppo.parallel.network import time_limit
 from megatron_dppo.weights.transfer_group import (
     TorchTransport,
     broadcast_bucket,
@@ -63,24 +62,16 @@ def join_store(job: JobRank) -> Store:
 
 @contextmanager
 def limited(what: str, job: JobRank, fix: str) -> Iterator[None]:
-    """End this process with exit code 1 and a message if the block takes longer than the limit.
+    """End this process with exit code 1 and a message if the block takes longer than the limit."""
 
-    Collectives of a broken network block in native code, where no exception can reach them.
-    """
-
-    def give_up() -> None:
+    def report() -> None:
         if job.is_first_of_node:
             where = f"rank {job.rank} on {socket.gethostname()}"
             print(f"problem  {what} did not end within {LIMIT_SECONDS:.0f} s ({where}). Fix: {fix}", flush=True)
-        os._exit(1)
 
-    timer = threading.Timer(LIMIT_SECONDS + 5.0, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
+    # The timeouts of collectives come first, where they work.
+    with time_limit(LIMIT_SECONDS + 5.0, report, 1):
         yield
-    finally:
-        timer.cancel()
 
 
 def measure_clocks(store: Store, job: JobRank, hosts: list[str]) -> dict[str, float]:
@@ -160,7 +151,6 @@ def _measure_backend(backend: str, store: Store, job: JobRank, hosts: list[str])
         yield Finding(f"{backend}: the sum over all ranks is {float(total):g}, expected {expected:g}", "report it")
     message = torch.zeros(_BYTES[backend] // 4, device=device)
     all_reduce = _timed(lambda: dist.all_reduce(message), device)
-    carried = 2 * (job.world_size - 1) / job.world_size * message.nbytes
     links = _measure_links(message, job)
     dist.destroy_process_group()
     speeds = {
@@ -170,7 +160,7 @@ def _measure_backend(backend: str, store: Store, job: JobRank, hosts: list[str])
     }
     yield (
         f"{backend}: first all-reduce after {seconds:.1f} s; all-reduce of {message.nbytes >> 20} MiB "
-        f"{carried / all_reduce / 1e9:.2f} GB/s a link"
+        f"{ring_gigabytes(message.nbytes, job.world_size) / all_reduce:.2f} GB/s a link"
     )
     if not speeds:
         return
@@ -183,6 +173,11 @@ def _measure_backend(backend: str, store: Store, job: JobRank, hosts: list[str])
             "leave the node out, and report it to who runs the cluster",
             is_fatal=False,
         )
+
+
+def ring_gigabytes(num_bytes: int, world_size: int) -> float:
+    """Return the GB that each link of a ring carries in an all-reduce: ``2 (n - 1) / n`` of the bytes."""
+    return 2 * (world_size - 1) / world_size * num_bytes / 1e9
 
 
 def _timed(function: Callable[[], object], device: torch.device) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import resource
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,15 +68,18 @@ class RankFacts:
     shared_memory_gib: float
     """Free space in /dev/shm."""
     num_gpus: int
-    bad_combinations: list[tuple[str, bool]]
-    """Text of each known-bad combination, and whether it stops a run."""
+    bad_combinations: list[tuple[str, str, bool]]
+    """Text of each known-bad combination, its fix, and whether it stops a run."""
 
 
 def inspect_rank(job: JobRank) -> RankFacts:
     """Return the facts of this process."""
     machine = inspect_machine()
     host = socket.gethostname()
-    matches = [(str(match), match.combination.is_fatal) for match in find_bad_combinations(machine)]
+    bad_combinations = []
+    for match in find_bad_combinations(machine):
+        row = match.combination
+        bad_combinations.append((f"{match.observed}: {row.reason}", f"{row.fix}. ({row.source})", row.is_fatal))
     locked_memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return RankFacts(
         rank=job.rank,
@@ -88,7 +91,7 @@ def inspect_rank(job: JobRank) -> RankFacts:
         locked_memory=locked_memory,
         shared_memory_gib=_free_shared_memory(),
         num_gpus=len(machine.gpus),
-        bad_combinations=matches,
+        bad_combinations=bad_combinations,
     )
 
 
@@ -114,10 +117,9 @@ def _resolve(host: str) -> list[str]:
 
 def _free_shared_memory() -> float:
     try:
-        state = os.statvfs("/dev/shm")
+        return shutil.disk_usage("/dev/shm").free / 2**30
     except OSError:
         return 0.0
-    return state.f_bavail * state.f_frsize / 2**30
 
 
 def format_rows(facts: Sequence[RankFacts]) -> Iterator[str]:
@@ -156,16 +158,13 @@ def compare_facts(facts: Sequence[RankFacts], clock_offsets: Mapping[str, float]
         facts: Facts of all ranks that reported, in any order.
         clock_offsets: Seconds by which the clock of each host is ahead of rank 0's.
     """
-    texts: dict[tuple[str, bool], list[RankFacts]] = {}
+    ranks_by_combination: dict[tuple[str, str, bool], list[RankFacts]] = {}
     for rank in facts:
-        for text, is_fatal in rank.bad_combinations:
-            texts.setdefault((text, is_fatal), []).append(rank)
-    for (text, is_fatal), ranks in texts.items():
-        # The text of a known-bad combination has its own fix.
+        for text, fix, is_fatal in rank.bad_combinations:
+            ranks_by_combination.setdefault((text, fix, is_fatal), []).append(rank)
+    for (text, fix, is_fatal), ranks in ranks_by_combination.items():
         where = "" if len(ranks) == len(facts) else f" ({name_ranks(ranks)})"
-        words = text.removeprefix("problem  ").removeprefix("warning  ")
-        observed, _, fix = words.partition(". Fix: ")
-        yield Finding(observed + where, fix, is_fatal)
+        yield Finding(text + where, fix, is_fatal)
     for name in facts[0].rows:
         groups = _group_by_value(facts, name)
         if len(groups) > 1:

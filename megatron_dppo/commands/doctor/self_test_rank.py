@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.commands.doctor.network import ring_gigabytes
 from megatron_dppo.commands.doctor.self_test import SelfTestCheck
 from megatron_dppo.head import row_kernels
 from megatron_dppo.head.stats import vocab_parallel_head_stats
@@ -128,8 +129,7 @@ def _compare_exactly(name: str, result: Tensor, expected: Tensor) -> SelfTestChe
 
 
 def _link_bandwidth(device: torch.device) -> float:
-    """Return GB/s of each link of a ring all-reduce, which carries 2 (n - 1) / n of the bytes."""
-    world = dist.get_world_size()
+    """Return GB/s of each link in an all-reduce."""
     large = torch.zeros(_BANDWIDTH_NUMEL, device=device)
     # The first ones set up the connections.
     for _ in range(2):
@@ -140,7 +140,7 @@ def _link_bandwidth(device: torch.device) -> float:
         dist.all_reduce(large)
     torch.cuda.synchronize()
     # Five all-reduces of 4 bytes an element.
-    return 5 * 4 * _BANDWIDTH_NUMEL * 2 * (world - 1) / world / (time.perf_counter() - start_time) / 1e9
+    return 5 * ring_gigabytes(large.nbytes, dist.get_world_size()) / (time.perf_counter() - start_time)
 
 
 def check_head(platform: Platform) -> Iterator[SelfTestCheck]:

@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from megatron_dppo.commands.doctor.job_rank import JobRank
 from megatron_dppo.commands.doctor.network import LIMIT_SECONDS
 from megatron_dppo.commands.doctor.rank_facts import Finding
+from megatron_dppo.files import existing_parent
 
 _VISIBLE_SECONDS = 10.0
 """Time in which another node has to see what was written. NFS caches attributes for 3 to 60 s."""
@@ -45,8 +46,7 @@ def check_shared_folder(folder: Path, store: Store, job: JobRank, hosts: list[st
 
 
 def _write_and_collect(folder: Path, store: Store, readers: list[int], hosts: list[str]) -> Iterator[str | Finding]:
-    while not folder.is_dir():
-        folder = folder.parent
+    folder = existing_parent(folder)
     work = folder.resolve() / f".megatron_dppo_doctor_{secrets.token_hex(8)}"
     token = secrets.token_hex(16)
     try:

@@ -27,7 +27,7 @@ from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
 from megatron_dppo.commands.plan.rehearse import RankRole, rank_roles
 from megatron_dppo.commands.plan.step_time import StepPlan, plan_step, served_model
 from megatron_dppo.commands.plan.teacher import PlannedTeacher
-from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout, splits_unevenly
+from megatron_dppo.config.layout import Layout, ModelShape, layer_split, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import model_shape
 
@@ -174,7 +174,7 @@ def make_plan(
             )
             for role in chosen.values()
         ],
-        few_layers=few_layers and not model.shape.dense_layers and not splits_unevenly(config.model.transformer),
+        few_layers=few_layers and not model.shape.dense_layers and not layer_split(config.model.transformer),
     )
     ranks = {
         name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest.batched_words import BATCH_BYTES
 
 _SENT_SECONDS = 15e-6
 """CPU time of rank 0 for each tensor that is sent: 0.25 s for the 18,867 of Qwen3-30B-A3B."""
@@ -14,8 +15,6 @@ _SERVED_SECONDS = 70e-6
 """Assumed CPU time of a server for each of its tensors: two launches and a read."""
 _BATCH_SECONDS = 60e-6
 """Assumed CPU time of a launch and the copy of its table to the device."""
-_BATCH_BYTES = 128 << 20
-"""Bytes of a launch (``megatron_dppo_digest.batched_words``)."""
 _HASH_RATE = 132 * 64 * 1.755e9 / 39 * 4
 """Bytes that an H100 or H200 hashes per second: its integer operations per second, and 39 operations a word of 4."""
 _LAYER_TENSORS = 9
@@ -45,6 +44,6 @@ def proof_seconds(
     num_served = shape.num_layers * _LAYER_TENSORS
     rate = _HASH_RATE * machine.bandwidth_efficiency
     # Rank 0 computes while it sends; the servers follow, all at once, and then rank 0 judges them one by one.
-    expected = max(num_sent * _SENT_SECONDS + sent / _BATCH_BYTES * _BATCH_SECONDS, sent / rate)
+    expected = max(num_sent * _SENT_SECONDS + sent / BATCH_BYTES * _BATCH_SECONDS, sent / rate)
     held = max(num_served * _SERVED_SECONDS, sent / gpus_per_server / rate)
     return expected + held + servers * gpus_per_server * num_served * _JUDGED_SECONDS

@@ -14,7 +14,7 @@ from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.commands.plan.plan import TIGHT, Plan, PlannedModel, make_plan
 from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool, RehearsalTimeout
 from megatron_dppo.commands.plan.rehearse import rank_roles
-from megatron_dppo.config.layout import Layout, resolve_layout, splits_unevenly
+from megatron_dppo.config.layout import Layout, layer_split, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, PlanError, UserError
 from megatron_dppo.parallel.platform import DTYPES
@@ -204,7 +204,7 @@ class PlanSearch:
         kinds = rank_roles(layout, self._model.shape.num_experts is not None)
         # "hot" needs at least as much as the other ranks of its stage, and middle stages need less than the ends.
         needed = [kind for kind in kinds if kind == "last" or ("hot" in kinds) == (kind == "hot")]
-        if splits_unevenly(config.model.transformer):
+        if layer_split(config.model.transformer):
             needed = list(kinds)
         try:
             plan = make_plan(

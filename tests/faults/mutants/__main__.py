@@ -83,15 +83,15 @@ def main() -> int:
         for part in ("megatron_dppo", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         # A simulation that fails by itself would count every change as found.
-        if found := simulate("unchanged", folder, 0, CONTROL_COUNT, options.processes):
-            print(f"the unchanged package fails: {found}")
+        if failure := simulate("unchanged", folder, 0, CONTROL_COUNT, options.processes):
+            print(f"the unchanged package fails: {failure}")
             return 1
         for patch in patches:
             begin = time.monotonic()
-            found = find_failure(patch, folder, options.count, options.processes)
-            survived += not found
+            failure = find_failure(patch, folder, options.count, options.processes)
+            survived += not failure
             print(
-                f"{'killed  ' if found else 'SURVIVES'} {patch.name} ({time.monotonic() - begin:.0f} s)  {found}",
+                f"{'killed  ' if failure else 'SURVIVES'} {patch.name} ({time.monotonic() - begin:.0f} s)  {failure}",
                 flush=True,
             )
     print(f"{len(patches)} changes, {survived} survive")

@@ -44,7 +44,7 @@ FAULTS = {
     "memlock": (replace(OTHER, locked_memory=2**16), "locked memory is limited to 0 MiB (rank 1 on n2)", False),
     "shm": (replace(OTHER, shared_memory_gib=0.06), "/dev/shm has 0.06 GiB free (rank 1 on n2)", False),
     "combination": (
-        replace(OTHER, bad_combinations=[("problem  torch 2.5.1: too old. Fix: install a newer one", True)]),
+        replace(OTHER, bad_combinations=[("torch 2.5.1: too old", "install a newer one", True)]),
         "torch 2.5.1: too old (rank 1 on n2). Fix: install a newer one",
         True,
     ),

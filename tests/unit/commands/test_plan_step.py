@@ -40,27 +40,14 @@ from megatron_dppo.commands.plan.step_time import (
 )
 from megatron_dppo.commands.plan.text import format_plan, format_step
 from megatron_dppo.config.io import load_config
-from megatron_dppo.config.layout import Layout, resolve_layout
+from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import PlanError
 from megatron_dppo.hf.folder import model_shape
-from tests.unit.configs import config
+from tests.unit.configs import ONE_RANK, config
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples/qwen3_30b_a3b/dppo.toml"
 H100 = MACHINES["h100"]
-ONE_RANK = Layout(
-    world_size=1,
-    tp=1,
-    pp=1,
-    vpp=1,
-    cp=1,
-    dp=1,
-    ep=1,
-    etp=1,
-    expert_dp=1,
-    sequence_parallel=False,
-    overlap_p2p_comm=False,
-)
 
 
 def big(*overrides: str) -> Any:

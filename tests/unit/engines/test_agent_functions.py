@@ -28,7 +28,7 @@ def play(function: Callable[[AgentTask], Any], count: int = 1) -> list[AgentExit
 
 
 def test_all_episodes_of_a_step_run_at_once() -> None:
-    """In lockstep each waits for the turns of all others, so one without a thread would hold up all of them."""
+    """An episode in lockstep waits for the turns of all, so one without a thread would hold up every episode."""
     together = threading.Barrier(NUM_EPISODES)
     assert {result.value for result in play(lambda task: together.wait(PATIENCE), NUM_EPISODES)} == set(
         range(NUM_EPISODES)

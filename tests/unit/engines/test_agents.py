@@ -482,13 +482,13 @@ def test_an_agent_that_ends_during_a_call_ends_no_run(world: World, before: list
         world.server.token_seconds = 0
         return 0.5
 
-    (found,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=tokens, seed=1))
+    (completion,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=tokens, seed=1))
     if before:
-        assert not found.failure and found.reward == 0.5 and world.trained(found) == ["ok<|im_end|>"]
+        assert not completion.failure and completion.reward == 0.5 and world.trained(completion) == ["ok<|im_end|>"]
     else:
-        assert found.failure == "the agent ended without a response of the policy"
-        assert found.loss_mask is not None and found.loss_mask.tolist() == [False, True]
-    assert found.counts["agent/sequences"] == 1 and found.counts["agent/untrained_fraction"] == 0
+        assert completion.failure == "the agent ended without a response of the policy"
+        assert completion.loss_mask is not None and completion.loss_mask.tolist() == [False, True]
+    assert completion.counts["agent/sequences"] == 1 and completion.counts["agent/untrained_fraction"] == 0
 
 
 def test_an_agent_that_always_fails_stops_the_run(world: World) -> None:

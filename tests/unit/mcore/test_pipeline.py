@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_dppo.config.layout import Layout, pipeline_split
+from megatron_dppo.config.layout import pipeline_split
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.mcore.pipeline import check_pipeline_split, fullest_middle_stage, stage_layers
 from megatron_dppo.parallel.platform import Platform
 from tests.distributed.parity import hf_config
+from tests.unit.configs import ONE_RANK
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -114,19 +116,7 @@ def test_transformer_config_checks_the_split() -> None:
     from megatron_dppo.mcore.model import transformer_config
 
     platform = Platform.detect(force_cpu=True)
-    layout = Layout(
-        world_size=2,
-        tp=1,
-        pp=2,
-        vpp=1,
-        cp=1,
-        dp=1,
-        ep=1,
-        etp=1,
-        expert_dp=1,
-        sequence_parallel=False,
-        overlap_p2p_comm=False,
-    )
+    layout = replace(ONE_RANK, world_size=2, pp=2)
     model = ModelConfig.model_validate({"path": "m", "dtype": "fp32", "transformer": {TABLE: "Et|t|t|tL"}})
     with pytest.raises(ConfigError, match="has 2 virtual stages"):
         transformer_config(hf_config(False), model, layout, platform)
