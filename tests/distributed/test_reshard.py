@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.config.layout import SPLIT_FIELDS
+from megatron_dppo.config.layout import layer_split
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
@@ -51,8 +51,8 @@ def update(trainer: Any, step: int) -> None:
 
 def case_of(layout: dict[str, Any], dense_layers: tuple[int, ...]) -> Case:
     """A layout whose dictionary may also split the layers unevenly."""
-    split = {name: value for name, value in layout.items() if name in SPLIT_FIELDS}
-    parallel = {name: value for name, value in layout.items() if name not in SPLIT_FIELDS}
+    split = layer_split(layout)
+    parallel = {name: value for name, value in layout.items() if name not in split}
     return Case(parallel, dense_layers=dense_layers, transformer=split)
 
 
