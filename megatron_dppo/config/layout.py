@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionShape:
+    """The sizes of linear attention by gated delta nets, in the layers that have it."""
+
+    layers: tuple[int, ...]
+    """Indices of the layers, from 0."""
+    num_key_heads: int
+    """Number of heads of queries and keys."""
+    num_value_heads: int
+    """Number of heads of values, each of which has a state ``[key_head_dim, value_head_dim]``."""
+    key_head_dim: int
+    value_head_dim: int
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of queries, keys, values, output gates, beta and alpha in Megatron's input projection."""
+        keys = self.num_key_heads * self.key_head_dim
+        values = self.num_value_heads * self.value_head_dim
+        return keys, keys, values, values, self.num_value_heads, self.num_value_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +60,29 @@ class ModelShape:
     """Multi-token-prediction layers after the last layer. They are ignored."""
     dense_layers: tuple[int, ...] = ()
     """Indices of layers without experts in a mixture-of-experts model, from 0."""
+    linear: LinearAttentionShape | None = None
+    """Linear attention. None for a model with full attention in every layer."""
+
+    def tensor_parallel_shard(self, parts: int) -> ModelShape:
+        """Return the shape with the heads of one of ``parts`` tensor-parallel ranks."""
+        linear = self.linear
+        if linear is not None:
+            linear = replace(
+                linear,
+                num_key_heads=linear.num_key_heads // parts,
+                num_value_heads=linear.num_value_heads // parts,
+            )
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // parts,
+            num_query_groups=self.num_query_groups // parts,
+            linear=linear,
+        )
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with linear attention, from 0."""
+        return () if self.linear is None else self.linear.layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +305,11 @@ def _model_problems(layout: Layout, shape: ModelShape, transformer: Mapping[str,
         (shape.num_attention_heads, layout.tp, "attention heads", "tensor_model_parallel_size"),
         (shape.num_query_groups, layout.tp, "query groups", "tensor_model_parallel_size"),
     ]
+    if shape.linear is not None:
+        checks += [
+            (shape.linear.num_key_heads, layout.tp, "key heads of linear attention", "tensor_model_parallel_size"),
+            (shape.linear.num_value_heads, layout.tp, "value heads of linear attention", "tensor_model_parallel_size"),
+        ]
     if shape.num_experts:
         checks.append((shape.num_experts, layout.ep, "experts", "expert_model_parallel_size"))
     problems = [

@@ -9,10 +9,12 @@ from pydantic import Field, field_validator, model_validator
 from megatron_dppo.config.plausible import check_plausible
 from megatron_dppo.config.section import DType, Section
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_CommonTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_LinearTarget = Literal["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+LoraTarget = Literal[_CommonTarget, _LinearTarget]
 
 
-LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(_CommonTarget)
 
 
 _DEFAULT_SCALE = 2.0
@@ -31,7 +33,8 @@ class LoraConfig(Section):
     """Scale: a weight W becomes W + alpha / rank * B A. null uses 2 * rank."""
     target_modules: list[LoraTarget] = Field(default_factory=lambda: list(LORA_TARGETS), min_length=1)
     """Linear layers that get an adapter, by PEFT's names. They cover attention, MLPs, experts and shared experts. Each
-    expert has its own adapter."""
+    expert has its own adapter. Linear attention has further ones: in_proj_qkvz, in_proj_ba and out_proj in Qwen3-Next;
+    in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in Qwen3.5."""
 
     @property
     def scale(self) -> float:

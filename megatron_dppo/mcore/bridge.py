@@ -131,7 +131,8 @@ class Bridge:
             if rule.padded:
                 full = mapping.pad_vocabulary(full, self._padded_vocab)
             group = self._shard_group(rule)
-            parameter.copy_(mapping.shard(rule, full, dist.get_rank(group), dist.get_world_size(group)))
+            rank, parts = dist.get_rank(group), dist.get_world_size(group)
+            parameter.copy_(mapping.shard(rule, full, rank, parts, self._shape))
 
     def _hf_shapes(self, rule: Rule, parameter: Tensor) -> list[torch.Size]:
         """Return the shape of each Hugging Face tensor of a parameter.
@@ -197,7 +198,7 @@ class Bridge:
     def _gather_shards(self, rule: Rule, local: Tensor) -> Tensor:
         if rule.shard_dim is None:
             return local
-        return mapping.unshard(rule, all_gather(local, self._shard_group(rule)))
+        return mapping.unshard(rule, all_gather(local, self._shard_group(rule)), self._shape)
 
 
 def all_gather(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:

@@ -19,9 +19,11 @@ from torch.nn import Module
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf.families.rules import join_sections
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
-from megatron_dppo.mcore.lora_layer import FACTORS, AdaptedWeight, Factor, LinearAdapter
+from megatron_dppo.mcore.lora_layer import FACTORS, AdaptedWeight, Factor, FusedNorm, LinearAdapter
 from megatron_dppo.parallel.groups import ParallelGroups
 
 _RANDOM_SIZE = 0.25
@@ -48,7 +50,7 @@ class Adapters(Module):
         value, bias = output
         # A layer with a fused norm gets its input before the norm; the adapter needs it after the norm.
         weight = getattr(layer, "layer_norm_weight", None)
-        norm = None if weight is None else (weight, layer.config.layernorm_epsilon)
+        norm = None if weight is None else FusedNorm(weight, layer.config)
         splits = args[1] if adapter.target.rule.is_expert else None
         return value + adapter(args[0], norm, splits), bias
 
@@ -96,6 +98,7 @@ class Lora:
         self._groups = groups
         self._local_experts = (shape.num_experts or 1) // dist.get_world_size(groups.ep)
         self._targets = list(_adapted_weights(shape, frozenset(config.target_modules)))
+        _check_targets(self._targets, config, shape)
         self._adapter_by_weight: dict[Tensor, tuple[LinearAdapter, int]] = {}
         """Adapter and local expert index of each adapted base weight."""
         self._chunks = [self._attach(chunk, config, seed) for chunk in chunks]
@@ -201,8 +204,10 @@ class Lora:
     ) -> Iterator[tuple[str, Tensor]]:
         full = self._stages.fetch(target.key(projection, factor), read)
         if target.is_split(factor):
-            dim = full.dim() - (2 if factor == "B" else 1)
-            full = torch.cat(all_gather(full, target.group(self._groups)), dim)
+            full = join_sections(
+                [target.cut(projection, factor, part) for part in all_gather(full, target.group(self._groups))],
+                target.split_dim(factor, full),
+            )
         if not target.rule.is_expert:
             yield _peft_name(target, projection, factor), full
             return
@@ -216,6 +221,20 @@ def _adapted_weights(shape: ModelShape, targets: frozenset[str]) -> Iterator[Ada
         target = AdaptedWeight(rule, layer, targets, shape)
         if expert == 0 and target.hf_names():
             yield target
+
+
+def _check_targets(targets: Sequence[AdaptedWeight], config: LoraConfig, shape: ModelShape) -> None:
+    """Check that the model has every target module.
+
+    Raises:
+        ConfigError: No layer has one of them.
+    """
+    missing = set(config.target_modules) - {name for target in targets for name in target.hf_names()}
+    if missing:
+        raise ConfigError(
+            f"lora.target_modules: no layer of a {shape.family} model has {', '.join(sorted(missing))}. Fix: list "
+            "modules of this model (docs/lora.md)"
+        )
 
 
 def _peft_name(target: AdaptedWeight, projection: str, factor: Factor, expert: int = 0) -> str:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -26,12 +26,13 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.hf.families.rules import Rule
+from megatron_dppo.hf.families.rules import Rule, cut_sections
 from megatron_dppo.mcore.compat.grouped_gemm import grouped_linear
 from megatron_dppo.mcore.compat.layers import rms_norm
 from megatron_dppo.parallel.groups import ParallelGroups
@@ -68,9 +69,33 @@ class AdaptedWeight:
         """Return True if tensor-parallel ranks hold different parts of the factor."""
         return self.rule.shard_dim == (0 if factor == "B" else 1)
 
+    def split_dim(self, factor: Factor, parameter: Tensor) -> int:
+        """Return the dimension of a factor that belongs to the weight's ``shard_dim``; experts stand before it."""
+        return parameter.dim() - (2 if factor == "B" else 1)
+
+    def cut(self, projection: str, factor: Factor, parameter: Tensor) -> list[Tensor]:
+        """Return the sections of a split factor, each of which tensor parallelism splits separately."""
+        sizes: tuple[int, ...] = (1,)
+        if factor == "B" and self.rule.hf_sections is not None:
+            projections = [name.split(".")[-2] for name in self.rule.hf]
+            sizes = self.rule.hf_sections(self.shape)[projections.index(projection)]
+        return cut_sections(parameter, sizes, self.split_dim(factor, parameter))
+
     def group(self, groups: ParallelGroups) -> dist.ProcessGroup | None:
         """Return the tensor-parallel group of the weight."""
         return groups.etp if self.rule.is_expert else groups.tp
+
+
+class FusedNorm(NamedTuple):
+    """RMSNorm that a linear layer applies to its input."""
+
+    weight: Tensor
+    config: TransformerConfig
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalize ``x [..., hidden_size]``."""
+        zero_centered = self.config.layernorm_zero_centered_gamma
+        return rms_norm(x, self.weight, self.config.layernorm_epsilon, zero_centered=zero_centered)
 
 
 class LinearAdapter(Module):
@@ -109,11 +134,7 @@ class LinearAdapter(Module):
         index = dist.get_rank(self._tp)
         shape = target.shape
         # Rules split q, k and v by heads, so they need this rank's number of heads.
-        self._local_shape = replace(
-            shape,
-            num_attention_heads=shape.num_attention_heads // parts,
-            num_query_groups=shape.num_query_groups // parts,
-        )
+        self._local_shape = shape.tensor_parallel_shard(parts)
         sizes = [len(part) for part in target.rule.split(torch.empty(weight.shape, device="meta"), self._local_shape)]
         projections = [name.split(".")[-2] for name in target.rule.hf]
         self._sizes = dict(zip(projections, sizes, strict=True))
@@ -135,7 +156,7 @@ class LinearAdapter(Module):
         """Set the attributes by which Megatron reduces a parameter's gradient and counts it in the gradient norm."""
         is_split = self.target.is_split(factor)
         if is_split or self._is_expert:
-            dim = parameter.dim() - (2 if factor == "B" else 1)
+            dim = self.target.split_dim(factor, parameter)
             set_tensor_model_parallel_attributes(parameter, True, dim, 1)
         if self._is_expert:
             # False makes Megatron's DDP reduce over expert-data-parallel instead of data-parallel ranks.
@@ -208,16 +229,16 @@ class LinearAdapter(Module):
         a, b = (part[expert] if self._is_expert else part for part in self.joined_factors())
         return self._scale * (b.float() @ a.float())
 
-    def forward(self, x: Tensor, norm: tuple[Tensor, float] | None, splits: Sequence[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: FusedNorm | None, splits: Sequence[int] | None = None) -> Tensor:
         """Return the adapter's part of the layer's output.
 
         Args:
             x: Input of the layer.
-            norm: Weight and epsilon of the RMSNorm that the layer applies to its input. None for a layer without one.
+            norm: RMSNorm that the layer applies to its input. None for a layer without one.
             splits: Number of tokens of each local expert. None for a layer without experts.
         """
         if norm is not None:
-            x = rms_norm(x, *norm)
+            x = norm(x)
         a, b = self.joined_factors()
         if splits is not None:
             return self._expert_forward(x, a, b, splits)
@@ -251,25 +272,43 @@ class LinearAdapter(Module):
         low = grouped_linear(x, splits, a.unbind(0))
         return grouped_linear(self._scale * low, splits, b.unbind(0))
 
-    def sharded_parameters(self) -> dict[str, ShardedTensor]:
+    def sharded_parameters(self) -> dict[str, ShardedTensor | ShardedTensorFactory]:
         """Return the parameters for Megatron's checkpoints, by their names in this module."""
-        result = {}
-        for projection in self.target.hf_names():
-            for factor in FACTORS:
-                parameter = self.parameter(projection, factor)
-                ep = self._groups.ep
-                tp_replica = dist.get_rank(self._tp)
-                offsets = [(0, dist.get_rank(ep), dist.get_world_size(ep))] if self._is_expert else []
-                if self.target.is_split(factor):
-                    dim = parameter.dim() - (2 if factor == "B" else 1)
-                    offsets.append((dim, tp_replica, dist.get_world_size(self._tp)))
-                    # Each rank of the group stores another part, so none is a replica.
-                    tp_replica = 0
-                data_rank = dist.get_rank(self._groups.edp if self._is_expert else self._groups.dp_cp)
-                result[f"{projection}_{factor}"] = ShardedTensor.from_rank_offsets(
-                    self.target.key(projection, factor), parameter, *offsets, replica_id=(0, tp_replica, data_rank)
-                )
-        return result
+        return {
+            f"{projection}_{factor}": self._sharded_parameter(projection, factor)
+            for projection in self.target.hf_names()
+            for factor in FACTORS
+        }
+
+    def _sharded_parameter(self, projection: str, factor: Factor) -> ShardedTensor | ShardedTensorFactory:
+        parameter, ep = self.parameter(projection, factor), self._groups.ep
+        tp_replica = dist.get_rank(self._tp)
+        offsets = [(0, dist.get_rank(ep), dist.get_world_size(ep))] if self._is_expert else []
+        if self.target.is_split(factor):
+            offsets.append(
+                (self.target.split_dim(factor, parameter), tp_replica, dist.get_world_size(self._tp)),
+            )
+            # Each rank of the group stores another part, so none is a replica.
+            tp_replica = 0
+        key = self.target.key(projection, factor)
+        data_rank = dist.get_rank(self._groups.edp if self._is_expert else self._groups.dp_cp)
+        replica = (0, tp_replica, data_rank)
+        sections = self.target.cut(projection, factor, parameter)
+        if len(sections) == 1:
+            return ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica)
+        dim = self.target.split_dim(factor, parameter)
+
+        # Sections of their own, so that a checkpoint continues under another tensor-parallel size.
+        def build(
+            key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
+        ) -> list[ShardedTensor]:
+            assert flattened_range is None
+            return [
+                ShardedTensor.from_rank_offsets(f"{key}.{i}", part, *offsets, replica_id=replica_id)
+                for i, part in enumerate(self.target.cut(projection, factor, tensor))
+            ]
+
+        return ShardedTensorFactory(key, parameter, build, lambda parts: torch.cat(parts, dim), replica)
 
 
 def kaiming_uniform(rank: int, columns: int, name: str) -> Tensor:

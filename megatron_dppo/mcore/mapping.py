@@ -15,17 +15,18 @@ from torch.nn import Module
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families import get_family
-from megatron_dppo.hf.families.rules import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, Rule
+from megatron_dppo.hf.families.rules import EMBEDDING, FINAL_NORM, OUTPUT, TIED_OUTPUT, Rule, join_sections
 
 
 def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]:
     """Yield every ``(rule, layer, expert)`` of a model, in the order of the network, without tied output weights."""
     yield EMBEDDING, 0, 0
     family = get_family(shape)
-    attention = family.attention(shape)
+    attention, linear = family.attention(shape), family.linear(shape)
     for layer in range(shape.num_layers):
         has_experts = shape.num_experts is not None and layer not in shape.dense_layers
-        for rule in attention + (family.experts if has_experts else family.dense):
+        mixer = linear if layer in shape.linear_layers else attention
+        for rule in mixer + (family.experts if has_experts else family.dense):
             for expert in range(shape.num_experts or 1) if rule.is_expert else (0,):
                 yield rule, layer, expert
     yield FINAL_NORM, 0, 0
@@ -44,30 +45,27 @@ def find_rule(name: str, shape: ModelShape, tied: bool) -> tuple[Rule, int, int]
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))
     family = get_family(shape)
     output = TIED_OUTPUT if tied else OUTPUT
-    for rule in (*family.attention(shape), *family.dense, *family.experts, EMBEDDING, FINAL_NORM, output):
+    mixer = family.linear(shape) if layer in shape.linear_layers else family.attention(shape)
+    for rule in (*mixer, *family.dense, *family.experts, EMBEDDING, FINAL_NORM, output):
         if rule.names(layer, expert)[0] == name:
             return rule, layer, expert
     raise KeyError(f"No rule maps the Megatron parameter {name!r} to Hugging Face.")
 
 
-def shard(rule: Rule, full: Tensor, rank: int, parts: int) -> Tensor:
+def shard(rule: Rule, full: Tensor, rank: int, parts: int, shape: ModelShape) -> Tensor:
     """Return the shard of a full tensor for one of ``parts`` tensor-parallel ranks."""
     if rule.shard_dim is None or parts == 1:
         return full
-    # Megatron cuts gate and up separately, so that each rank has matching parts of both.
-    if rule.gated:
-        return torch.cat([half.chunk(parts, rule.shard_dim)[rank] for half in full.chunk(2, 0)], 0)
-    return full.chunk(parts, rule.shard_dim)[rank]
+    # Megatron splits sections such as gate and up separately, so that each rank has matching parts of all.
+    local = [section.chunk(parts, rule.shard_dim)[rank] for section in rule.cut(full, shape)]
+    return torch.cat(local, rule.shard_dim)
 
 
-def unshard(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
+def unshard(rule: Rule, shards: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """Return the full tensor of all shards in rank order; the inverse of ``shard``."""
     if rule.shard_dim is None or len(shards) == 1:
         return shards[0]
-    if rule.gated:
-        halves = [s.chunk(2, 0) for s in shards]
-        return torch.cat([torch.cat([h[i] for h in halves], rule.shard_dim) for i in range(2)], 0)
-    return torch.cat(list(shards), rule.shard_dim)
+    return join_sections([rule.cut(part, shape) for part in shards], rule.shard_dim)
 
 
 def pad_vocabulary(full: Tensor, size: int) -> Tensor:

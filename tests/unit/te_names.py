@@ -115,7 +115,7 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
         whole = rule.join([full.pop(n) for n in rule.names(layer, expert)[1]], shape)
         if rule.padded:
             whole = mapping.pad_vocabulary(whole, padded_vocab_size(shape.vocab_size, layout.tp))
-        expected = mapping.shard(rule, whole, 0, layout.etp if rule.is_expert else layout.tp).shape
+        expected = mapping.shard(rule, whole, 0, layout.etp if rule.is_expert else layout.tp, shape).shape
         if parameter.shape != expected:
             yield f"{name}: {tuple(parameter.shape)}, expected {tuple(expected)}"
         # The router's weight is the one that Megatron makes on the CPU, and keeps in fp32 if asked to.

@@ -46,6 +46,8 @@ class Family:
     """Rules of the MLP in a layer without experts."""
     experts: tuple[Rule, ...] = EXPERTS
     """Rules of the MLP in a layer with experts."""
+    linear: Callable[[ModelShape], tuple[Rule, ...]] = lambda shape: ()
+    """Rules of linear attention, in the layers that have it instead of ``attention``."""
 
 
 def raise_unsupported(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:

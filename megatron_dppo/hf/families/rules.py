@@ -15,6 +15,7 @@ from megatron_dppo.config.layout import ModelShape
 
 Join = Callable[[Sequence[Tensor], ModelShape], Tensor]
 Split = Callable[[Tensor, ModelShape], list[Tensor]]
+Sections = Callable[[ModelShape], tuple[int, ...]]
 
 
 def _only(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
@@ -50,6 +51,21 @@ def _split_gated(full: Tensor, shape: ModelShape) -> list[Tensor]:
     return list(full.chunk(2, 0))
 
 
+def _halves(shape: ModelShape) -> tuple[int, ...]:
+    return 1, 1
+
+
+def cut_sections(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """Return the sections of a tensor along a dimension, by their relative sizes."""
+    rows = tensor.shape[dim]
+    return list(tensor.split([size * rows // sum(sizes) for size in sizes], dim))
+
+
+def join_sections(shards: Sequence[Sequence[Tensor]], dim: int) -> Tensor:
+    """Return the full tensor of all tensor-parallel shards in rank order, each given as its sections."""
+    return torch.cat([torch.cat(parts, dim) for parts in zip(*shards, strict=True)], dim)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Mapping of one Megatron parameter to its Hugging Face tensors.
@@ -65,8 +81,11 @@ class Rule:
     """Dimension that tensor parallelism splits. None means replicated."""
     join: Join = _only
     split: Split = _alone
-    gated: bool = False
-    """True if tensor parallelism splits the two halves (gate and up) separately."""
+    sections: Sections | None = None
+    """Returns the relative sizes of sections along ``shard_dim``, each of which tensor parallelism splits separately,
+    as gate and up. None means one section."""
+    hf_sections: Callable[[ModelShape], tuple[tuple[int, ...], ...]] | None = None
+    """Returns the relative sizes of the sections of each Hugging Face tensor. None means one section in each."""
     padded: bool = False
     """True if the first dimension is the padded vocabulary."""
 
@@ -74,6 +93,11 @@ class Rule:
     def is_expert(self) -> bool:
         """True if the parameter belongs to one expert."""
         return "{expert}" in self.megatron
+
+    def cut(self, tensor: Tensor, shape: ModelShape) -> list[Tensor]:
+        """Return the sections of a full tensor or of a shard. The rule must have a ``shard_dim``."""
+        assert self.shard_dim is not None
+        return cut_sections(tensor, (1,) if self.sections is None else self.sections(shape), self.shard_dim)
 
     def names(self, layer: int, expert: int) -> tuple[str, tuple[str, ...]]:
         """Return the Megatron name and the Hugging Face names for a layer and an expert."""
@@ -97,7 +121,7 @@ def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:
     suffix = "{expert}" if "{expert}" in hf else ""
     gate_up = tuple(f"{H}{hf}.{x}_proj.weight" for x in ("gate", "up"))
     return (
-        Rule(f"{M}{megatron}.linear_fc1.weight{suffix}", gate_up, 0, _join_gated, _split_gated, gated=True),
+        Rule(f"{M}{megatron}.linear_fc1.weight{suffix}", gate_up, 0, _join_gated, _split_gated, sections=_halves),
         Rule(f"{M}{megatron}.linear_fc2.weight{suffix}", (f"{H}{hf}.down_proj.weight",), shard_dim=1),
     )
 

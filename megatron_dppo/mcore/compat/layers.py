@@ -35,10 +35,21 @@ def weight_device(config: TransformerConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``x / rms(x) * weight`` over the last dimension: statistics in fp32, result in the dtype of ``x``."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """Return ``x / rms(x) * weight`` over the last dimension: statistics in fp32, result in the dtype of ``x``.
+
+    Args:
+        x: Input ``[..., hidden_size]``.
+        weight: Weight ``[hidden_size]``.
+        eps: Summand under the root.
+        zero_centered: True if the weight is the difference from 1 (``layernorm_zero_centered_gamma``). As in
+            transformers, the product is then rounded only once.
+    """
     x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).type_as(x) * weight
+    normalized = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    if zero_centered:
+        return (normalized * (1 + weight.float())).type_as(x)
+    return normalized.type_as(x) * weight
 
 
 class RMSNorm(torch.nn.Module):
@@ -53,12 +64,13 @@ class RMSNorm(torch.nn.Module):
         # Megatron passes its default here; the model's value is in the config.
         del eps
         self.eps = config.layernorm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=weight_device(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x [..., hidden_size]``."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -67,6 +79,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.layer_norm_weight = Parameter(
             torch.ones(input_size, dtype=config.params_dtype, device=weight_device(config))
         )
@@ -74,7 +87,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Normalize, then multiply; shapes as in ``ColumnParallelLinear``."""
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+        normalized = rms_norm(x, self.layer_norm_weight, self.eps, zero_centered=self.zero_centered)
+        return super().forward(normalized, *args, **kwargs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

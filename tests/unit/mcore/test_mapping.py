@@ -60,8 +60,8 @@ def test_real_models_map_completely(config: Any, expected: dict[str, tuple[int, 
         parts = rule.split(full, shape)
         assert [p.shape for p in parts] == [weights[n].shape for n in hf_names], name
         for size in (1, 2, 4):
-            shards = [mapping.shard(rule, full, rank, size) for rank in range(size)]
-            assert mapping.unshard(rule, shards).shape == full.shape, name
+            shards = [mapping.shard(rule, full, rank, size, shape) for rank in range(size)]
+            assert mapping.unshard(rule, shards, shape).shape == full.shape, name
         result[name] = tuple(full.shape)
         mapped += hf_names
     assert sorted(mapped) == sorted(weights)
@@ -87,7 +87,9 @@ def test_values_survive_join_split_shard_and_unshard() -> None:
         parts = [weights[n] for n in rule.names(layer, expert)[1]]
         full = rule.join(parts, shape)
         for size in (1, 2, 4):
-            second = mapping.unshard(rule, [mapping.shard(rule, full, rank, size) for rank in range(size)])
+            second = mapping.unshard(
+                rule, [mapping.shard(rule, full, rank, size, shape) for rank in range(size)], shape
+            )
             assert torch.equal(second, full)
         assert all(torch.equal(a, b) for a, b in zip(rule.split(full, shape), parts, strict=True))
 
@@ -109,4 +111,4 @@ def test_each_tensor_parallel_shard_holds_whole_query_groups() -> None:
     small = model_shape(Qwen3Config(**(config.to_dict() | {"num_attention_heads": 4, "num_key_value_heads": 2})))
     for rank in range(2):
         local = rule.join([p.chunk(2, 0)[rank] for p in parts], small)
-        assert torch.equal(mapping.shard(rule, rule.join(parts, shape), rank, 2), local)
+        assert torch.equal(mapping.shard(rule, rule.join(parts, shape), rank, 2, shape), local)
