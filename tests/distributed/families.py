@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.hf.families import FAMILIES, Family
 from megatron_dppo.hf.folder import build_hf_model
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SIZES: dict[str, Any] = dict(
     vocab_size=117,
     hidden_size=64,
@@ -21,57 +22,19 @@ _SIZES: dict[str, Any] = dict(
     max_position_embeddings=256,
     rms_norm_eps=1e-6,
 )
-_EXPERTS: dict[str, Any] = dict(
-    moe_intermediate_size=48,
-    n_routed_experts=8,
-    n_shared_experts=2,
-    num_experts_per_tok=2,
-    first_k_dense_replace=1,
-    n_group=1,
-    topk_group=1,
-    num_mtp_layers=0,
-    routed_scaling_factor=2.5,
-)
-_LATENT: dict[str, Any] = _EXPERTS | dict(
-    num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
-)
-MODEL_TYPES = {"moonlight": "deepseek_v3"}
-"""Of models that have another name here."""
-OWN: dict[str, dict[str, Any]] = {
-    # A head's slowest pair turns by 0.001 a token: scaling by 32 changes what a test of 16 tokens sees.
-    "llama": {
-        "head_dim": 16,
-        "max_position_embeddings": 16384,
-        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e5, "factor": 32.0, **_LLAMA3},
-    },
-    "glm4_moe": _EXPERTS
-    | {
-        "head_dim": 16,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "routed_scaling_factor": 1.7,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
-    "deepseek_v3": _LATENT
-    | {
-        "q_lora_rank": 32,
-        "n_group": 2,
-        "topk_group": 1,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.9}
-        | {"original_max_position_embeddings": 32, "beta_fast": 4, "beta_slow": 1},
-    },
-    "moonlight": _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
-    "mistral": {"head_dim": 16, "sliding_window": None},
-    "qwen2": {},
+TINY: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
+    name: (family, keys)
+    for family in FAMILIES.values()
+    for name, keys in {family.model_type: family.tiny, **family.variants}.items()
 }
-"""What differs from the common sizes."""
+"""Family, and what differs from the common sizes, of each tiny model."""
 
 
 def family_config(family: str, *, tied: bool = False) -> Any:
-    """The configuration of a small model."""
+    """The configuration of a tiny model."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(MODEL_TYPES.get(family, family), **_SIZES | OWN[family], tie_word_embeddings=tied)
+    return AutoConfig.for_model(TINY[family][0].model_type, **{**_SIZES, **TINY[family][1]}, tie_word_embeddings=tied)
 
 
 def in_float64(model: Any) -> Any:

@@ -52,37 +52,11 @@ class Case:
 def hf_config(
     tied: bool, dense: bool = False, shared: bool = False, dense_layers: tuple[int, ...] = (), family: str = ""
 ) -> Any:
-    """A small Qwen3-MoE, Qwen3 or Qwen2-MoE with grouped queries and a vocabulary that is no multiple of anything."""
-    from transformers import Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
-
-    if family:
-        return family_config(family, tied=tied)
-    experts: dict[str, Any] = dict(
-        moe_intermediate_size=48,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        router_aux_loss_coef=0.0,
-        mlp_only_layers=list(dense_layers),
-    )
-    if shared:
-        experts |= {"shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True}
-    kind = Qwen3Config if dense else Qwen2MoeConfig if shared else Qwen3MoeConfig
-    return kind(
-        vocab_size=117,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.08,
-        max_position_embeddings=256,
-        **({} if dense else experts),
-    )
+    """A tiny model of the family, or a Qwen3-MoE, Qwen3 or Qwen2-MoE."""
+    config = family_config(family or ("qwen3" if dense else "qwen2_moe" if shared else "qwen3_moe"), tied=tied)
+    if dense_layers:
+        config.mlp_only_layers = list(dense_layers)
+    return config
 
 
 def hf_reference(

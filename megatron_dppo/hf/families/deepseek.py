@@ -6,11 +6,13 @@ there: the same for DeepSeek-V3, less than Moonlight's 1e-5.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families.family import (
     Family,
+    Published,
     Rope,
     raise_unsupported,
     require_values,
@@ -18,7 +20,7 @@ from megatron_dppo.hf.families.family import (
     rope_parameters,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
-from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
+from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
 
 _A, _S = M + "self_attention.", H + "self_attn."
 # With MLA the norm before attention is a module of its own. The norms of the latents are in the up projections that
@@ -104,10 +106,50 @@ def _rope(hf_config: Any) -> Rope:
     return Rope(_rope_fields(hf_config)["rotary_base"])
 
 
+LATENT_TINY: Mapping[str, Any] = dict(
+    **SIGMOID_TINY,
+    num_key_value_heads=4,
+    kv_lora_rank=24,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+)
+"""Keys of a tiny model with latent attention."""
+_MOONLIGHT = dict(
+    vocab_size=163840,
+    hidden_size=2048,
+    intermediate_size=11264,
+    moe_intermediate_size=1408,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    num_experts_per_tok=6,
+    q_lora_rank=None,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
 FAMILIES = (
     Family(
         model_type="deepseek_v3",
         hf_class="DeepseekV3ForCausalLM",
+        models="DeepSeek-V3, R1, Moonlight",
+        features="GLM's sigmoid routers and shared experts, with experts in groups; latent attention (MLA), with or "
+        "without compressed queries; YaRN",
+        tiny={
+            **LATENT_TINY,
+            "q_lora_rank": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32},
+                **{"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1},
+            },
+        },
+        variants={"moonlight": {**LATENT_TINY, "q_lora_rank": None}},
+        published=(Published("DeepSeek-V3", {}, 671.0), Published("Moonlight-16B-A3B", _MOONLIGHT, 15.96)),
         shape=_shape,
         fields=_fields,
         rope=_rope,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron_dppo.config.layout import ModelShape
@@ -30,12 +30,34 @@ class Rope:
         return {"rotary_base": self.theta, "rotary_percent": self.percent, **scaling}
 
 
+@dataclass(frozen=True)
+class Published:
+    """A published model whose weight names and number of weights a test compares with config.json."""
+
+    name: str
+    keys: Mapping[str, Any]
+    """Keys of its config.json that differ from the defaults of the transformers class."""
+    billions: float
+    """Weights by the model's card, in billions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models of one Hugging Face class: sizes, TransformerConfig fields and weight names."""
+    """Models of one Hugging Face class: sizes, TransformerConfig fields, weight names, and what proves them."""
 
     model_type: str
     hf_class: str
+    models: str
+    """Models of the family, for docs/models.md."""
+    features: str
+    """Difference from Llama, for docs/models.md."""
+    tiny: Mapping[str, Any]
+    """Keys of config.json of the tiny model of the parity tests, beyond sizes that all families share."""
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Keys of further tiny models, by the name of each."""
+    published: tuple[Published, ...] = ()
+    recipes: tuple[str, ...] = ()
+    """Configuration files in ``examples`` that train a model of the family."""
     shape: Callable[[Any], ModelShape]
     """Returns the sizes from config.json. Raises CheckpointError for unsupported features."""
     fields: Callable[[Any, ModelShape], dict[str, Any]]

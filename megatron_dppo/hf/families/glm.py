@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families.family import Family, Rope, grouped_fields, rope_parameters
+from megatron_dppo.hf.families.family import Family, Published, Rope, grouped_fields, rope_parameters
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
-from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, sigmoid_fields, sigmoid_shape
+from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
 
 
 def _shape(hf_config: Any) -> ModelShape:
@@ -27,6 +27,17 @@ FAMILIES = (
     Family(
         model_type="glm4_moe",
         hf_class="Glm4MoeForCausalLM",
+        models="GLM-4.5, GLM-4.5-Air",
+        features="sigmoid routers with a bias, shared experts, first layers dense, half of a head rotated",
+        tiny={
+            **SIGMOID_TINY,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        published=(Published("GLM-4.5-Air", {"attention_bias": True, "head_dim": 128}, 106.9),),
         shape=_shape,
         fields=_fields,
         rope=_rope,

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families.family import (
     Family,
+    Published,
     Rope,
     common_shape,
     default_rope,
@@ -40,6 +41,32 @@ def _rope(hf_config: Any) -> Rope:
 
 _family = partial(Family, shape=_shape, fields=grouped_fields, attention=grouped_attention, dense=DENSE_MLP)
 FAMILIES = (
-    _family(model_type="llama", hf_class="LlamaForCausalLM", rope=_rope),
-    _family(model_type="mistral", hf_class="MistralForCausalLM", rope=default_rope),
+    _family(
+        model_type="llama",
+        hf_class="LlamaForCausalLM",
+        rope=_rope,
+        models="Llama 2, 3, 3.1, 3.2 (text)",
+        features="Llama 3's scaling of the rotary embedding",
+        # A head's slowest pair turns by 0.001 a token: scaling by 32 changes what a test of 16 tokens sees.
+        tiny={
+            "head_dim": 16,
+            "max_position_embeddings": 16384,
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e5, "factor": 32.0, **_LLAMA3},
+        },
+        published=(
+            Published(
+                "Llama-3.1-8B", {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}, 8.03
+            ),
+        ),
+        recipes=("smollm2/dppo.toml",),
+    ),
+    _family(
+        model_type="mistral",
+        hf_class="MistralForCausalLM",
+        rope=default_rope,
+        models="Mistral without a window (7B v0.3)",
+        features="",
+        tiny={"head_dim": 16, "sliding_window": None},
+        published=(Published("Mistral-7B-v0.3", {"vocab_size": 32768, "sliding_window": None}, 7.25),),
+    ),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families.family import (
     Family,
+    Published,
     common_shape,
     default_rope,
     expert_fields,
@@ -50,19 +52,60 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return fields
 
 
+_EXPERTS_TINY: Mapping[str, Any] = dict(
+    head_dim=16,
+    moe_intermediate_size=48,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
+_QWEN2_7B = dict(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+)
 _family = partial(Family, fields=_fields, rope=default_rope, attention=grouped_attention, dense=DENSE_MLP)
 FAMILIES = (
     _family(
         model_type="qwen3_moe",
         hf_class="Qwen3MoeForCausalLM",
         shape=partial(_moe_shape, has_qk_norm=True),
+        models="Qwen3-30B-A3B, 235B-A22B",
+        features="norms of q and k; dense layers between",
+        tiny=_EXPERTS_TINY,
+        recipes=("qwen3_30b_a3b/dppo.toml", "paper/moe_base.toml", "paper/moe_thinking.toml", "chain_sum/dppo.toml"),
     ),
-    _family(model_type="qwen3", hf_class="Qwen3ForCausalLM", shape=partial(_shape, has_qk_norm=True)),
+    _family(
+        model_type="qwen3",
+        hf_class="Qwen3ForCausalLM",
+        shape=partial(_shape, has_qk_norm=True),
+        models="Qwen3 dense",
+        features="norms of q and k",
+        tiny={"head_dim": 16},
+        recipes=("rlhf/dppo.toml", "distillation/opd.toml", "agents/calculator.toml", "paper/dense_base.toml"),
+    ),
     _family(
         model_type="qwen2_moe",
         hf_class="Qwen2MoeForCausalLM",
         shape=_qwen2_moe_shape,
         experts=EXPERTS + _SHARED_EXPERT,
+        models="Qwen1.5-MoE, Qwen2-57B-A14B",
+        features="a shared expert behind a gate, biases of q, k, v",
+        tiny={**_EXPERTS_TINY, "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True},
+        recipes=("smollm2/moe.toml",),
     ),
-    _family(model_type="qwen2", hf_class="Qwen2ForCausalLM", shape=partial(_shape, has_qkv_bias=True)),
+    _family(
+        model_type="qwen2",
+        hf_class="Qwen2ForCausalLM",
+        shape=partial(_shape, has_qkv_bias=True),
+        models="Qwen2, Qwen2.5",
+        features="biases of q, k, v",
+        tiny={},
+        published=(Published("Qwen2.5-7B", _QWEN2_7B, 7.62),),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
@@ -9,6 +10,18 @@ from megatron_dppo.hf.families.family import common_shape, expert_fields, raise_
 from megatron_dppo.hf.families.rules import EXPERTS, ROUTER_BIAS, gated
 
 SIGMOID_EXPERTS = EXPERTS + ROUTER_BIAS + gated("mlp.shared_experts", "mlp.shared_experts")
+SIGMOID_TINY: Mapping[str, Any] = dict(
+    moe_intermediate_size=48,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    num_mtp_layers=0,
+    routed_scaling_factor=2.5,
+)
+"""Keys of a tiny model."""
 _EXPERTS_PER_GROUP_SCORE = 2
 """Number of top experts whose scores add up to a group's score in transformers."""
 

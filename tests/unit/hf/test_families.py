@@ -24,7 +24,8 @@ from megatron_dppo.commands.plan.models import count_parameters
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.families import FAMILIES, get_family
+from megatron_dppo.hf.families import FAMILIES, Family, get_family
+from megatron_dppo.hf.families.family import Published
 from megatron_dppo.hf.folder import (
     build_hf_model,
     copy_into_model,
@@ -43,43 +44,20 @@ from megatron_dppo.run.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.ipc import cast_for_sending
-from tests.distributed.families import OWN, family_config, in_float64
+from tests.distributed.families import family_config, in_float64
 from tests.distributed.parity import hf_reference, samples
 from tests.silent_tokenizer import SilentTokenizer
 from tests.unit.configs import config as run_config
 
 TOKENIZER = SilentTokenizer()
-# What the models' cards say, in billions of weights; of the configurations on Hugging Face.
-REAL: dict[str, tuple[str, dict[str, Any], float]] = {
-    "Llama-3.1-8B": (
-        "llama",
-        {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
-        8.03,
-    ),
-    "Mistral-7B-v0.3": ("mistral", {"vocab_size": 32768, "sliding_window": None}, 7.25),
-    "Qwen2.5-7B": (
-        "qwen2",
-        {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-        | {"num_attention_heads": 28, "num_key_value_heads": 4},
-        7.62,
-    ),
-    "GLM-4.5-Air": ("glm4_moe", {"attention_bias": True, "head_dim": 128}, 106.9),
-    "DeepSeek-V3": ("deepseek_v3", {}, 671.0),
-    "Moonlight-16B-A3B": (
-        "deepseek_v3",
-        {"vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408}
-        | {"num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64}
-        | {"n_shared_experts": 2, "num_experts_per_tok": 6, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
-        | {"first_k_dense_replace": 1},
-        15.96,
-    ),
-}
+PUBLISHED = [(family, model) for family in FAMILIES.values() for model in family.published]
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_weights_of_real_sizes_map_completely_and_are_as_many_as_the_card_says(name: str) -> None:
-    family, values, billions = REAL[name]
-    hf_config = AutoConfig.for_model(family, **values)
+@pytest.mark.parametrize(("family", "model"), PUBLISHED, ids=[model.name for _, model in PUBLISHED])
+def test_weights_of_real_sizes_map_completely_and_are_as_many_as_the_card_says(
+    family: Family, model: Published
+) -> None:
+    hf_config = AutoConfig.for_model(family.model_type, **model.keys)
     shape, weights = model_shape(hf_config), weight_shapes(hf_config)
     mapped: list[str] = []
     for rule, layer, expert in mapping.parameters(shape, tied=False):
@@ -87,7 +65,7 @@ def test_weights_of_real_sizes_map_completely_and_are_as_many_as_the_card_says(n
         assert mapping.find_rule(own, shape, tied=False) == (rule, layer, expert)
         mapped += names
     assert sorted(mapped) == sorted(weights)
-    assert count_parameters(hf_config)[0] / 1e9 == pytest.approx(billions, rel=0.003)
+    assert count_parameters(hf_config)[0] / 1e9 == pytest.approx(model.billions, rel=0.003)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -98,7 +76,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "'default' or 'llama3'"),
     (
         "llama",
-        {"rope_parameters": OWN["llama"]["rope_parameters"] | {"high_freq_factor": 8.0}},
+        {"rope_parameters": FAMILIES["llama"].tiny["rope_parameters"] | {"high_freq_factor": 8.0}},
         r"rope_parameters.high_freq_factor = 8.0.*4.0 \(fixed",
     ),
     (
@@ -116,7 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
     (
         "deepseek_v3",
-        {"rope_parameters": OWN["deepseek_v3"]["rope_parameters"] | {"attention_factor": 0.5}},
+        {"rope_parameters": FAMILIES["deepseek_v3"].tiny["rope_parameters"] | {"attention_factor": 0.5}},
         "rope_parameters.attention_factor = 0.5",
     ),
 ]
