@@ -48,6 +48,8 @@ class ModelShape:
     vocab_size: int
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    has_qk_norm_over_heads: bool = False
+    """True if the norms of queries and keys are over all heads together, not over each."""
     has_shared_expert: bool = False
     """True if an additional expert processes every token."""
     has_router_bias: bool = False

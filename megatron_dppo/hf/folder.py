@@ -21,9 +21,9 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import require_regular_files
-from megatron_dppo.hf.families import get_family
+from megatron_dppo.hf.families import ALIASES, get_family
 from megatron_dppo.hf.families.family import check_sizes
-from megatron_dppo.hf.families.rules import OUTPUT
+from megatron_dppo.hf.families.rules import OUTPUT, rename
 from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
 from megatron_dppo.types import RoutingShape
 
@@ -54,8 +54,6 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
     Raises:
         CheckpointError: There is no config.json, or transformers cannot read it, or the end tokens are no token ids.
     """
-    from transformers import AutoConfig
-
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -64,7 +62,7 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
         )
     require_regular_files(folder)
     try:
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config = _load_config(folder)
     # transformers and huggingface_hub raise many kinds of errors.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -74,6 +72,19 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
         ) from error
     _add_generation_end_tokens(folder, hf_config)
     return hf_config
+
+
+def _load_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    alias = ALIASES.get(values.get("model_type"))
+    if alias is None:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # Such a folder names its class by ``auto_map``: Python code that came with it, which is never run.
+    return AutoConfig.for_model(
+        **{key: value for key, value in values.items() if key != "auto_map"} | {"model_type": alias}
+    )
 
 
 def _add_generation_end_tokens(folder: Path, hf_config: Any) -> None:
@@ -131,7 +142,8 @@ def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | No
         topk=hf_config.num_experts_per_tok,
         dense_layers=frozenset(shape.dense_layers),
         weights=weights,
-        weights_add_to_one=hf_config.norm_topk_prob,
+        # A family without the key always normalizes.
+        weights_add_to_one=getattr(hf_config, "norm_topk_prob", True),
         weights_scale=getattr(hf_config, "routed_scaling_factor", 1.0),
     )
 
@@ -179,6 +191,12 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Stream the weights of a transformers model by on-disk name, without tied output weights."""
+    disk_names = get_family(model.config).disk_names
+    return ((rename(name, disk_names), tensor) for name, tensor in _stream_experts(model))
+
+
+def _stream_experts(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Stream the weights of a transformers model, one for each expert, by their usual names."""
     tied = bool(model.config.tie_word_embeddings)
     for name, tensor in model.state_dict().items():
         match = _FUSED_EXPERTS.match(name)
@@ -229,7 +247,9 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
     targets = {**dict(model.named_parameters()), **router_biases(model)}
     # Elements and not names: experts arrive one by one in a tensor that holds all of them.
     elements_left = {name: parameter.numel() for name, parameter in targets.items()}
-    for name, tensor in weights:
+    usual_names = [(disk, usual) for usual, disk in get_family(model.config).disk_names]
+    for disk_name, tensor in weights:
+        name = rename(disk_name, usual_names)
         target, key = (targets[name], name) if name in targets else _expert_slice(targets, name)
         if target.shape != tensor.shape:
             raise CheckpointError(f"weight {name} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")

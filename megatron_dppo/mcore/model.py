@@ -205,7 +205,7 @@ def _build_chunks(config: TransformerConfig, hf_config: Any, pp_rank: int, devic
             vp_stage = stage if vpp_size else None
             model = GPTModel(
                 config,
-                block_spec(config, vp_stage),
+                block_spec(config, model_shape(hf_config), vp_stage),
                 vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
                 max_sequence_length=hf_config.max_position_embeddings,
                 # The embedding is in the first chunk of the first stage, the output layer in the last chunk of the

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.mcore.compat.attention import SDPACoreAttention
 from megatron_dppo.mcore.compat.latent import LatentAttention, ReplicatedLinear
 from megatron_dppo.mcore.compat.layers import (
@@ -30,11 +31,21 @@ from megatron_dppo.mcore.compat.layers import (
     RowParallelGroupedLinear,
 )
 from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+from megatron_dppo.mcore.head_norm import KeyNorm, QueryNorm
 from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant_mode_enabled
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the specs of this pipeline stage's layers and of the final norm."""
+    block = _block_spec(config, vp_stage)
+    if shape.has_qk_norm_over_heads:
+        for layer in block.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    return block
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     if not config.use_cpu_initialization and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

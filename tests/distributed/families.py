@@ -77,6 +77,6 @@ def router_scores(module: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
 def combined(module: Any, scores: Tensor, experts: Tensor) -> Tensor:
     """``[tokens, k]`` that the outputs of the ``experts`` are multiplied by."""
     weights = scores.gather(1, experts)
-    if module.norm_topk_prob:
+    if getattr(module, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * getattr(module, "routed_scaling_factor", 1.0)

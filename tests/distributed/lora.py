@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.hf.families import get_family
+from megatron_dppo.hf.families.rules import rename
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
@@ -86,6 +88,8 @@ class Float64:
 
     def logprobs(self, weights: dict[str, Tensor]) -> list[Tensor]:
         parameters: dict[str, Tensor] = {}
+        disk_names = get_family(self.model.config).disk_names
+        weights = {rename(name, [(disk, usual) for usual, disk in disk_names]): w for name, w in weights.items()}
         for name, parameter in self.model.named_parameters():
             if name in weights:
                 parameters[name] = weights[name]

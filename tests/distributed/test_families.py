@@ -55,7 +55,7 @@ EXPERTS: dict[int, Layouts] = {
     ],
 }
 SAMPLED: dict[int, list[Case]] = {
-    1: [Case(family="qwen2", tied=True), Case(family="mistral"), Case(family="moonlight")],
+    1: [Case(family="qwen2", tied=True), Case(family="moonlight"), Case(family="kimi_k2")],
     2: [
         Case(TP, family="llama"),
         Case(VPP, family="llama", transformer=FULL),
@@ -63,16 +63,20 @@ SAMPLED: dict[int, list[Case]] = {
         Case(PP, family="glm4_moe", tied=True),
         Case(TP, family="deepseek_v3"),
         Case(CP, family="deepseek_v3", transformer=SELECTIVE),
+        Case(TP, family="olmoe"),
+        Case(EP, family="mixtral", tied=True),
+        Case(TP, family="glm4_moe_lite"),
     ],
     4: [
         Case({**TP, **CP}, family="llama"),
         Case({**TP, **ETP, **OVERLAP}, family="glm4_moe"),
+        Case({**TP, **CP}, family="olmoe"),
         Case({**TP, **PP, **EP}, family="deepseek_v3"),
     ],
 }
 
 
-ALIKE = ("mistral", "moonlight")
+ALIKE = ("mistral", "moonlight", "kimi_k2")
 """Models that several processes split like another one's."""
 
 

@@ -28,6 +28,8 @@ CASES = {
         (Case({**TP, "sequence_parallel": False}, dense=True, tied=True), ALL),
         (Case(TP, shared=True), ALL),
         (Case(EP, family="glm4_moe"), SOME),
+        (Case(TP, family="olmoe"), ALL),
+        (Case(TP, family="mixtral"), ATTENTION),
         (Case(CP), ALL),
         (Case(PP, tied=True), ("k_proj", "o_proj")),
         (Case(VPP, transformer=FULL), ALL),

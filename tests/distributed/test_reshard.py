@@ -49,23 +49,28 @@ def update(trainer: Any, step: int) -> None:
     trainer.update(batches, policy_objective(LOSS))
 
 
-def case_of(layout: dict[str, Any], dense_layers: tuple[int, ...]) -> Case:
+def case_of(layout: dict[str, Any], dense_layers: tuple[int, ...], family: str) -> Case:
     """A layout whose dictionary may also split the layers unevenly."""
     split = layer_split(layout)
     parallel = {name: value for name, value in layout.items() if name not in split}
-    return Case(parallel, dense_layers=dense_layers, transformer=split)
+    return Case(parallel, dense_layers=dense_layers, family=family, transformer=split)
 
 
 def save(
-    rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str, dense_layers: tuple[int, ...] = ()
+    rank: int,
+    world_size: int,
+    layouts: list[dict[str, Any]],
+    folder: str,
+    dense_layers: tuple[int, ...] = (),
+    family: str = "",
 ) -> None:
     """Two updates on each layout, then a checkpoint."""
     here = platform()
     from megatron.core import parallel_state
 
     for i, layout in enumerate(layouts):
-        case = case_of(layout, dense_layers)
-        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers)).model, here, "fp32")
+        case = case_of(layout, dense_layers, family)
+        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers, family=family)).model, here, "fp32")
         for step in range(STEPS - 1):
             update(trainer, step)
         trainer.save(Path(folder) / f"{world_size}-{i}", STEPS - 1, {}, keep=1)
@@ -74,7 +79,12 @@ def save(
 
 
 def load(
-    rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], folder: str, dense_layers: tuple[int, ...] = ()
+    rank: int,
+    world_size: int,
+    cases: list[tuple[str, dict[str, Any]]],
+    folder: str,
+    dense_layers: tuple[int, ...] = (),
+    family: str = "",
 ) -> None:
     """Each checkpoint on each layout: one more update, then all weights against transformers after three."""
     here = platform()
@@ -82,13 +92,13 @@ def load(
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
-    hf = HFSide(Case(dense_layers=dense_layers))
+    hf = HFSide(Case(dense_layers=dense_layers, family=family))
     for _ in range(STEPS):
         hf.backward()
         hf.step()
     for name, layout in cases:
-        case = case_of(layout, dense_layers)
-        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers)).model, here, "fp32")
+        case = case_of(layout, dense_layers, family)
+        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers, family=family)).model, here, "fp32")
         trainer.load(checkpoints(Path(folder) / name)[0], same_layout=False)
         assert trainer.policy_version == STEPS - 1
         update(trainer, STEPS - 1)
@@ -113,6 +123,12 @@ def test_checkpoints_continue_on_other_splits_of_the_layers(tmp_path: Path) -> N
     run_distributed(save, 2, [first], folder, (1,))
     table = {**PP, "pipeline_model_parallel_layout": "E|ttttL"}
     run_distributed(load, 2, [("2-0", last), ("2-0", table), ("2-0", TP)], folder, (1,))
+
+
+def test_checkpoints_of_norms_over_heads_continue_on_other_layouts(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_distributed(save, 2, [TP, {}], folder, (), "olmoe")
+    run_distributed(load, 2, [("2-0", {}), ("2-1", TP)], folder, (), "olmoe")
 
 
 @pytest.mark.parametrize("dense_layers", [(2,), (0, 1)])

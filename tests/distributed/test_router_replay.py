@@ -29,10 +29,12 @@ LAYOUTS = {
         Case(transformer=BLOCK),
         Case(micro_batch_tokens=8),
         Case(family="deepseek_v3"),
+        Case(family="mixtral"),
     ],
     2: [
         Case(TP, family="deepseek_v3"),
         Case(EP, transformer=FULL, family="glm4_moe"),
+        Case(TP, family="glm4_moe_lite"),
         Case(TP),
         Case(TP, transformer=FULL, shared=True),
         Case(CP),
@@ -63,6 +65,7 @@ WEIGHTED = {
         Case(transformer=MOE, dense_layers=(2,)),
         Case(transformer=BLOCK),
         Case(family="glm4_moe"),
+        Case(family="olmoe"),
     ],
     2: [
         Case(CP),

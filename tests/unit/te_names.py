@@ -62,6 +62,10 @@ def hf_config(model: str) -> Any:
     if model in ("deepseek_v3", "moonlight"):
         sizes = SIZES | SIGMOID | LATENT | {"num_key_value_heads": SIZES["num_attention_heads"]}
         return transformers.DeepseekV3Config(**sizes, q_lora_rank=64 if model == "deepseek_v3" else None)
+    if model == "olmoe":
+        return transformers.OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2)
+    if model == "mixtral":
+        return transformers.MixtralConfig(**SIZES, num_local_experts=8)
     return transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, qkv_bias=True)
 
 

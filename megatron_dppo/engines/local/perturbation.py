@@ -154,6 +154,6 @@ class PerturbedModel:
         noise = torch.empty(logits.shape, device=logits.device).normal_(generator=self._generator)
         noisy = logits + (self._noise * noise).to(logits.dtype)
         new_weights, new_experts = noisy.softmax(-1, dtype=torch.float32).topk(experts.shape[-1], dim=-1)
-        if router.norm_topk_prob:
+        if getattr(router, "norm_topk_prob", True):
             new_weights = new_weights / new_weights.sum(-1, keepdim=True)
         return noisy, new_weights.to(weights.dtype), new_experts

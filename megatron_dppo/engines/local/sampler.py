@@ -191,6 +191,7 @@ def combine_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     scores = logits.float()
     scores = scores.sigmoid() if hasattr(router, "e_score_correction_bias") else scores.softmax(-1)
     weights = scores.gather(1, experts.long())
-    if router.norm_topk_prob:
+    # A router without the attribute always normalizes.
+    if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * getattr(router, "routed_scaling_factor", 1.0)

@@ -7,13 +7,15 @@ from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.families import deepseek, glm, llama, qwen
+from megatron_dppo.hf.families import deepseek, glm, llama, mixtral, olmoe, qwen
 from megatron_dppo.hf.families.family import Family, Rope
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for module in (qwen, llama, glm, deepseek) for family in module.FAMILIES
+    family.model_type: family for module in (qwen, llama, glm, deepseek, olmoe, mixtral) for family in module.FAMILIES
 }
 """Families by ``model_type`` of config.json."""
+ALIASES: Mapping[str, str] = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
+"""``model_type`` of config.json that transformers does not know -> that of its family."""
 
 
 def get_family(model: Any) -> Family:
@@ -31,4 +33,4 @@ def get_family(model: Any) -> Family:
     return FAMILIES[model_type]
 
 
-__all__ = ["FAMILIES", "Family", "Rope", "get_family"]
+__all__ = ["ALIASES", "FAMILIES", "Family", "Rope", "get_family"]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Moonlight: multi-latent attention (MLA), sigmoid routers with groups, shared experts.
+"""DeepSeek-V3, Moonlight, Kimi-K2 and GLM-4.7-Flash: latent attention (MLA), sigmoid routers, shared experts.
 
 The norms of the latents use the model's ``rms_norm_eps``, as in Megatron, SGLang and vLLM. transformers uses 1e-6
 there: the same for DeepSeek-V3, less than Moonlight's 1e-5.
@@ -7,6 +7,7 @@ there: the same for DeepSeek-V3, less than Moonlight's 1e-5.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
@@ -40,14 +41,28 @@ _LATENT_QUERY = (
 )
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     require_values(hf_config, attention_bias=False, rope_interleave=True)
     heads = hf_config.num_attention_heads
     if hf_config.num_key_value_heads != heads:
         raise_unsupported(
             hf_config, "num_key_value_heads", hf_config.num_key_value_heads, f"num_attention_heads ({heads})"
         )
-    return sigmoid_shape(hf_config, has_latent_attention=True, has_latent_queries=hf_config.q_lora_rank is not None)
+    return sigmoid_shape(
+        hf_config,
+        has_latent_attention=True,
+        has_latent_queries=hf_config.q_lora_rank is not None,
+        **family_fields,
+    )
+
+
+def _lite_shape(hf_config: Any) -> ModelShape:
+    dense = tuple(i for i, kind in enumerate(hf_config.mlp_layer_types) if kind == "dense")
+    # Servers read this key, transformers reads mlp_layer_types.
+    require_values(hf_config, first_k_dense_replace=len(dense))
+    if dense != tuple(range(len(dense))) or len(hf_config.mlp_layer_types) != hf_config.num_hidden_layers:
+        raise_unsupported(hf_config, "mlp_layer_types", hf_config.mlp_layer_types, "dense layers before all others")
+    return _shape(hf_config, dense_layers=dense)
 
 
 def _attention(shape: ModelShape) -> tuple[Rule, ...]:
@@ -77,6 +92,8 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
 
 def _rope_fields(hf_config: Any) -> dict[str, Any]:
     parameters = rope_parameters(hf_config, "default", "yarn")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise_unsupported(hf_config, "partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
     if parameters["rope_type"] == "default":
         return dict(rope_type="rope", rotary_base=parameters["rope_theta"])
     for key, value in {"attention_factor": None, "truncate": True}.items():
@@ -131,11 +148,22 @@ _MOONLIGHT = dict(
     topk_group=1,
     first_k_dense_replace=1,
 )
+_KIMI_K2 = dict(
+    vocab_size=163840,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    n_routed_experts=384,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
+_family = partial(Family, fields=_fields, rope=_rope, attention=_attention, dense=DENSE_MLP, experts=SIGMOID_EXPERTS)
 FAMILIES = (
-    Family(
+    _family(
         model_type="deepseek_v3",
+        aliases=("kimi_k2",),
         hf_class="DeepseekV3ForCausalLM",
-        models="DeepSeek-V3, R1, Moonlight",
+        models="DeepSeek-V3, R1, Moonlight, Kimi-K2 (`kimi_k2`)",
         features="GLM's sigmoid routers and shared experts, with experts in groups; latent attention (MLA), with or "
         "without compressed queries; YaRN",
         tiny={
@@ -148,13 +176,36 @@ FAMILIES = (
                 **{"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1},
             },
         },
-        variants={"moonlight": {**LATENT_TINY, "q_lora_rank": None}},
-        published=(Published("DeepSeek-V3", {}, 671.0), Published("Moonlight-16B-A3B", _MOONLIGHT, 15.96)),
+        variants={
+            "moonlight": {**LATENT_TINY, "q_lora_rank": None},
+            "kimi_k2": {
+                **LATENT_TINY,
+                "q_lora_rank": 32,
+                "n_shared_experts": 1,
+                "rope_parameters": {
+                    **{"rope_type": "yarn", "rope_theta": 5e4, "factor": 32.0, "original_max_position_embeddings": 8},
+                    **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
+                },
+            },
+        },
+        published=(
+            Published("DeepSeek-V3", {}, 671.0),
+            Published("Moonlight-16B-A3B", _MOONLIGHT, 15.96),
+            Published("Kimi-K2", _KIMI_K2, 1026.0),
+        ),
         shape=_shape,
-        fields=_fields,
-        rope=_rope,
-        attention=_attention,
-        dense=DENSE_MLP,
-        experts=SIGMOID_EXPERTS,
+    ),
+    _family(
+        model_type="glm4_moe_lite",
+        hf_class="Glm4MoeLiteForCausalLM",
+        models="GLM-4.7-Flash",
+        features="DeepSeek-V3's attention, GLM's experts",
+        tiny={
+            **{key: value for key, value in LATENT_TINY.items() if key != "first_k_dense_replace"},
+            "q_lora_rank": 32,
+            "routed_scaling_factor": 1.8,
+        },
+        published=(Published("GLM-4.7-Flash", {}, 29.94),),
+        shape=_lite_shape,
     ),
 )

@@ -47,6 +47,8 @@ class Family:
 
     model_type: str
     hf_class: str
+    aliases: tuple[str, ...] = ()
+    """Other ``model_type`` of config.json with the same keys and weights, which transformers does not know."""
     models: str
     """Models of the family, for docs/models.md."""
     features: str
@@ -68,6 +70,8 @@ class Family:
     """Rules of the MLP in a layer without experts."""
     experts: tuple[Rule, ...] = EXPERTS
     """Rules of the MLP in a layer with experts."""
+    disk_names: tuple[tuple[str, str], ...] = ()
+    """Parts of weight names that differ on disk: ``(part in other families, part in this one)``."""
     linear: Callable[[ModelShape], tuple[Rule, ...]] = lambda shape: ()
     """Rules of linear attention, in the layers that have it instead of ``attention``."""
 
@@ -118,6 +122,7 @@ def check_common_keys(hf_config: Any) -> None:
 _SIZES = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
     *("vocab_size", "head_dim", "max_position_embeddings", "num_experts", "n_routed_experts", "n_shared_experts"),
+    *("num_local_experts",),
     *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
@@ -218,7 +223,8 @@ def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
         num_query_groups=hf_config.num_key_value_heads,
         kv_channels=head_dim(hf_config),
         add_qkv_bias=shape.has_qkv_bias,
-        qk_layernorm=shape.has_qk_norm,
+        # True makes Megatron sum the gradients of these norms over tensor parallelism, which splits norms over heads.
+        qk_layernorm=shape.has_qk_norm and not shape.has_qk_norm_over_heads,
     )
 
 
@@ -229,7 +235,8 @@ def expert_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     # 1 marks a layer with experts, 0 a dense one.
     mixed = {"moe_layer_freq": [int(i not in shape.dense_layers) for i in range(shape.num_layers)]}
     return (mixed if shape.dense_layers else {}) | dict(
-        moe_ffn_hidden_size=hf_config.moe_intermediate_size,
+        # A family without dense layers has one size.
+        moe_ffn_hidden_size=getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size,
         num_moe_experts=shape.num_experts,
         moe_router_topk=hf_config.num_experts_per_tok,
         moe_router_dtype="fp32",

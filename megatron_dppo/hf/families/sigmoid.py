@@ -50,15 +50,15 @@ def sigmoid_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
             f"num_experts_per_tok / {_EXPERTS_PER_GROUP_SCORE} (for a group's score Megatron adds up "
             f"num_experts_per_tok / topk_group scores, the model {_EXPERTS_PER_GROUP_SCORE}), or n_group",
         )
-    return common_shape(
-        hf_config,
-        num_experts=hf_config.n_routed_experts,
-        dense_layers=tuple(range(min(hf_config.first_k_dense_replace, hf_config.num_hidden_layers))),
-        has_shared_expert=True,
-        has_router_bias=True,
-        num_mtp_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
-        **family_fields,
-    )
+    fields = {
+        "num_experts": hf_config.n_routed_experts,
+        "has_shared_expert": True,
+        "has_router_bias": True,
+        "num_mtp_layers": getattr(hf_config, "num_nextn_predict_layers", None) or 0,
+    }
+    if "dense_layers" not in family_fields:
+        fields["dense_layers"] = tuple(range(min(hf_config.first_k_dense_replace, hf_config.num_hidden_layers)))
+    return common_shape(hf_config, **fields, **family_fields)
 
 
 def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -14,7 +15,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor,
     _yarn_get_mscale,
 )
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
@@ -34,6 +35,7 @@ from megatron_dppo.hf.folder import (
     read_hf_config,
     routing_shape,
     stored_dtype,
+    stream_folder,
     stream_model,
     weight_shapes,
 )
@@ -44,7 +46,7 @@ from megatron_dppo.run.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.ipc import cast_for_sending
-from tests.distributed.families import family_config, in_float64
+from tests.distributed.families import TINY, family_config, in_float64
 from tests.distributed.parity import hf_reference, samples
 from tests.silent_tokenizer import SilentTokenizer
 from tests.unit.configs import config as run_config
@@ -92,6 +94,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0.*supported: None"),
+    ("olmoe", {"head_dim": 32}, "head_dim = 32.*hidden_size / num_attention_heads"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096.*supported: None"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+    ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace = 3.*supported: 1"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types = .*dense layers before"),
     (
         "deepseek_v3",
         {"rope_parameters": FAMILIES["deepseek_v3"].tiny["rope_parameters"] | {"attention_factor": 0.5}},
@@ -164,6 +172,41 @@ def test_layers_for_further_tokens_are_left_out_and_no_others() -> None:
     assert not is_mtp_weight(f"model.layers.{layers}.eh_proj.weight", model_shape(hf_config))
 
 
+def test_a_written_folder_of_every_family_is_what_transformers_loads(tmp_path: Path) -> None:
+    tokens = samples()[3].tokens[None]
+    for family in TINY:
+        source = hf_reference(False, family=family)
+        source.save_pretrained(tmp_path / "in")
+        save_hf_folder(tmp_path / "out", tmp_path / "in", stream_model(source), torch.float32)
+        assert FolderWeights(tmp_path / "out").names() == FolderWeights(tmp_path / "in").names(), family
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(report.values()), (family, report)
+        assert torch.equal(loaded(tokens).logits, source(tokens).logits), family
+        copied = build_hf_model(read_hf_config(tmp_path / "out"), torch.float32)
+        copy_into_model(copied, stream_folder(tmp_path / "out", copied.config))
+        assert torch.equal(copied(tokens).logits, source(tokens).logits), family
+
+
+def test_kimi_k2_is_deepseek_v3_and_its_code_is_not_run(tmp_path: Path) -> None:
+    model = hf_reference(False, family="kimi_k2")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    # As published: keys of transformers 4 for the rotary embedding.
+    rope = dict(config.pop("rope_parameters"))
+    published = {"model_type": "kimi_k2", "auto_map": auto_map, "rope_theta": rope.pop("rope_theta")}
+    published["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    (tmp_path / "config.json").write_text(json.dumps(config | published))
+    (tmp_path / "configuration_deepseek.py").write_text("raise SystemExit('remote code ran')")
+    read = read_hf_config(tmp_path)
+    assert model_shape(read) == model_shape(model.config)
+    assert read.rope_parameters == {**model.config.rope_parameters, "type": "yarn"} and not hasattr(read, "auto_map")
+    copied = build_hf_model(read, torch.float32)
+    copy_into_model(copied, stream_folder(tmp_path, read))
+    tokens = samples()[3].tokens[None]
+    assert torch.equal(copied(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(family: str, tmp_path: Path) -> None:
     source = hf_reference(False, family=family)
@@ -190,7 +233,9 @@ def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(famil
     assert torch.equal(second(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3", "moonlight"])
+@pytest.mark.parametrize(
+    "family", ["llama", "glm4_moe", "deepseek_v3", "moonlight", "olmoe", "mixtral", "glm4_moe_lite"]
+)
 def test_the_local_engine_samples_what_float64_scores_and_says_its_routes(family: str) -> None:
     model = hf_reference(False, family=family)
     engine = LocalEngine(model.config, TOKENIZER, dtype=torch.float32, device=torch.device("cpu"))
@@ -210,8 +255,10 @@ def test_the_local_engine_samples_what_float64_scores_and_says_its_routes(family
         if shape is not None:
             assert answer.routed_experts is not None
             check_routes(answer.routed_experts, shape, tokens=len(tokens) - 1, request="own")
-            with pytest.raises(ValueError, match="add up to 9"):
-                check_routes(answer.routed_experts, replace(shape, weights_scale=9), tokens=len(tokens) - 1, request="")
+            # Without normalization the sum is at most the scale.
+            wrong = replace(shape, weights_scale=9.0 if shape.weights_add_to_one else 1e-3)
+            with pytest.raises(ValueError, match="add up to"):
+                check_routes(answer.routed_experts, wrong, tokens=len(tokens) - 1, request="")
 
 
 def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> None:

@@ -1,0 +1,63 @@
+"""RMSNorm over all heads of queries or keys together, which tensor parallelism splits (OLMoE).
+
+Megatron and Transformer Engine have norms over each head alone. This one is a layer of the spec with both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_dppo.mcore.compat.layers import weight_device
+
+
+class QueryNorm(torch.nn.Module):
+    """RMSNorm over all query heads. Its weight is split over tensor parallelism as the heads are."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        # Megatron passes its default here; the model's value is in the config.
+        del eps
+        self.eps = config.layernorm_epsilon
+        self._tp_size = config.tensor_model_parallel_size
+        size = self._num_heads(config) // self._tp_size * hidden_size
+        self.weight = Parameter(torch.ones(size, dtype=config.params_dtype, device=weight_device(config)))
+        # Marks the weight as split, so that the gradient norm counts every part once.
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def _num_heads(self, config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's heads ``x [..., num_heads, head_dim]``: statistics in fp32, result in its dtype."""
+        x32 = x.flatten(-2).float()
+        # The mean is over the heads of all ranks, and so is the gradient that comes back through it.
+        total = reduce_from_tensor_model_parallel_region(x32.square().mean(-1, keepdim=True))
+        mean = copy_to_tensor_model_parallel_region(total) / self._tp_size
+        return ((x32 * torch.rsqrt(mean + self.eps)).type_as(x) * self.weight).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sharded state for Megatron's checkpoints."""
+        del metadata
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class KeyNorm(QueryNorm):
+    """RMSNorm over all key heads."""
+
+    def _num_heads(self, config: TransformerConfig) -> int:
+        assert config.num_query_groups is not None
+        return config.num_query_groups
