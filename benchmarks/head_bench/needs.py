@@ -30,6 +30,8 @@ NEEDS: Mapping[str, tuple[Mapping[str, Any], bool, str | None]] = {
     BASE: (_TOPK, False, None),
     "predictive TV": ({**_TOPK, "direction": "predictive"}, False, None),
     "predictive KL": ({"name": "dppo_topk_kl", "direction": "predictive"}, False, None),
+    "DPPO-Binary, centered": ({"name": "dppo_binary_tv", "centering": True}, False, None),
+    "DPPO-TopK, centered": ({**_TOPK, "centering": True}, False, None),
     "score centering": ({"name": "score_centering"}, False, None),
     "sampling masks": (_TOPK, True, None),
     "teacher, reverse KL": (_TOPK, False, "reverse_kl"),

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES
 from megatron_dppo.config.layout import Layout
-from megatron_dppo.config.loss_aliases import LOSS_ALIASES
+from megatron_dppo.config.loss_aliases import ALIAS_VERSIONS, LOSS_ALIASES
 from megatron_dppo.config.removed import RENAMED_KEYS, removed_key_hint
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import Section
@@ -118,7 +118,9 @@ def explain(name: str, *, verbose: bool = True) -> str:
         return text if verbose or text.count("\n") < _MAX_LINES else _shortened(text, inside)
     if name in LOSS_ALIASES:
         expansion = ", ".join(f"{key} = {value!r}" for key, value in LOSS_ALIASES[name].items())
-        return f"loss.name = {name!r} is an alias of: {expansion}"
+        version = ALIAS_VERSIONS.get(name.partition("/")[0])
+        described = "" if version is None else f" (the framework's version: {version})"
+        return f"loss.name = {name!r} is an alias of: {expansion}{described}"
     # A key without its section may exist in several sections: describe all of them.
     paths = [path for path in fields if path.rpartition(".")[2] == wanted]
     if paths:

@@ -72,6 +72,9 @@ class LossConfig(Section):
     """Reported value. ``reinforce`` is ``-A min(r, C) log pi``. ``ratio`` is ``-A min(r, C)``, without a gradient above
     C or below ``ratio_floor``. null uses ``reinforce`` if the loss has a choice. Clipped surrogates have only
     ``ratio``."""
+    centering: bool = False
+    """Score centering: subtract the expected gradient of the loss under the sampler, so that the sampler's choice alone
+    adds nothing. Exact on the rollout's Top-K. For losses of single tokens that read pi and mu alone."""
     mismatch: Mismatch = "none"
     """Correction for the mismatch between trainer and engine: ``truncate`` truncates the weights, the ``mask_*`` modes
     mask tokens or sequences outside the limits."""
@@ -102,6 +105,9 @@ class LossConfig(Section):
     """Value of ``aggregation`` if it is null."""
     mismatch_uses_recomputed: ClassVar[bool] = False
     """True if ``mismatch`` compares trainer and engine at the same weights (pi' and mu), False for pi and mu."""
+    can_center: ClassVar[bool] = False
+    """True if ``decide`` works on ids that were not sampled: on tokens of shape [T, n] that have no pi', sequences or
+    user's columns. Allows ``centering``."""
     truncates_mismatch: ClassVar[bool] = False
     """True if the weight has a separate factor pi' / mu, which ``mismatch = "truncate"`` limits."""
 
@@ -146,11 +152,13 @@ class LossConfig(Section):
         if self.mask is None:
             unused["mask_options"] = "mask"
         if not self.is_topk:
-            unused["topk"] = "a loss on the Top-K, divergence = 'topk', or a function that needs(topk=True)"
+            unused["topk"] = (
+                "a loss on the Top-K, centering = true, divergence = 'topk', or a function that needs(topk=True)"
+            )
         if not self.forms:
             unused["form"] = "a loss with this choice"
         if self.mismatch == "none":
-            needed = "mismatch other than 'none', or centering = 'mask'"
+            needed = "mismatch other than 'none'"
             unused |= {"mismatch_low": needed, "mismatch_high": needed}
         if self.kl_coef == 0:
             unused |= {"kl_estimator": "kl_coef above 0", "kl_target": "kl_coef above 0"}
@@ -171,6 +179,12 @@ class LossConfig(Section):
             raise ValueError(
                 f"mismatch = 'truncate' has no effect on the loss {self.name!r}: ratio_cap caps its weight pi / mu. "
                 "Use ratio_cap, a mask_* mode, or the loss ppo_decoupled"
+            )
+        if self.centering and not self.can_center:
+            raise ValueError(
+                f"centering = true does not exist for the loss {self.name!r}: the weight of an id must follow from "
+                "its pi and mu, and this loss reads recomputed log-probabilities, whole sequences, or is a user's. "
+                "Fix: remove it, or use a loss of single tokens such as dppo_binary_tv"
             )
         if self.form is not None and self.form not in self.forms:
             raise ValueError(
@@ -199,6 +213,8 @@ class LossConfig(Section):
         if self.user_mask is not None:
             reasons |= dict.fromkeys(self.user_mask.needs.inputs, "loss.mask")
         reasons |= dict.fromkeys(self.needs.inputs, "loss.name")
+        if self.centering:
+            reasons |= dict.fromkeys(FunctionNeeds(topk=True).inputs, "loss.centering")
         if self.mismatch in ("mask_sequence", "mask_geometric"):
             reasons["sequence_ids"] = "loss.mismatch"
         if self.kl_coef and self.kl_target == "reference":
@@ -239,13 +255,13 @@ class LossConfig(Section):
     @property
     def is_topk(self) -> bool:
         """True if the loss or the mask needs the rollout's Top-K."""
-        return self.needs.topk or (self.user_mask is not None and self.user_mask.needs.topk)
+        return self.needs.topk or self.centering or (self.user_mask is not None and self.user_mask.needs.topk)
 
     @property
     def reads_topk_slots(self) -> bool:
         """True if loss or mask read single slots of the Top-K, not only sums over them."""
         by_mask = self.user_mask is not None and self.user_mask.needs.topk
-        return by_mask or (self.needs.topk and self.topk_summary is None)
+        return by_mask or self.centering or (self.needs.topk and self.topk_summary is None)
 
     @property
     def uses_recomputed_logprobs(self) -> bool:

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
-from megatron_dppo.config.loss_aliases import LOSS_ALIASES
+from megatron_dppo.config.loss_aliases import LOSS_ALIASES, expand_alias
 from megatron_dppo.config.user_functions import may_execute, reload_if_changed
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import is_function_name
@@ -71,8 +71,7 @@ def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
 
     An unknown name gives the class of the default loss, which then rejects the name.
     """
-    name = values.get("name", DEFAULT_LOSS)
-    name = LOSS_ALIASES[name]["name"] if isinstance(name, str) and name in LOSS_ALIASES else name
+    name = expand_alias(dict(values)).get("name", DEFAULT_LOSS)
     if not is_loss_name(name):
         return loss_classes()[DEFAULT_LOSS]
     if not is_function_name(name):

@@ -40,6 +40,7 @@ class CISPO(RatioCap, Loss):
     """Smallest weight: r is raised to this value (the two-sided form). null disables the floor."""
 
     default_cap: ClassVar[float] = 5.0
+    can_center: ClassVar[bool] = True
 
     @property
     def ratio_limits(self) -> tuple[float, float]:

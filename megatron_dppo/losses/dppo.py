@@ -141,6 +141,8 @@ class BinaryDPPO(DPPOConfig):
 
     name: Literal["dppo_binary_tv", "dppo_binary_kl"] = "dppo_binary_tv"
 
+    can_center: ClassVar[bool] = True
+
     def decide(self, tokens: Tokens) -> Decision:
         """Mask outward updates of tokens that are beyond the threshold of their side."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
@@ -168,6 +170,8 @@ class TopKDPPO(DPPOConfig):
     along the update (with a Binary divergence the two are the same)."""
     tail: Literal["proportional", "aggregated", "uniform"] = "proportional"
     """Sum of pi^2 outside the Top-K set, exact or estimated; only with ``direction = "predictive"``."""
+
+    can_center: ClassVar[bool] = True
 
     @property
     def needs(self) -> FunctionNeeds:

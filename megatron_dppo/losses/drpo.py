@@ -40,6 +40,7 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
     """Largest whole weight of ``drpo``. null and ``off`` disable the cap."""
 
     forms: ClassVar[tuple[Form, ...]] = ("reinforce",)
+    can_center: ClassVar[bool] = True
 
     @property
     def is_total_variation(self) -> bool:

@@ -11,7 +11,7 @@ Source: arXiv 2402.03300, clip-higher arXiv 2503.14476
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap, RatioClipping
@@ -33,6 +33,8 @@ class GRPO(RatioClipping, RatioCap, Loss):
     """
 
     name: Literal["grpo"] = "grpo"
+
+    can_center: ClassVar[bool] = True
 
     def decide(self, tokens: Tokens) -> Decision:
         """Mask tokens whose ratio is beyond the limit of their side."""

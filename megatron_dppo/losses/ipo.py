@@ -11,7 +11,7 @@ Source: prime-rl, pull requests 3418 and 3586
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -39,6 +39,8 @@ class IPO(DivergenceThresholds, RatioCap, Loss):
     """Largest move of a token with pi < mu. null uses 0.3 for ``ipo``."""
     divergence_threshold_high: float | None = Field(None, gt=0)
     """Largest move of a token with pi > mu. null uses 0.3 for ``ipo``."""
+
+    can_center: ClassVar[bool] = True
 
     @property
     def default_threshold(self) -> float:

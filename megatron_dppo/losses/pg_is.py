@@ -10,7 +10,7 @@ Source: arXiv 2602.04879, section 5 (PG-IS)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap
@@ -30,6 +30,8 @@ class PolicyGradient(RatioCap, Loss):
     """
 
     name: Literal["pg_is"] = "pg_is"
+
+    can_center: ClassVar[bool] = True
 
     def decide(self, tokens: Tokens) -> Decision:
         """Keep every token."""

@@ -41,6 +41,7 @@ class PPO(RatioClipping, Loss):
     """Tokens with negative advantage and r above this value are masked. null disables the limit."""
 
     forms: ClassVar[tuple[Form, ...]] = ("ratio",)
+    can_center: ClassVar[bool] = True
 
     def decide(self, tokens: Tokens) -> Decision:
         """Clip the ratio."""

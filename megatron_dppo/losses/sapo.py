@@ -42,6 +42,7 @@ class SAPO(RatioCap, Loss):
     """Gate temperature tau for positive advantages (``tau_pos``)."""
 
     forms: ClassVar[tuple[Form, ...]] = ("reinforce",)
+    can_center: ClassVar[bool] = True
 
     def decide(self, tokens: Tokens) -> Decision:
         """Keep every token, with the gated weight."""

@@ -23,6 +23,7 @@ KEYS_OF_SOME = {
     "topk_eviction": False,
     "direction": "sampled",
     "ratio_cap": None,
+    "ratio_floor": None,
     "dual_clip": None,
 }
 """Keys that not every loss has -> what the formulas read where a loss has none."""
@@ -49,6 +50,8 @@ def plain_loss(x: LossInputs, config: LossConfig) -> tuple[Tensor, float]:
     for t in [t for t, inside in enumerate(x.loss_mask.tolist()) if inside]:
         advantage = float(x.advantages[t])
         keep, term = TERMS.get(c.name, masked_term)(x, c, t, advantage)
+        if c.centering:
+            term = term + centered(x, c, t, advantage)
         if c.kl_coef:
             towards = x.reference_logprobs if c.kl_target == "reference" else x.rollout_logprobs
             assert towards is not None
@@ -186,29 +189,54 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
         limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
         assert limit is not None
         weight -= weight * (pi - mu) / limit * math.copysign(1, advantage)
-    return True, -advantage * min(weight, cap) * x.logprobs[t]
+    return True, -advantage * max(min(weight, cap), c.ratio_floor or -math.inf) * x.logprobs[t]
 
 
-def centered_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
-    """``-A (f(r) log pi - sum over the head of residual_i log pi_i)`` for f = 1 or min(r, 2)."""
+def weight_of_id(c: Keys, advantage: float, p: float, m: float, on_set: float) -> float:
+    """The factor of ``- A grad log pi`` if an id of these probabilities were sampled; ``on_set``: the Top-K's D."""
+    sign, r = math.copysign(1.0, advantage), p / m
+    limit = getattr(c, "divergence_threshold_high" if advantage > 0 else "divergence_threshold_low", None)
+    away = sign * (p - m) > 0
+    if c.name in ("grpo", "ppo_clip"):
+        outside = r > 1 + (c.clip_ratio_high or CLIP[1]) if advantage > 0 else r < 1 - (c.clip_ratio_low or CLIP[0])
+        outside = outside or (c.dual_clip is not None and advantage < 0 and r > c.dual_clip)
+        return 0.0 if outside else r
+    if c.name == "drpo":
+        assert limit is not None
+        return min(r * (1 - sign * (p - m) / limit), _cap(c))
+    if c.name.startswith("dppo_binary"):
+        moved = abs(p - m)
+        if c.name.endswith("kl"):
+            moved = m * math.log(m / p) + (1 - m) * math.log((1 - m) / (1 - p))
+        return 0.0 if away and moved > limit else min(r, _cap(c))
+    if c.name.startswith("dppo_topk"):
+        return 0.0 if away and on_set > limit else min(r, _cap(c))
+    assert c.name == "cispo", c.name
+    return max(min(r, _cap(c)), c.ratio_floor or 0.0)
+
+
+def centered(x: LossInputs, c: Keys, t: int, advantage: float) -> Tensor:
+    """``A`` times the mean over mu of ``f grad log pi``: the head id by id, all other ids as if mu were rho pi."""
     assert x.topk_logprobs is not None and x.topk_valid is not None
     if c.mismatch == "mask_sequence" and not MISMATCH[0] <= math.exp(sum(sequence_log_ratios(x, t))) <= MISMATCH[1]:
-        return False, 0 * x.logprobs[t]
-
-    def f(r: float) -> float:
-        return 1.0 if c.centering == "none" else min(r, 2.0)
-
+        return 0 * x.logprobs[t]
     head = [slot for slot in range(c.topk) if bool(x.topk_valid[t, slot])]
     pairs = slot_pairs(x, t, head)
     p_rest, m_rest = (max(1 - sum(side), 1e-6) for side in zip(*pairs, strict=True))
-    alpha = m_rest / p_rest * f(p_rest / m_rest)
-    pi, mu, _ = probabilities(x, t)
-    term = f(pi / mu) * x.logprobs[t]
+    buckets = [*pairs, (p_rest, m_rest)]
+    on_set = sum(abs(p - m) for p, m in buckets) / 2
+    if c.name.endswith("_kl"):
+        on_set = sum(m * math.log(m / p) for p, m in buckets if m > 0)
+    # An id of the tail is too rare for any threshold of a probability.
+    rare = 1e-12
+    alpha = m_rest / p_rest * weight_of_id(c, advantage, rare * p_rest / m_rest, rare, on_set)
+    total = 0 * x.logprobs[t]
     for slot, (p, m) in zip(head, pairs, strict=True):
         if p == 0:  # outside the sampling mask: log pi is -inf, and has no gradient
             continue
-        term = term - ((m * f(p / m) if m > 0 else 0.0) - alpha * p) * x.topk_logprobs[t, slot]
-    return True, -advantage * term
+        mean = m * weight_of_id(c, advantage, p, m, on_set) if m > 0 else 0.0
+        total = total + (mean - alpha * p) * x.topk_logprobs[t, slot]
+    return advantage * total
 
 
 def sequence_log_ratios(x: LossInputs, t: int) -> list[float]:
@@ -291,5 +319,4 @@ TERMS: Mapping[str, Callable[[LossInputs, Keys, int, float], tuple[bool, Tensor]
     "ppo_clip": ppo_clip,
     "ppo_decoupled": ppo_decoupled,
     "gspo": gspo,
-    "score_centering": centered_term,
 }

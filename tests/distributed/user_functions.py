@@ -18,7 +18,9 @@ def centered(inputs: LossInputs, *, cap: float) -> Tensor:
     head = torch.where(finite, head, 0.0)
     p = torch.where(finite, head.detach().double().exp(), 0.0)
     m = torch.where(used, inputs.rollout_topk_logprobs[:, :-1].double().exp(), 0.0)  # type: ignore[index]
-    p_rest, m_rest = ((1 - side.sum(-1)).clamp(min=1e-6) for side in (p, m))
+    sampled_outside = torch.where(inputs.topk_valid[:, -1], inputs.logprobs.detach().double().exp(), 0.0)  # type: ignore[index]
+    p_rest = (inputs.topk_other_logprob.double().exp() + sampled_outside).clamp(min=1e-6)  # type: ignore[union-attr]
+    m_rest = (1 - m.sum(-1)).clamp(min=1e-6)
     rho = m_rest / p_rest
     alpha = rho * (1 / rho).clamp(max=cap)
     residual = torch.where(m > 0, m * (p / m).clamp(max=cap), 0.0) - alpha[:, None] * p

@@ -18,7 +18,7 @@ TOPK = 2
 
 def loss_config(name: str, **keys: Any) -> LossConfig:
     """The loss with its defaults, and with the K of ``make_inputs``."""
-    has_topk = "topk" in name or name == "score_centering"
+    has_topk = "topk" in name or name == "score_centering" or keys.get("centering", False)
     return LossConfig(name=name, **{**({"topk": TOPK} if has_topk else {}), **keys})
 
 

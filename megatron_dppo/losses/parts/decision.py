@@ -32,14 +32,18 @@ def decide(tokens: Tokens, loss: Loss) -> Decision:
     # ``truncate`` masks nothing: ``ppo_decoupled`` limits its weight pi' / mu with it.
     if loss.mismatch in ("none", "truncate"):
         return decision
-    inside = mismatch_keep_mask(
+    return mask_outside(decision, mismatch_mask(tokens, loss))
+
+
+def mismatch_mask(tokens: Tokens, loss: Loss) -> Tensor:
+    """Return the mask of a ``mask_*`` mode of ``loss.mismatch``, in the shape of the tokens."""
+    return mismatch_keep_mask(
         mismatch_log_ratio(tokens, loss),
         tokens.mask,
         cast(Literal["token", "sequence", "geometric"], loss.mismatch.removeprefix("mask_")),
         loss.mismatch_limits,
         tokens.sequence_ids,
     )
-    return mask_outside(decision, inside)
 
 
 def mask_outside(decision: Decision, inside: Tensor) -> Decision:

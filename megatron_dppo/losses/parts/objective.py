@@ -40,7 +40,7 @@ def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Ob
         needs=LossNeeds(
             entropy_gradient=config.entropy_coef > 0 or config.needs.entropy_gradient,
             other_square="topk_other_square" in config.required_inputs,
-            slot_gradient=config.needs.topk_gradient,
+            slot_gradient=config.needs.topk_gradient or config.centering,
             topk_sums=_sums(config),
         ),
     )

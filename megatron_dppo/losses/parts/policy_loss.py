@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.losses.parts.centering import centering_term
 from megatron_dppo.losses.parts.counterfactuals import counterfactual_metrics
 from megatron_dppo.losses.parts.decision import decide, mask_outside
 from megatron_dppo.losses.parts.loss import as_loss
@@ -76,6 +77,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
 
     # Terms: the only part with a gradient.
     keep, token_loss = loss.terms(inputs, tokens, decision)
+    if loss.centering:
+        token_loss = token_loss + centering_term(inputs, tokens, loss)
     if factor is not None:
         token_loss = token_loss * factor
     coefficient = _coefficient(tokens, token_loss) if counterfactuals and not loss.decides_gradient else None

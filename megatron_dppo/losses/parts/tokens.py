@@ -130,7 +130,12 @@ class Tokens:
     @property
     def recomputed_log_ratio(self) -> Tensor:
         """Log pi - log pi' of the recomputed log-probabilities, clamped."""
-        return (self.logprobs.detach() - self.recomputed).clamp(max=_MAX_LOG_RATIO)
+        return self.limited(self.logprobs.detach() - self.recomputed)
+
+    @staticmethod
+    def limited(log_ratio: Tensor) -> Tensor:
+        """Return log ratios that are small enough for ``exp``."""
+        return log_ratio.clamp(max=_MAX_LOG_RATIO)
 
 
 def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
@@ -190,7 +195,7 @@ def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
     if inputs.topk_logprobs is None:
         if config.reads_topk_slots or other is None:
             raise ValueError(
-                "topk_sums without topk_logprobs needs topk_other_logprob. topk_eviction = true, score_centering and "
+                "topk_sums without topk_logprobs needs topk_other_logprob. topk_eviction = true, centering and "
                 "user functions that need the Top-K read single slots. Fix: pass topk_logprobs"
             )
         if config.topk_summary == "rate" and inputs.topk_sums is not None and inputs.topk_sums.shape[-1] != 6:

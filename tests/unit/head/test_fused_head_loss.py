@@ -91,7 +91,7 @@ def test_every_token_loss_equals_float64_and_mode_a(name: str, case: HeadCase) -
     want.loss_sum.backward()
     mode_a(problem, other, config).loss_sum.backward()
     # The terms of the slots put more into few entries, whose roundings to bf16 do not average out.
-    factor = 1.5 if "centering" in name else 1.0
+    factor = 1.5 if "center" in name else 1.0
     check_gradients(problem, other, want_leaves, None, f"{name} A", factor)
     for chunk in (None, 7):
         leaves = problem.leaves(None)

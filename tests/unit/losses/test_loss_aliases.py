@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.config.loss_aliases import LOSS_ALIASES
+from megatron_dppo.config.loss_aliases import ALIAS_VERSIONS, LOSS_ALIASES
 from tests.unit.losses.test_loss_cases import CASES, run_case
 
-ALIASES = sorted(LOSS_ALIASES)
+ALIASES = sorted(set(LOSS_ALIASES) - {"score_centering"})
+"""Score centering is in ``test_centering``."""
 DOC = (Path(__file__).parents[3] / "docs/loss_details.md").read_text(encoding="utf-8")
+ROWS = DOC.partition("## Names of other frameworks")[2].splitlines()
 
 
 def binary_tv(case: dict[str, Any], old: float) -> float:
@@ -39,7 +41,7 @@ def framework_weight(alias: str, case: dict[str, Any]) -> float:
     low = high = {"trl": 0.15, "2026-08-11": 0.1, "2026-08-27": 0.1, "2026-09-18": 0.3}.get(
         name if stack == "prime_rl" else stack, 0.2
     )
-    cap = {"verl": 3.0, "stable_rl": 3.0, "trl": 20.0, "prime_rl": math.inf}[stack]
+    cap = {"verl": 3.0, "stable_rl": 3.0, "trl": 20.0, "prime_rl": math.inf, "skyrl": math.inf}[stack]
     if name == "cispo":
         return min(max(ratio, 0.8), 1.2)
     if name == "pg_no_mask":
@@ -63,7 +65,9 @@ def framework_weight(alias: str, case: dict[str, Any]) -> float:
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_has_the_gradient_of_its_framework_on_the_worked_case(alias: str, case: dict[str, Any]) -> None:
-    keys = {"topk": case["K"]} if "topk" in alias else {}
+    keys: dict[str, Any] = {"topk": case["K"]} if "topk" in alias else {}
+    if alias == "skyrl/default":  # with its centering in ``test_centering``
+        keys = {"centering": False}
     if alias == "prime_rl/2026-09-18":  # one case is on the threshold, or a rounding of exp beyond
         keys = dict.fromkeys(("divergence_threshold_low", "divergence_threshold_high"), 0.3 + 1e-12)
     _, grad = run_case(LossConfig(name=alias, **keys), case, torch.float64)
@@ -90,9 +94,16 @@ def test_a_resolved_alias_is_an_ordinary_configuration() -> None:
         assert LossConfig(**config.model_dump()) == config
 
 
+def test_every_framework_has_the_version_that_its_aliases_describe() -> None:
+    assert {alias.partition("/")[0] for alias in LOSS_ALIASES if "/" in alias} == set(ALIAS_VERSIONS)
+    for framework, version in ALIAS_VERSIONS.items():
+        assert f"| `{framework}` | {version} |" in DOC
+        assert framework == "prime_rl" or "2026" in version
+
+
 def test_the_page_lists_every_alias_with_its_keys() -> None:
     for alias, keys in LOSS_ALIASES.items():
-        line = next(line for line in DOC.splitlines() if line.startswith(f"| `{alias}`"))
+        line = next(line for line in ROWS if line.startswith(f"| `{alias}`"))
         assert f"`{keys['name']}`" in line
         for key, value in keys.items():
             assert key == "name" or f"`{key} = {json.dumps(value)}`" in line, (alias, key)

@@ -32,7 +32,7 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_every_loss_has_an_entry_and_a_picture(drawing: dict[str, Any]) -> None:
     result = drawing["entries"]()
-    assert {entry["config"]["name"] for entry in result} == set(loss_names())
+    assert {LossConfig(**entry["config"]).name for entry in result} == set(loss_names())
     assert {entry["id"] for entry in result} == {picture.stem for picture in GALLERY.glob("*.png")}
     told = {name for entry in result for name in entry["rows"]}
     assert told == set(LOSSES) - set(FIGURE_LOSSES)

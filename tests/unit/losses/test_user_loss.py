@@ -37,8 +37,8 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "dppo_topk_tv", "topk": TOPK} | THRESHOLD,
     ),
     "centered": (
-        {"name": f"{OWN}:centered", "options": {"cap": 2.0}, "topk": TOPK, "mismatch": "mask_token"},
-        {"name": "score_centering", "topk": TOPK, "mismatch": "mask_token"},
+        {"name": f"{OWN}:centered", "options": {"cap": 2.0}, "topk": TOPK},
+        {"name": "score_centering", "topk": TOPK},
     ),
     "penalised": (
         {"name": f"{OWN}:penalised", "options": {"coefficient": 0.2}, "entropy_coef": 0.1},
