@@ -63,12 +63,12 @@ example-llm example-llm-moe:
 		$$python -m megatron_dppo.commands.main examples $(subst example-llm,smollm2,$@) --output $(OUT) --seed $(SEED) $(ARGS)
 
 example-sglang:
-	@tools/engines/sglang.sh install 0.5.23 >/dev/null
+	@tools/engines/sglang.sh install >/dev/null
 	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/sglang.toml --nproc-per-node 2 \
 		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
 example-vllm:
-	@tools/engines/vllm.sh install 0.32.0 >/dev/null
+	@tools/engines/vllm.sh install >/dev/null
 	@PYTHON=$$(tools/setup_env.sh) && export PYTHON && launch/torchrun.sh examples/chain_sum/vllm.toml --nproc-per-node 2 \
 		--run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
@@ -110,9 +110,11 @@ test-page: docs
 	@tools/install_chromium.sh
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/browser $(ARGS)
 
+# The version whose torch is the trainer's; without a number the scripts take the newest that is tested.
+TESTED_SGLANG = $(shell sed -n 's/^sglang = "\(.*\)"$$/\1/p' megatron_dppo/engines/serving/versions.toml)
 engines:
-	@tools/engines/sglang.sh install 0.5.23 >/dev/null && tools/engines/sglang.sh install 0.5.20 >/dev/null
-	@tools/engines/vllm.sh install 0.32.0 >/dev/null && tools/engines/agents.sh install >/dev/null
+	@tools/engines/sglang.sh install >/dev/null && tools/engines/sglang.sh install $(TESTED_SGLANG) >/dev/null
+	@tools/engines/vllm.sh install >/dev/null && tools/engines/agents.sh install >/dev/null
 
 test-engines: engines
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/engines --durations 10 $(ARGS)
@@ -129,7 +131,7 @@ test-faults-mutants:
 
 test-slurm:
 	@tools/install_slurm.sh
-	@tools/engines/sglang.sh install 0.5.23 >/dev/null
+	@tools/engines/sglang.sh install >/dev/null
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/launch --durations 10 $(ARGS)
 
 test-matrix: engines

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -57,6 +58,8 @@ TRAIN = [
     "matplotlib",
 ]
 """Packages of the trainer and its commands, which every extra except ``loss`` brings."""
+TESTED = tomllib.loads((ROOT / "megatron_dppo/engines/serving/versions.toml").read_text(encoding="utf-8"))["tested"]
+"""Versions of torch and the engines with one NCCL."""
 DATA = ["datasets>=2.20", "pyarrow>=15"]
 """Parquet files, and data sets of the Hugging Face hub."""
 
@@ -111,6 +114,7 @@ setup(
     package_data={
         "megatron_dppo": [
             *("py.typed", "commands/experiments/bases/*/*"),
+            "engines/serving/versions.toml",
             *("engines/serving/*_extension/*.py", "engines/serving/*_extension/*/*.py"),
             *("report/page/*.html", "report/page/*.css", "report/page/*.js"),
         ]
@@ -122,6 +126,12 @@ setup(
         "loss": [],
         # The trainer and all commands.
         "train": TRAIN,
+        # The trainer of servers in an environment of their own. Torch alone decides the NCCL: each of its builds names one
+        # version of nvidia-nccl-cu12 or -cu13, and a build for CPUs none. The servers are no extra: SGLang and vLLM pin
+        # versions that the trainer's pins (requirements/lock.txt, which uv always applies) exclude.
+        "train-sglang": [*TRAIN, f"torch=={TESTED['torch']}"],
+        "train-vllm": [*TRAIN, f"torch=={TESTED['torch']}"],
+        # A server in the environment of the trainer.
         "sglang": [*TRAIN, "sglang"],
         "vllm": [*TRAIN, "vllm"],
         "te": [*TRAIN, "transformer-engine[pytorch]"],

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.engines.serving.collectives import TESTED
 from megatron_dppo.run.orphans import no_orphans
 from tests.engines.calls import call
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 from tests.engines.tiny import Reference, make_tiny
 
 _HERE = Path(__file__).parent
-SGLANG_VERSIONS = ("0.5.23", "0.5.20")
+SGLANG_VERSIONS = (TESTED["sglang_newest"], TESTED["sglang"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from megatron_dppo.engines.serving.collectives import TESTED
+
 TOOLS = Path(__file__).parents[2] / "tools" / "engines"
 _START_SECONDS = 300
 
@@ -110,7 +112,7 @@ class SharedEngine:
 
 
 def start_sglang(
-    model: Path, log: Path, *options: str, version: str = "0.5.23", env: Mapping[str, str] | None = None
+    model: Path, log: Path, *options: str, version: str = TESTED["sglang_newest"], env: Mapping[str, str] | None = None
 ) -> Engine:
     """A real SGLang server on the CPU."""
     port = free_port()
@@ -144,7 +146,7 @@ def bf16_sglang(model: Path, log: Path) -> Iterator[Engine]:
 def start_vllm(model: Path, log: Path, *options: str, env: Mapping[str, str] | None = None) -> Engine:
     """A real vLLM server on the CPU."""
     port = free_port()
-    command = [str(TOOLS / "vllm.sh"), "serve", "0.32.0", "--model", str(model)]
+    command = [str(TOOLS / "vllm.sh"), "serve", TESTED["vllm"], "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
     command += ["--max-num-seqs", "64", "--disable-uvicorn-access-log", *options]
     return start_engine("vllm", command, port, log, env)

@@ -16,6 +16,7 @@ from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.checks import check_logprobs
+from tests.engines.conftest import SGLANG_VERSIONS
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 from tests.engines.tiny import ROUTING, Reference, make_tied
 from tests.engines.updates import receive
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(make_tied(tmp_path_factory.mktemp("models") / "tied", seed=0))
 
 
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.20"])
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
 def test_log_probabilities_and_experts_of_sglang_equal_those_of_transformers(
     model: Reference, version: str, tmp_path: Path
 ) -> None:

@@ -46,12 +46,14 @@ async def by_handle(server: InferenceServer, model: Reference, version: int) -> 
     await server.end_update(version)
 
 
-async def by_broadcast(server: InferenceServer, model: Reference, version: int) -> None:
+async def by_broadcast(server: InferenceServer, model: Reference, version: int, ranks: int = 1) -> None:
+    """Send the weights to a server of ``ranks`` ranks."""
     port = free_port()
+    world_size = 1 + ranks
     name = transfer_group_name("127.0.0.1", port)
-    joined = asyncio.create_task(server.join_group("127.0.0.1", port, 1, 2, "gloo"))
+    joined = asyncio.create_task(server.join_group("127.0.0.1", port, 1, world_size, "gloo"))
     group = await asyncio.to_thread(
-        open_transfer_group, "127.0.0.1", port, name=name, rank=0, world_size=2, backend="gloo", timeout=60
+        open_transfer_group, "127.0.0.1", port, name=name, rank=0, world_size=world_size, backend="gloo", timeout=60
     )
     await joined
     weights = list(model.weights())

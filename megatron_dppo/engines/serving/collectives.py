@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +19,12 @@ from typing import Any, Literal
 from megatron_dppo.errors import ConfigError
 
 Engine = Literal["sglang", "vllm"]
-NCCL_OF_TORCH: Mapping[str, str] = {
-    "2.11": "2.28.9",
-    "2.12": "2.29.7",
-    "2.13": "2.29.7",
-    "2.14": "2.30.7",
-}
+_VERSIONS = tomllib.loads(Path(__file__).with_name("versions.toml").read_text(encoding="utf-8"))
+TESTED: Mapping[str, str] = _VERSIONS["tested"]
+"""Versions that CI runs: ``torch``, ``sglang`` and ``vllm`` with one NCCL, and ``sglang_newest``."""
+NCCL_OF_TORCH: Mapping[str, str] = _VERSIONS["nccl_of_torch"]
 """NCCL that the wheels of torch require, by torch's major and minor version (metadata of the Python package index)."""
-TORCH_OF_ENGINE: Mapping[Engine, Mapping[str, str]] = {
-    "sglang": {"0.5.19": "2.13.0", "0.5.20": "2.13.0", "0.5.21": "2.13.0", "0.5.22": "2.14.1", "0.5.23": "2.14.1"},
-    "vllm": {"0.32.0": "2.13.0", "0.33.0": "2.14.0"},
-}
+TORCH_OF_ENGINE: Mapping[Engine, Mapping[str, str]] = _VERSIONS["torch_of_engine"]
 """Torch that each version of an engine requires (metadata of the Python package index)."""
 STATED_NCCL = "MEGATRON_DPPO_SERVER_NCCL"
 """Environment variable with the NCCL of servers that do not report it, such as SGLang in a container."""

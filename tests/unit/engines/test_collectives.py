@@ -12,8 +12,6 @@ import torch
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.engines.serving.collectives import (
-    NCCL_OF_TORCH,
-    TORCH_OF_ENGINE,
     CollectiveVersions,
     Engine,
     find_mismatches,
@@ -70,19 +68,6 @@ def test_variables_that_differ_are_refused(theirs: str | None, ours: str, is_equ
     trainer = versions("2.29.7", "2.13.0", {"NCCL_CUMEM_ENABLE": ours})
     problems = list(find_mismatches("vllm", versions("2.29.7", "2.13.0", {"NCCL_CUMEM_ENABLE": theirs}), trainer))
     assert [problem.split(" is ")[0] for problem in problems] == [] if is_equal else ["NCCL_CUMEM_ENABLE"]
-
-
-def test_each_torch_of_the_table_has_its_nccl() -> None:
-    torches = {version for engine in TORCH_OF_ENGINE.values() for version in engine.values()}
-    assert {".".join(version.split(".")[:2]) for version in torches} <= NCCL_OF_TORCH.keys()
-    page = (ROOT / "docs/versions.md").read_text()
-    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.startswith("| 2.")}
-    for engine, pins in TORCH_OF_ENGINE.items():
-        for version in pins:
-            assert version in rows[str(pinned_versions(engine, version).nccl)], (engine, version)
-    lock = (ROOT / "requirements/lock.txt").read_text()
-    pinned = {line.partition("==")[0]: line.partition("==")[2].split()[0] for line in lock.splitlines() if "==" in line}
-    assert NCCL_OF_TORCH[pinned["torch"].rpartition(".")[0]] == pinned["nvidia-nccl-cu13"]
 
 
 def fake_python(folder: Path, answer: str) -> str:
