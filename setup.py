@@ -126,14 +126,11 @@ setup(
         "loss": [],
         # The trainer and all commands.
         "train": TRAIN,
-        # The trainer of servers in an environment of their own. Torch alone decides the NCCL: each of its builds names one
-        # version of nvidia-nccl-cu12 or -cu13, and a build for CPUs none. The servers are no extra: SGLang and vLLM pin
-        # versions that the trainer's pins (requirements/lock.txt, which uv always applies) exclude.
+        # The trainer of servers in an environment of their own. Torch alone decides the NCCL: each of its builds names
+        # one version of nvidia-nccl-cu12 or -cu13, and a build for CPUs none. Engines are no extras: they pin versions
+        # that requirements/lock.txt excludes. uv applies it to all extras at once, and tries every vLLM back to 0.1.
         "train-sglang": [*TRAIN, f"torch=={TESTED['torch']}"],
         "train-vllm": [*TRAIN, f"torch=={TESTED['torch']}"],
-        # A server in the environment of the trainer.
-        "sglang": [*TRAIN, "sglang"],
-        "vllm": [*TRAIN, "vllm"],
         "te": [*TRAIN, "transformer-engine[pytorch]"],
         "wandb": [*TRAIN, "wandb"],
         # log.trackers; the trackers' own packages beside it

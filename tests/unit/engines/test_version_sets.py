@@ -55,6 +55,12 @@ def test_the_extra_of_a_trainer_pins_the_torch_of_its_servers(engine: str) -> No
     assert set(pins["train"]) < set(pins[f"train-{engine}"]) and len(pins[f"train-{engine}"]) == len(pins["train"]) + 1
 
 
+def test_no_extra_brings_an_engine() -> None:
+    """uv resolves all extras with the pins of the lock, which no released engine takes: it would not end."""
+    named = {Requirement(each).name for requirements in extras().values() for each in requirements}
+    assert not named & {"sglang", "vllm"}
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_ci_installs_the_tested_versions(engine: str) -> None:
     listed = (ROOT / f"tools/engines/{engine}_requirements.txt").read_text()
@@ -85,8 +91,12 @@ def test_every_file_that_installs_or_starts_an_engine_names_a_tested_version() -
 
 @pytest.mark.parametrize(
     "file",
-    ["docs/two_nodes.md", "examples/qwen3_30b_a3b/README.md", "launch/containers/Dockerfile"]
-    + ["launch/containers/apptainer.def"],
+    [
+        "docs/two_nodes.md",
+        "examples/qwen3_30b_a3b/README.md",
+        "launch/containers/Dockerfile",
+        "launch/containers/apptainer.def",
+    ],
 )
 def test_commands_for_the_servers_environment_name_the_tested_version(file: str) -> None:
     text = (ROOT / file).read_text()
