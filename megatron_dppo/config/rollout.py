@@ -39,6 +39,20 @@ class AgentConfig(Section):
     and the sample counts as failed."""
     max_calls: int = Field(50, gt=0)
     """Maximum number of model calls per episode. Further calls are refused, and the episode counts as truncated."""
+    segments: Literal["all", "longest"] = "all"
+    """Segments of an episode that are trained on, if its calls form several conversations (docs/agents.md). ``all``:
+    each is a training sample with the advantage of the episode. ``longest``: only the one with the most sampled
+    tokens."""
+    segment_weight: Literal["tokens", "segments"] = "tokens"
+    """Weight of an episode's segments in the gradient. The episode keeps its total weight in any case: it is one
+    sequence for ``loss.aggregation``. ``tokens``: all of its tokens weigh alike. ``segments``: each of K segments has
+    1/K of the weight, however long it is."""
+    max_segments: int | None = Field(None, gt=0)
+    """Maximum number of conversations per episode. A call that would begin one more is refused, and the episode counts
+    as truncated. null: no limit but ``max_calls``."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Credit for rewards that the agent gives to single responses (``POST /v1/reward`` with an id). ``episode``: each
+    token gets the sum of all. ``turn``: each token gets the rewards from its own response on (return-to-go)."""
     max_running: int | None = Field(None, gt=0)
     """Maximum number of concurrent episodes per data-parallel rank. Only with inference servers. null sets no limit."""
     host: str = "127.0.0.1"

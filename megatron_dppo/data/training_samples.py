@@ -26,7 +26,7 @@ def to_training_sample(
     prompt_ids: Sequence[int] | Tensor,
     response_ids: Sequence[int] | Tensor,
     rollout_logprobs: Sequence[float] | Tensor | None,
-    advantage: float,
+    advantage: float | Tensor,
     topk: tuple[Tensor, Tensor] | None = None,
     routed_experts: Tensor | None = None,
     sampled: Sequence[bool] | Tensor | None = None,
@@ -42,7 +42,7 @@ def to_training_sample(
         prompt_ids: At least one token.
         response_ids: R tokens, the end-of-sequence token included.
         rollout_logprobs: R natural log-probabilities; None for supervised samples.
-        advantage: One value for the whole response.
+        advantage: One value for the whole response, or one for each token, [R].
         topk: The rollout's Top-K ids and log-probabilities, ``[R, K+1]`` each (see ``Completion``).
         routed_experts: ``[P + R - 1, L, k]``, one row for each token of the sequence but the last.
         sampled: [R] False on tokens that were given to the policy, such as a tool's; None = it sampled all of them.
@@ -63,6 +63,8 @@ def to_training_sample(
     length, first = sequence.numel() - 1, len(prompt_ids) - 1
     loss_mask = torch.zeros(length, dtype=torch.bool)
     loss_mask[first:] = True if sampled is None else torch.as_tensor(sampled)
+    advantages = torch.zeros(length, dtype=torch.float32)
+    advantages[first:] = advantage
     aligned = None
     if rollout_logprobs is not None:
         response_logprobs = torch.as_tensor(rollout_logprobs, dtype=torch.float32)
@@ -83,7 +85,7 @@ def to_training_sample(
         tokens=sequence[:-1],
         labels=sequence[1:],
         loss_mask=loss_mask,
-        advantages=torch.where(loss_mask, advantage, 0.0),
+        advantages=torch.where(loss_mask, advantages, 0.0),
         rollout_logprobs=aligned,
         **carried,
     )
@@ -102,22 +104,74 @@ def _check_columns(columns: Mapping[str, TokenRows], prompt_tokens: int, respons
         )
 
 
-def to_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[TrainingSample]:
-    """Return one training sample per rollout; a sample whose reward failed has advantage 0 and so no gradient.
+def to_samples(
+    groups: Sequence[RolloutGroup],
+    advantages: Sequence[Sequence[float]],
+    reward_scales: Sequence[Sequence[float]] | None = None,
+) -> list[TrainingSample]:
+    """Return one training sample for each segment of each rollout; other responses than agents' have one segment.
+
+    All segments of a rollout have its advantage. If the reward failed, it is 0 and there is no gradient.
 
     Args:
         groups: Scored groups.
         advantages: ``[groups][samples]``.
+        reward_scales: Derivative of each advantage in its own reward with the group's statistics held fixed,
+            ``[groups][samples]``. Needed for credit by turn alone. None is 1 everywhere.
     """
+    scales = reward_scales or [[1.0] * len(row) for row in advantages]
     return [
-        _to_sample(group.prompt, rollout.completion, float(advantage))
-        for group, row in zip(groups, advantages, strict=True)
-        for rollout, advantage in zip(group.rollouts, row, strict=True)
+        _to_sample(group.prompt, segment, float(advantage), float(scale), index)
+        for group, row, scale_row in zip(groups, advantages, scales, strict=True)
+        for rollout, advantage, scale in zip(group.rollouts, row, scale_row, strict=True)
+        for index, segment in enumerate(rollout.completion.segments)
     ]
 
 
-def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> TrainingSample:
+def group_segments(samples: Sequence[TrainingSample]) -> list[list[int]]:
+    """Return the sample indices of each episode, in order."""
+    episodes: list[list[int]] = []
+    for index, sample in enumerate(samples):
+        if sample.segment == 0:
+            episodes.append([])
+        episodes[-1].append(index)
+    return episodes
+
+
+def episode_indices(samples: Sequence[TrainingSample]) -> list[int]:
+    """Return the index of each sample's episode, which is that of its rollout in the groups of ``to_samples``."""
+    return [number for number, indices in enumerate(group_segments(samples)) for _ in indices]
+
+
+def with_episode_tokens(samples: Sequence[TrainingSample], *, equal_segments: bool) -> list[TrainingSample]:
+    """Return the samples with the fields that aggregate over episodes.
+
+    Args:
+        samples: Samples with their final loss masks; all segments of an episode.
+        equal_segments: Give the segments of an episode with L tokens equal weights in sum: the tokens of each of its K
+            segments, with n tokens in the loss, get the factor ``L / (K n)``. False weighs all tokens alike.
+    """
+    result = list(samples)
+    for indices in group_segments(samples):
+        if len(indices) == 1:
+            continue
+        counts = [samples[i].num_loss_tokens for i in indices]
+        total = sum(counts)
+        num_segments = sum(count > 0 for count in counts)
+        for i, count in zip(indices, counts, strict=True):
+            factor = total / (num_segments * count) if equal_segments and count else 1.0
+            result[i] = replace(samples[i], episode_loss_tokens=total, segment_factor=factor)
+    return result
+
+
+def _to_sample(
+    prompt: Prompt, completion: Completion, episode_advantage: float, reward_scale: float, segment: int
+) -> TrainingSample:
     first = _given_first(completion) if prompt.is_task else 0
+    advantage: float | Tensor = episode_advantage
+    if completion.past_rewards is not None:
+        # Return-to-go: a turn gets no credit for rewards that were given before it.
+        advantage = episode_advantage - reward_scale * completion.past_rewards[first:]
     sample = to_training_sample(
         (*prompt.context_ids, *completion.token_ids[:first].tolist()),
         completion.token_ids[first:],
@@ -126,7 +180,7 @@ def _to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Trai
         sampled=None if completion.loss_mask is None else completion.loss_mask[first:],
         columns=carried_columns(completion, first),
     )
-    return replace(sample, sources=_sources(completion, sample.num_tokens))
+    return replace(sample, sources=_sources(completion, sample.num_tokens), segment=segment)
 
 
 def _sources(completion: Completion, num_labels: int) -> tuple[VersionSpan, ...]:
@@ -160,7 +214,11 @@ class RowShape:
 
 
 def pack(
-    samples: Sequence[TrainingSample], shape: RowShape | None = None, like: TrainingSample | None = None
+    samples: Sequence[TrainingSample],
+    shape: RowShape | None = None,
+    like: TrainingSample | None = None,
+    *,
+    joins_segments: bool = False,
 ) -> MicroBatch:
     """Put samples end to end in one row, every one padded to ``shape.sequence_multiple``.
 
@@ -171,6 +229,8 @@ def pack(
         samples: Samples of the row. Empty on a rank that only runs the collectives of its peers.
         shape: Multiples to pad to; None = no padding.
         like: Sample whose optional fields an empty row gets. Needed only for an empty row.
+        joins_segments: Give the segments of an episode one sequence id. They must stand side by side, all of them. The
+            model still reads each by itself.
 
     Raises:
         ValueError: Only some samples have an optional field, or they have it in different shapes or types.
@@ -185,6 +245,15 @@ def pack(
     starts = [0, *accumulate(lengths)][: len(samples)]
     lengths += [row_padding] if row_padding else []
     size, ends = sum(lengths), torch.tensor([0, *accumulate(lengths)])
+    repeats = torch.tensor(lengths)
+    sequences = episode_indices(samples) if joins_segments else list(range(len(samples)))
+    loss_tokens = [sample.sequence_loss_tokens for sample in samples]
+    factors = [sample.segment_factor for sample in samples]
+    if len(lengths) > len(samples):
+        # The padding of the row is one more sequence, outside the loss.
+        sequences.append(max(sequences, default=-1) + 1)
+        loss_tokens.append(0)
+        factors.append(1.0)
     sample_ends = [start + sample.num_tokens for sample, start in zip(samples, starts, strict=True)]
     is_padding = torch.ones(size, dtype=torch.bool)
     for start, end in zip(starts, sample_ends, strict=True):
@@ -200,7 +269,9 @@ def pack(
             columns[column.name] = column.pack(parts, sample_ends, size, first)
     return MicroBatch(
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        sequence_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        sequence_ids=torch.repeat_interleave(torch.tensor(sequences), repeats),
+        sequence_loss_tokens=torch.repeat_interleave(torch.tensor(loss_tokens), repeats),
+        segment_factors=torch.repeat_interleave(torch.tensor(factors, dtype=torch.float32), repeats),
         cu_seqlens=ends.to(torch.int32),
         max_seqlen=max(lengths),
         num_padding=int(is_padding.sum()),

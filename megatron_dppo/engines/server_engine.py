@@ -288,12 +288,12 @@ class ServerEngine:
     async def _stop(self, running: Mapping[InFlightResponse, asyncio.Task[None]]) -> None:
         for sample, task in running.items():
             sample.is_stopping = True
-            if not self._pool.is_sent(sample.request_id):
+            if not any(map(self._pool.is_sent, sample.request_ids)):
                 task.cancel()  # else the pool would send it now that others make room
         loop = asyncio.get_running_loop()
         end = loop.time() + _STOP_SECONDS
         while (unfinished := {s: t for s, t in running.items() if not t.done()}) and loop.time() < end:
-            await self._pool.abort(sample.request_id for sample in unfinished)
+            await self._pool.abort(request_id for sample in unfinished for request_id in sample.request_ids)
             await asyncio.wait(unfinished.values(), timeout=_ABORT_INTERVAL)
 
     async def _snapshot(self) -> dict[int, GroupState]:

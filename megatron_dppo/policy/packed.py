@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.data.training_samples import RowShape, fill_bins, pack, split_evenly
+from megatron_dppo.data.training_samples import RowShape, fill_bins, group_segments, pack, split_evenly
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.losses import BatchTotals
@@ -64,7 +64,14 @@ class Packer:
         self._dp_group = dp_group
         self._equal_rows = equal_rows
 
-    def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> PackedBatch:
+    def pack(
+        self,
+        samples: Sequence[TrainingSample],
+        budget: int,
+        bins: list[list[int]] | None = None,
+        *,
+        joins_segments: bool = False,
+    ) -> PackedBatch:
         """Pack this rank's samples into micro-batches, as many as on every other rank.
 
         A collective over the data-parallel group: one all-gather, a second one with ``equal_rows``.
@@ -73,18 +80,22 @@ class Packer:
             samples: Samples of this data-parallel rank, at least one.
             budget: Tokens of one micro-batch.
             bins: Sample indices of each micro-batch, equally many on every rank. None packs by first-fit decreasing.
+            joins_segments: Pack the segments of an episode into one row, as one sequence of the loss.
         """
         shape = self._shape
-        local_bins = fill_bins(samples, budget, shape) if bins is None else bins
-        loss_tokens = [int(sample.loss_mask.sum()) for sample in samples]
-        local_counts = [len(local_bins), sum(loss_tokens), sum(count > 0 for count in loss_tokens)]
+        units = packing_units(samples, shape, joins_segments=joins_segments)
+        local_bins = fill_bins(units, budget) if bins is None else bins
+        # An episode is one sequence, and its first segment stands for it.
+        num_sequences = sum(sample.segment == 0 and sample.sequence_loss_tokens > 0 for sample in samples)
+        local_counts = [len(local_bins), sum(sample.num_loss_tokens for sample in samples), num_sequences]
         # Micro-batches, tokens of the loss mask, and sequences that have such a token: one collective for all three.
         counts = all_gather_integers(local_counts, self._dp_group)
 
         # Every rank must run as many micro-batches: the schedule's collectives meet in each of them.
         if bins is None:
             num_batches = -(-int(counts[:, 0].max()) // self._multiple) * self._multiple
-            bins = split_evenly(local_bins, num_batches)
+            unit_bins = split_evenly(local_bins, num_batches)
+            bins = [[i for unit in unit_bin for i in units[unit].indices] for unit_bin in unit_bins]
         if self._equal_rows:
             longest = max(sum(shape.padded(samples[i].num_tokens) for i in indices) for indices in bins)
             longest = int(all_gather_integers([longest], self._dp_group).max())
@@ -94,10 +105,27 @@ class Packer:
         num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
         return PackedBatch(
             bins=bins,
-            batches=MicroBatches(len(bins), lambda i: pack([samples[j] for j in bins[i]], shape, samples[0])),
+            batches=MicroBatches(
+                len(bins),
+                lambda i: pack([samples[j] for j in bins[i]], shape, samples[0], joins_segments=joins_segments),
+            ),
             totals=BatchTotals(num_tokens=num_tokens, num_sequences=num_sequences),
             shape=shape,
         )
+
+
+class PackingUnit(NamedTuple):
+    """Samples that are packed into the same row."""
+
+    indices: list[int]
+    num_tokens: int
+    """Padded length of all samples."""
+
+
+def packing_units(samples: Sequence[TrainingSample], shape: RowShape, *, joins_segments: bool) -> list[PackingUnit]:
+    """Return each episode as a unit if ``joins_segments``, else each sample."""
+    groups = group_segments(samples) if joins_segments else [[i] for i in range(len(samples))]
+    return [PackingUnit(indices, sum(shape.padded(samples[i].num_tokens) for i in indices)) for indices in groups]
 
 
 def all_gather_integers(values: list[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -178,11 +206,11 @@ class TokenRecorder:
     """Records the tokens of one step's updates on this rank.
 
     Attributes:
-        samples: Records by ``TrainingSample.number``. Empty on all but the last pipeline stage.
+        samples: Records by ``TrainingSample.number`` and ``segment``. Empty on all but the last pipeline stage.
     """
 
     def __init__(self) -> None:
-        self.samples: dict[int, SampleRecord] = {}
+        self.samples: dict[tuple[int, int], SampleRecord] = {}
         self._updates = 0
 
     def add(self, samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord]) -> None:
@@ -197,5 +225,5 @@ class TokenRecorder:
             row = rows[number]
             # Clones, so that a record does not keep the whole row in memory.
             record = SampleRecord(self._updates, row.logprobs[where].clone(), row.keep[where].clone())
-            self.samples[samples[i].number] = record
+            self.samples[samples[i].number, samples[i].segment] = record
         self._updates += 1

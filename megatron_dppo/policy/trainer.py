@@ -340,9 +340,16 @@ class PolicyTrainer:
         """Device of this rank's model."""
         return next(self.models[0].parameters()).device
 
-    def pack(self, samples: Sequence[TrainingSample], budget: int, bins: list[list[int]] | None = None) -> PackedBatch:
+    def pack(
+        self,
+        samples: Sequence[TrainingSample],
+        budget: int,
+        bins: list[list[int]] | None = None,
+        *,
+        joins_segments: bool = False,
+    ) -> PackedBatch:
         """Pack this rank's samples into micro-batches; a collective, see ``Packer.pack``."""
-        return self._packer.pack(samples, budget, bins)
+        return self._packer.pack(samples, budget, bins, joins_segments=joins_segments)
 
     def save(
         self,

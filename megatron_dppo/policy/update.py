@@ -14,9 +14,11 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.balance import assign_samples
 from megatron_dppo.data.routing import with_all_routes
+from megatron_dppo.data.training_samples import group_segments, with_episode_tokens
 from megatron_dppo.head.teacher import TeacherTargets
-from megatron_dppo.losses import BatchTotals, policy_objective, token_weights
+from megatron_dppo.losses import BatchTotals, policy_objective, sequence_weight
 from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects
+from megatron_dppo.policy.packed import packing_units
 from megatron_dppo.policy.server_sums import (
     ServerSums,
     SumsBySource,
@@ -57,6 +59,7 @@ class Updater:
         teacher: Teacher whose divergence from the policy is a term of the loss. None disables the term.
         scoring_teacher: Teacher that computes ``teacher_logprobs`` of the samples. None disables it.
         recorder: Records every token of every update. None disables recording.
+        equal_segments: Weigh the segments of an agent's episode equally, see ``with_episode_tokens``.
 
     Attributes:
         excluded: Servers whose samples the check of the last step rejected, by URL with the reason.
@@ -72,6 +75,7 @@ class Updater:
         teacher: MegatronTeacher | None = None,
         scoring_teacher: MegatronTeacher | None = None,
         recorder: TokenRecorder | None = None,
+        equal_segments: bool = False,
     ) -> None:
         self._trainer = trainer
         self._train = train
@@ -79,6 +83,9 @@ class Updater:
         self._teacher = teacher
         self._scoring_teacher = scoring_teacher
         self._recorder = recorder
+        self._equal_segments = equal_segments
+        # A loss of sequences needs all tokens of an episode in one row. Other losses need their number alone.
+        self._joins_segments = "sequence_ids" in loss.required_inputs
         self.excluded: dict[str, str] = {}
         self._recomputed = loss.required_inputs | ({"reference_logprobs"} if with_reference else set())
         self._objective = policy_objective(loss)
@@ -99,19 +106,21 @@ class Updater:
 
         Args:
             samples: Samples of this data-parallel rank with their recomputed inputs (``add_recomputed``). Every rank
-                has equally many.
+                has equally many episodes.
             seed: Seed of the sample order, the same on all ranks that share these samples.
             clock: Adds up the time of each part.
             check: Receives the metrics of the first update and the sums of each server before it is applied. It
                 returns the servers whose samples are left out, by URL with the reason, or raises.
-            split: Sample indices of each mini-batch, by epoch. None shuffles by ``seed``.
+            split: Indices of the episodes of each mini-batch, by epoch. None shuffles by ``seed``.
         """
+        episodes = group_segments(samples)
         for epoch in range(self._train.epochs):
             if split is not None:
                 mini_batches = split(epoch)
             else:
-                mini_batches = split_into_mini_batches(len(samples), self._train.mini_batches, seed, epoch)
-            for number, indices in enumerate(mini_batches):
+                mini_batches = split_into_mini_batches(len(episodes), self._train.mini_batches, seed, epoch)
+            for number, batch in enumerate(mini_batches):
+                indices = [i for episode in batch for i in episodes[episode]]
                 is_last = epoch == self._train.epochs - 1 and number == len(mini_batches) - 1
                 is_checked = check is not None and epoch == number == 0
                 gradient = self._accumulate([samples[i] for i in indices], clock, is_last, with_sums=is_checked)
@@ -226,10 +235,12 @@ class Updater:
     def _pack(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], PackedBatch]:
         """Return the samples that this rank trains on, and their packing; a collective."""
         group = self._trainer.groups.dp
+        samples = with_episode_tokens(samples, equal_segments=self._equal_segments)
         bins = None
         if self._train.balance_ranks and group is not None and dist.get_world_size(group) > 1:
             samples, bins = self._balance(samples, group)
-        return samples, self._trainer.pack(samples, self._train.micro_batch_tokens, bins)
+        budget = self._train.micro_batch_tokens
+        return samples, self._trainer.pack(samples, budget, bins, joins_segments=self._joins_segments)
 
     def _add_token_weights(self, packed: PackedBatch) -> MicroBatches:
         return packed.batches.map(lambda batch: add_token_weights(batch, packed.totals, self._loss))
@@ -244,9 +255,13 @@ class Updater:
         """
         trainer = self._trainer
         rank = dist.get_rank(group)
-        lengths = all_gather_objects([trainer.row_shape.padded(sample.num_tokens) for sample in samples], group)
+        units = packing_units(samples, trainer.row_shape, joins_segments=self._joins_segments)
+        local = [(unit.num_tokens, len(unit.indices)) for unit in units]
+        rank_units = all_gather_objects(local, group)
+        lengths = [[length for length, _ in each] for each in rank_units]
+        sizes = [size for each in rank_units for _, size in each]
 
-        # Every rank computes the same assignment from the lengths of all samples, so none has to be sent.
+        # Every rank computes the same assignment from the lengths of all units, so none has to be sent.
         assignment = assign_samples(
             [length for rank_lengths in lengths for length in rank_lengths],
             len(lengths),
@@ -256,22 +271,26 @@ class Updater:
             multiple=trainer.layout.micro_batch_multiple,
         )
         target_ranks = {i: target for target, rows in enumerate(assignment) for row in rows for i in row}
-        outgoing: list[list[TrainingSample]] = [[] for _ in lengths]
+        outgoing: list[list[TrainingSample]] = [[] for _ in rank_units]
         first_index = sum(map(len, lengths[:rank]))
-        for i, sample in enumerate(samples, first_index):
-            outgoing[target_ranks[i]].append(sample)
+        for i, unit in enumerate(units, first_index):
+            outgoing[target_ranks[i]] += [samples[n] for n in unit.indices]
 
-        # ``all_to_all_objects`` returns samples in the order of their source ranks: that of their global indices.
-        received = sorted(i for row in assignment[rank] for i in row)
-        local_index = {i: n for n, i in enumerate(received)}
-        return all_to_all_objects(outgoing, group), [[local_index[i] for i in row] for row in assignment[rank]]
+        # ``all_to_all_objects`` returns samples in the order of their source ranks: that of their units' indices.
+        local_indices: dict[int, list[int]] = {}
+        num_received = 0
+        for i in sorted(i for row in assignment[rank] for i in row):
+            local_indices[i] = list(range(num_received, num_received + sizes[i]))
+            num_received += sizes[i]
+        bins = [[n for i in row for n in local_indices[i]] for row in assignment[rank]]
+        return all_to_all_objects(outgoing, group), bins
 
 
 def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the sample indices of each of an epoch's mini-batches, in the order of training.
+    """Return the indices of the episodes of each of an epoch's mini-batches, in the order of training.
 
     Args:
-        count: Number of samples.
+        count: Number of episodes; other samples than agents' are one each.
         parts: Number of mini-batches.
         seed: Seed of the order, together with ``epoch``.
         epoch: Index of the epoch.
@@ -282,15 +301,18 @@ def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> li
     """
     order = list(range(count))
     random.Random(f"{seed}/{epoch}").shuffle(order)
-    # ``config.layout`` refuses a number of parts that does not divide the samples of a rank.
+    # ``config.layout`` refuses a number of parts that does not divide the episodes of a rank.
     size = count // parts
     return [order[start : start + size] for start in range(0, count, size)]
 
 
 def add_token_weights(batch: MicroBatch, totals: BatchTotals, loss: LossConfig) -> MicroBatch:
-    """Return the micro-batch with the token weights of ``loss.aggregation``."""
+    """Return the micro-batch with the token weights of ``loss.aggregation``, in which an episode is a sequence."""
     # The token mean divides by the global token count later, once for all micro-batches.
-    if loss.resolved_aggregation == "token_mean":
+    if loss.resolved_aggregation == "token_mean" and bool((batch.segment_factors == 1).all()):
         return batch
-    weights = token_weights(batch.loss_mask, batch.sequence_ids, loss.resolved_aggregation, totals, loss.horizon)
-    return replace(batch, token_weights=weights)
+    counts = batch.sequence_loss_tokens.tolist()
+    # Few sequences have the same length: one weight is computed for each length.
+    weights = {n: sequence_weight(loss.resolved_aggregation, n, totals, loss.horizon) for n in set(counts)}
+    by_token = torch.tensor([weights[n] for n in counts], dtype=torch.float32)
+    return replace(batch, token_weights=by_token * batch.segment_factors)

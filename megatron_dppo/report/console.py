@@ -24,6 +24,8 @@ _COLUMNS = (
 _MAX_ERROR = 160
 """Characters of an error in the line of a step."""
 _ROUNDING = 1e-6
+_UNTRAINED = "rollout/agent/untrained/"
+"""Shares of an episode's sampled tokens that no update sees, by reason."""
 _IDLE = ("perf/waiting_seconds", "perf/prefetch_wait_seconds")
 """Seconds in which the trainer waited, for rollouts or for the slowest rank."""
 
@@ -46,6 +48,11 @@ def format_step_line(step: int, total: int, values: Mapping[str, float | None], 
     # The rewards of failed episodes count as failed, too.
     rewards_failed = (values.get("rollout/reward_failed_fraction") or 0.0) - agents_failed
     note = f"  rewards failed {rewards_failed:.0%}" if rewards_failed > _ROUNDING else ""
+    untrained = values.get("rollout/agent/untrained_fraction") or 0.0
+    if untrained > _ROUNDING:
+        reasons = {name: values.get(f"{_UNTRAINED}{name}") or 0.0 for name in ("left_out", "shorter", "interrupted")}
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in reasons.items() if share > _ROUNDING)
+        note += f"  agents untrained {untrained:.0%}: {shares}"
     if agents_failed:
         note += f"  agents failed {agents_failed:.0%}: {_one_line(agent_error)}"
     return f"step {step:>{width}}/{total}  " + " ".join(cells).rstrip() + note

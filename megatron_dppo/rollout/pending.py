@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from megatron_dppo.report.clock import Clock
@@ -180,8 +180,7 @@ def score_completions(
             prompt=prompt.text,
             completion=completion.text,
             label=prompt.label,
-            # A plain string: a scoring process would import torch to unpickle the enum, in the first sample's time.
-            metadata={**prompt.metadata, "finish_reason": str(completion.finish_reason)},
+            metadata={**prompt.metadata, **_response_metadata(completion)},
             token_ids=tuple(completion.token_ids.tolist()),
             messages=prompt.messages,
         )
@@ -207,6 +206,15 @@ def score_completions(
         RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[i * siblings : (i + 1) * siblings]))
         for i, prompt in enumerate(prompts)
     ]
+
+
+def _response_metadata(completion: Completion) -> dict[str, Any]:
+    """Return what reward functions get of a response besides its text."""
+    # A plain string: a scoring process would import torch to unpickle the enum, in the first sample's time.
+    metadata: dict[str, Any] = {"finish_reason": str(completion.finish_reason)}
+    if completion.segment_texts:
+        metadata["segments"] = list(completion.segment_texts)
+    return metadata
 
 
 def _has_result(completion: Completion) -> bool:

@@ -50,6 +50,8 @@ class PartialResponse(ResponseColumns):
     """(end, finish reason) of each turn of a user's function; the last turn may have none yet."""
     parts: int = 0
     """Number of requests so far."""
+    branches: tuple[PartialResponse, ...] = ()
+    """Further sequences of an agent's episode, in the order in which they began."""
 
 
 class GrowingColumn:
@@ -182,14 +184,23 @@ class GrowingResponse:
         """(end, finish reason) of each turn, see ``PartialResponse.turn_ends``."""
         self.parts = 0
         """Number of generations that were appended."""
+        self.branches: list[GrowingResponse] = []
+        """Further sequences, which an agent began with other tokens. They have no branches themselves."""
+        self.number = 0
+        """Index among the sequences of the response; 0 is the one that has the branches."""
 
-    def empty_copy(self) -> GrowingResponse:
-        """Return an empty response to the same prompt, with the same recorded columns."""
-        copy = GrowingResponse(self.prompt, routing=self._routing)
-        copy._optional = {name: column.fresh() for name, column in self._optional.items()}
-        # Seeds of requests depend on ``parts``: the copy must not repeat those of this response.
-        copy.parts = self.parts
-        return copy
+    @property
+    def seed_key(self) -> str:
+        """Key of the next request's seed, which no other request of the response has."""
+        return f"{self.parts}/{self.number}" if self.number else f"{self.parts}"
+
+    def add_branch(self) -> GrowingResponse:
+        """Add and return an empty sequence with the same recorded columns."""
+        branch = GrowingResponse(self.prompt, routing=self._routing)
+        branch._optional = {name: column.fresh() for name, column in self._optional.items()}
+        self.branches.append(branch)
+        branch.number = len(self.branches)
+        return branch
 
     def state(self) -> PartialResponse:
         """Return a snapshot that ``restore`` accepts."""
@@ -201,6 +212,7 @@ class GrowingResponse:
             versions=tuple(self._spans),
             turn_ends=tuple(self.turn_ends),
             parts=self.parts,
+            branches=tuple(branch.state() for branch in self.branches),
             **optional,
         )
 
@@ -227,6 +239,8 @@ class GrowingResponse:
         for name, column in self._optional.items():
             if column.fits(columns[name]):
                 column.replace(columns[name])
+        for branch_state in state.branches:
+            self.add_branch().restore(branch_state)
 
     def truncate(self, length: int) -> None:
         """Drop everything after the first ``length`` tokens."""
@@ -242,6 +256,17 @@ class GrowingResponse:
     def lacks_routes(self) -> bool:
         """True if routes are recorded and there are none yet."""
         return self._routing is not None and not self._num_routes()
+
+    def starts_with_given(self, token_ids: Sequence[int]) -> bool:
+        """Return True if exactly the tokens before the first sampled one are ``token_ids``."""
+        count = len(token_ids)
+        if self.tokens[:count].tolist() != list(token_ids) or self.has_sampled_tokens(0, count):
+            return False
+        return len(self.tokens) == count or self.is_fully_sampled(count, count + 1)
+
+    def num_sampled_tokens(self, start: int) -> int:
+        """Return the number of sampled tokens from ``start`` on."""
+        return int(self._sampled.tensor[start:].sum())
 
     def has_sampled_tokens(self, start: int, end: int) -> bool:
         """Return True if any of the tokens from ``start`` to ``end`` was sampled."""

@@ -30,11 +30,11 @@ from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
 GenerateFunction = Callable[[Prompt, "Turns"], Awaitable[Completion]]
-SampleTokens = Callable[[int, tuple[int, ...]], Awaitable[FinishReason | None]]
-"""Function that extends the response.
+SampleTokens = Callable[[GrowingResponse, int, tuple[int, ...]], Awaitable[FinishReason | None]]
+"""Function that extends a sequence of the response.
 
-Its arguments are the maximum number of new tokens and further stop tokens. It returns the finish reason, or None if the
-response was canceled.
+Its arguments are the sequence, the maximum number of new tokens and further stop tokens. It returns the finish reason,
+or None if the response was canceled. Several sequences of one response may be extended at the same time.
 """
 
 
@@ -53,14 +53,90 @@ class Turn:
     """Reason of the end. ``length``: the limit of this turn or ``rollout.max_new_tokens`` is reached."""
 
 
-@dataclass(eq=False)
 class ResponseBranch:
-    """One sequence of tokens. A response that was started anew has several branches, one of which is finished."""
+    """One sequence of tokens. The response of an agent may have several, other responses have one.
 
-    response: GrowingResponse
-    position: int = 0
-    """Number of tokens that the user function has sampled or added so far."""
-    finish_reason: FinishReason = FinishReason.STOP
+    Args:
+        response: Tokens of the sequence; recorded ones are replayed.
+        params: Sampling parameters; ``max_new_tokens`` limits the sequence, added tokens included.
+        tokenizer: Tokenizer of the model.
+        sample: Function that extends the sequence.
+    """
+
+    def __init__(self, response: GrowingResponse, params: SamplingParams, tokenizer: Any, sample: SampleTokens) -> None:
+        self.response = response
+        self.position = 0
+        """Number of tokens that were sampled or added so far, without recorded ones that are yet to be replayed."""
+        self.finish_reason = FinishReason.STOP
+        self._params = params
+        self._tokenizer = tokenizer
+        self._sample = sample
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens so far, without the prompt."""
+        return tuple(self.response.tokens[: self.position])
+
+    @property
+    def tokens_left(self) -> int:
+        """Number of tokens that can still be sampled or added."""
+        return self._params.max_new_tokens - self.position
+
+    async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
+        """See ``Turns.sample``."""
+        limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
+        start = self.position
+        self.finish_reason = (
+            FinishReason.LENGTH if limit <= 0 else await self._sample_turn(start, limit, tuple(stop_token_ids))
+        )
+        tokens = tuple(self.response.tokens[start : self.position])
+        return Turn(tokens, decode_response(self._tokenizer, tokens), self.finish_reason)
+
+    async def _sample_turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:
+        """Replay the recorded turn that begins at ``start``, or sample its remaining tokens."""
+        response = self.response
+        recorded = next(((end, reason) for end, reason in response.turn_ends if end > start), None)
+        # Without a recorded end, the last turn was interrupted: all tokens after ``start`` belong to it.
+        end = len(response.tokens) if recorded is None else recorded[0]
+        # The function behaves differently this time: it samples where it appended, or with a lower limit.
+        if not response.is_fully_sampled(start, end) or end - start > limit:
+            response.truncate(start)
+            recorded = None
+            end = start
+        if recorded is None:
+            reason = await self._sample(response, limit - (end - start), stop)
+            # Canceled. The exception unwinds the user's function, which runs anew when the response continues.
+            if reason is None:
+                raise TurnsStopped
+            recorded = (len(response.tokens), reason)
+            response.turn_ends.append(recorded)
+        self.position = recorded[0]
+        return recorded[1]
+
+    def append(self, given: str | Sequence[int]) -> int:
+        """See ``Turns.append``."""
+        tokens = self._tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
+        fitting = tokens[: self.tokens_left]
+        response = self.response
+        start = self.position
+        end = start + len(fitting)
+        # Recorded tokens are kept only if they are the same and were added then, too.
+        if response.tokens[start:end].tolist() != fitting or response.has_sampled_tokens(start, end):
+            response.truncate(start)
+            response.append_unsampled(fitting)
+        self.position = end
+        if len(fitting) < len(tokens):
+            self.finish_reason = FinishReason.LENGTH
+        return len(fitting)
+
+    def completion(self) -> Completion:
+        """Return the sequence as a completion, without recorded tokens that were not replayed.
+
+        Raises:
+            ValueError: Nothing was sampled.
+        """
+        self.response.truncate(self.position)
+        return self.response.completion(self.finish_reason, self._tokenizer)
 
 
 class Turns:
@@ -80,39 +156,23 @@ class Turns:
         self.prompt = prompt
         self.params = params
         self.tokenizer = tokenizer
-        self._branch = ResponseBranch(response)
+        self._response = response
         self._sample = sample
+        self._branch = self._new_branch(response)
+        self._begun: set[GrowingResponse] = set()
+        """Sequences that an agent has begun."""
         self.completion: Completion | None = None
         """Completion that ``finish`` returned."""
 
     @property
-    def branch(self) -> ResponseBranch:
-        """Current branch."""
-        return self._branch
-
-    @property
-    def response(self) -> GrowingResponse:
-        """Response of the current branch."""
-        return self._branch.response
-
-    def start_branch(self) -> ResponseBranch:
-        """Continue with a new, empty branch and return it."""
-        return self.switch_branch(ResponseBranch(self.response.empty_copy()))
-
-    def switch_branch(self, branch: ResponseBranch) -> ResponseBranch:
-        """Continue with an existing branch and return it; ``finish`` applies to the last one."""
-        self._branch = branch
-        return branch
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """Tokens of the response so far, without the prompt."""
-        return tuple(self.response.tokens[: self._branch.position])
+        return self._branch.token_ids
 
     @property
     def tokens_left(self) -> int:
         """Number of tokens that can still be sampled or added."""
-        return self.params.max_new_tokens - self._branch.position
+        return self._branch.tokens_left
 
     async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Sample until an end token, a token of ``stop_token_ids`` (it stays in the response), or the limit.
@@ -122,35 +182,7 @@ class Turns:
         Raises:
             ServerError: No server responded.
         """
-        limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
-        start = self._branch.position
-        self._branch.finish_reason = (
-            FinishReason.LENGTH if limit <= 0 else await self._sample_turn(start, limit, tuple(stop_token_ids))
-        )
-        tokens = tuple(self.response.tokens[start : self._branch.position])
-        text = decode_response(self.tokenizer, tokens)
-        return Turn(tokens, text, self._branch.finish_reason)
-
-    async def _sample_turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:
-        """Replay the recorded turn that begins at ``start``, or sample its remaining tokens."""
-        response = self.response
-        recorded = next(((end, reason) for end, reason in response.turn_ends if end > start), None)
-        # Without a recorded end, the last turn was interrupted: all tokens after ``start`` belong to it.
-        end = len(response.tokens) if recorded is None else recorded[0]
-        # The function behaves differently this time: it samples where it appended, or with a lower limit.
-        if not response.is_fully_sampled(start, end) or end - start > limit:
-            response.truncate(start)
-            recorded = None
-            end = start
-        if recorded is None:
-            reason = await self._sample(limit - (end - start), stop)
-            # Canceled. The exception unwinds the user's function, which runs anew when the response continues.
-            if reason is None:
-                raise TurnsStopped
-            recorded = (len(response.tokens), reason)
-            response.turn_ends.append(recorded)
-        self._branch.position = recorded[0]
-        return recorded[1]
+        return await self._branch.sample(max_new_tokens, stop_token_ids)
 
     def append(self, given: str | Sequence[int]) -> int:
         """Add text or token ids that are not trained on, and return how many tokens fit.
@@ -158,19 +190,24 @@ class Turns:
         Text is encoded without special tokens. Tokens beyond ``tokens_left`` are dropped, and the response then ends
         with ``length``.
         """
-        tokens = self.tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
-        fitting = tokens[: self.tokens_left]
-        response = self.response
-        start = self._branch.position
-        end = start + len(fitting)
-        # Recorded tokens are kept only if they are the same and were added then, too.
-        if response.tokens[start:end].tolist() != fitting or response.has_sampled_tokens(start, end):
-            response.truncate(start)
-            response.append_unsampled(fitting)
-        self._branch.position = end
-        if len(fitting) < len(tokens):
-            self._branch.finish_reason = FinishReason.LENGTH
-        return len(fitting)
+        return self._branch.append(given)
+
+    def begin_branch(self, token_ids: Sequence[int]) -> ResponseBranch:
+        """Begin a sequence of an agent's episode with tokens that are not trained on, and return it.
+
+        A recorded sequence that begins with the same tokens is replayed, in whatever order they begin this time.
+        """
+        recorded = [each for each in (self._response, *self._response.branches) if each not in self._begun]
+        response = next((each for each in recorded if each.starts_with_given(token_ids)), None)
+        if response is None:
+            response = next((each for each in recorded if not each.tokens), None) or self._response.add_branch()
+        self._begun.add(response)
+        branch = self._new_branch(response)
+        branch.append(token_ids)
+        return branch
+
+    def _new_branch(self, response: GrowingResponse) -> ResponseBranch:
+        return ResponseBranch(response, self.params, self.tokenizer, self._sample)
 
     def finish(self, reward: float | None = None, **fields: Any) -> Completion:
         """Return the response.
@@ -182,10 +219,11 @@ class Turns:
         Raises:
             ValueError, TypeError: Nothing was sampled, or the reward is no finite float32.
         """
+        return self.finish_with(self._branch.completion(), reward, **fields)
+
+    def finish_with(self, completion: Completion, reward: float | None, **fields: Any) -> Completion:
+        """Return a response that was put together from branches; the other arguments are those of ``finish``."""
         reward = None if reward is None else check_reward(reward)
-        # Recorded tokens that the function did not ask for this time are no part of the response.
-        self.response.truncate(self._branch.position)
-        completion = self.response.completion(self._branch.finish_reason, self.tokenizer)
         self.completion = replace(completion, reward=reward, **fields)
         return self.completion
 

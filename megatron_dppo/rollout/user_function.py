@@ -27,10 +27,10 @@ async def run_user_function(
 
     Args:
         function: The user function.
-        sample: The response; ``sample.response`` is replaced when the function starts another branch.
+        sample: The response.
         params: Sampling parameters of the complete response.
         tokenizer: Decodes the tokens of each turn.
-        sample_tokens: Extends ``sample.response`` by one turn.
+        sample_tokens: Extends ``sample.response`` or one of its branches by one turn.
 
     Returns:
         The completion; None if a turn was canceled.
@@ -40,10 +40,11 @@ async def run_user_function(
     """
     was_canceled = False
 
-    async def sample_turn(limit: int, stop_token_ids: tuple[int, ...]) -> FinishReason | None:
+    async def sample_turn(
+        response: GrowingResponse, limit: int, stop_token_ids: tuple[int, ...]
+    ) -> FinishReason | None:
         nonlocal was_canceled
-        sample.response = turns.response
-        reason = await sample_tokens(limit, stop_token_ids)
+        reason = await sample_tokens(response, limit, stop_token_ids)
         was_canceled = was_canceled or reason is None
         return reason
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import token_texts
+from megatron_dppo.data.training_samples import episode_indices, group_segments
 from megatron_dppo.files import disk_errors
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import gather_objects, is_leader, run_on_leader
@@ -27,6 +28,10 @@ from megatron_dppo.types import Completion, TrainingSample
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
+
+
+SampleRecords = dict[tuple[int, int], SampleRecord]
+"""Records of samples by ``TrainingSample.number`` and ``segment``."""
 
 
 class StepRecord:
@@ -46,13 +51,14 @@ class StepRecord:
         self._samples: list[TrainingSample] = []
 
     def number_samples(self, samples: Sequence[TrainingSample], dp_rank: int) -> list[TrainingSample]:
-        """Remember the samples and return them with their index in the step; every rank must have as many."""
-        first = dp_rank * len(samples)
-        self._samples = [replace(sample, number=first + i) for i, sample in enumerate(samples)]
+        """Remember the samples and return them with their episode's index; every rank must have as many episodes."""
+        episodes = episode_indices(samples)
+        first = dp_rank * (max(episodes, default=-1) + 1)
+        self._samples = [replace(sample, number=first + i) for i, sample in zip(episodes, samples, strict=True)]
         return list(self._samples)
 
-    def pop_sample_records(self, trainer: PolicyTrainer) -> dict[int, SampleRecord]:
-        """Return the results of the updates since the last call, by ``TrainingSample.number``.
+    def pop_sample_records(self, trainer: PolicyTrainer) -> SampleRecords:
+        """Return the results of the updates since the last call, by ``TrainingSample.number`` and ``segment``.
 
         Tensor- and context-parallel ranks compute the same loss: the first of them on the last pipeline stage returns
         it, the others return nothing.
@@ -63,9 +69,7 @@ class StepRecord:
         self.watch = TokenRecorder()
         return samples
 
-    def build_rank_part(
-        self, collected: CollectedRollouts, dp_rank: int, sample_records: dict[int, SampleRecord]
-    ) -> RankSamples:
+    def build_rank_part(self, collected: CollectedRollouts, dp_rank: int, sample_records: SampleRecords) -> RankSamples:
         """Return the samples of one data-parallel rank.
 
         Args:
@@ -74,10 +78,14 @@ class StepRecord:
             sample_records: Merged results of ``pop_sample_records`` on all ranks: balancing moves samples between them.
         """
         completions = [rollout.completion for group in collected.groups for rollout in group.rollouts]
-        trained = [
-            _trained_tokens(sample, completion, sample_records.get(sample.number))
-            for sample, completion in zip(self._samples, completions, strict=True)
-        ]
+        trained = []
+        for completion, indices in zip(completions, group_segments(self._samples), strict=True):
+            samples = [self._samples[i] for i in indices]
+            parts = [
+                _trained_tokens(sample, segment, sample_records.get((sample.number, sample.segment)))
+                for sample, segment in zip(samples, completion.segments, strict=True)
+            ]
+            trained.append(_join_trained(parts))
         return RankSamples(dp_rank=dp_rank, groups=collected.groups, ages=collected.ages, trained=trained)
 
 
@@ -87,7 +95,7 @@ class _RankRecord(NamedTuple):
     dp_rank: int
     rollouts: tuple[CollectedRollouts, StepRecord] | None
     """None on ranks other than the leader of their replica, which has the same rollouts."""
-    sample_records: dict[int, SampleRecord]
+    sample_records: SampleRecords
     """Result of ``StepRecord.pop_sample_records``."""
 
 
@@ -189,6 +197,31 @@ def _trained_tokens(sample: TrainingSample, completion: Completion, record: Samp
         advantages=_response_rows(sample.advantages, count),
         logprobs=torch.where(mask, _response_rows(record.logprobs, count), torch.nan),
         keep=mask & _response_rows(record.keep, count),
+    )
+
+
+def _join_trained(parts: Sequence[TrainedTokens]) -> TrainedTokens:
+    """Return the tokens of all segments of an episode, which one update trained on."""
+    if len(parts) == 1:
+        return parts[0]
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    keep = [part.keep for part in parts if part.keep is not None]
+    return TrainedTokens(
+        update=parts[0].update,
+        loss_mask=torch.cat([part.loss_mask for part in parts]),
+        advantages=torch.cat([part.advantages for part in parts]),
+        logprobs=torch.cat(logprobs) if len(logprobs) == len(parts) else None,
+        keep=torch.cat(keep) if len(keep) == len(parts) else None,
+    )
+
+
+def join_records(records: SampleRecords, number: int, lengths: Sequence[int]) -> SampleRecord:
+    """Return the record of an episode, one row per response token; ``lengths`` are the tokens of its segments."""
+    parts = [records[number, segment] for segment in range(len(lengths))]
+    return SampleRecord(
+        parts[0].update,
+        torch.cat([_response_rows(part.logprobs, count) for part, count in zip(parts, lengths, strict=True)]),
+        torch.cat([_response_rows(part.keep, count) for part, count in zip(parts, lengths, strict=True)]),
     )
 
 

@@ -17,10 +17,11 @@ from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.data.training_samples import to_samples
+from megatron_dppo.data.training_samples import episode_indices, to_samples
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import ServerError
 from megatron_dppo.losses import advantages_by
+from megatron_dppo.losses.parts.advantages import reward_scales
 from megatron_dppo.losses.parts.returns import Moments, kl_estimate, returns_to_go
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
@@ -42,14 +43,18 @@ if TYPE_CHECKING:
 
 def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[TrainingSample]:
     """Turn scored groups into training samples with the advantages of ``train.advantage``."""
-    samples = to_samples(groups, compute_group_advantages(groups, train).tolist())
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scales = None
+    if any(rollout.completion.past_rewards is not None for rollout in rollouts):
+        scales = reward_scales(train.advantage, _rewards(groups), _is_scored(groups)).tolist()
+    samples = to_samples(groups, compute_group_advantages(groups, train).tolist(), scales)
     if not train.mask_truncated:
         return samples
     # Responses that were cut off at max_new_tokens keep their place in the batch, outside the loss.
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     is_truncated = [rollout.completion.finish_reason == FinishReason.LENGTH for rollout in rollouts]
     return [
-        sample.without_loss() if truncated else sample for sample, truncated in zip(samples, is_truncated, strict=True)
+        sample.without_loss() if is_truncated[episode] else sample
+        for sample, episode in zip(samples, episode_indices(samples), strict=True)
     ]
 
 
@@ -78,7 +83,7 @@ def update_policy(
         samples: Result of ``make_samples`` for them.
         clock: Adds up the seconds of each phase.
         record: Records what the updates compute for each token. None disables recording.
-        mini_batches: Sample indices of each mini-batch, by epoch. None shuffles by the run's seed.
+        mini_batches: Indices of the rollouts of each mini-batch, by epoch. None shuffles by the run's seed.
         guard_state: State of the guard over the run; gets the servers that it excludes. None: a step by itself.
         ranks: Ranks of the tokens that this rank's engine got since the last step, by URL.
 
@@ -101,6 +106,7 @@ def update_policy(
         teacher=local_teacher if is_exact else None,
         scoring_teacher=None if is_exact else local_teacher,
         recorder=None if record is None else record.watch,
+        equal_segments=config.agent.segment_weight == "segments",
     )
     state = GuardState.from_config(config) if guard_state is None else guard_state
     guard = state.begin_step(config, trainer.groups, collected, ranks or {})
@@ -146,7 +152,7 @@ def compute_group_advantages(
         train: Name and options of the advantage.
         penalties: Subtracted from the rewards first. Shape ``[groups, samples]``. None subtracts nothing.
     """
-    rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
+    rewards = _rewards(groups)
     if penalties is not None:
         rewards = rewards - penalties
     return advantages_by(train.advantage, rewards, _is_scored(groups), options=train.advantage_options, groups=groups)
@@ -175,7 +181,8 @@ def refine_advantages(
         group: Data-parallel ranks. None is this rank alone.
     """
     result = list(samples)
-    is_scored = _is_scored(groups).flatten().tolist()
+    episodes = episode_indices(samples)
+    is_scored = _is_scored(groups).flatten()[episodes].tolist()
     if reward.kl_coef and result:
         penalties = [compute_kl_penalty(sample, reward) for sample in result]
         if train.advantage == "none":
@@ -183,8 +190,10 @@ def refine_advantages(
             values = [sample.advantages - returns_to_go(p) for sample, p in zip(result, penalties, strict=True)]
         else:
             # Siblings are side by side, so a view restores the groups.
-            sums = torch.stack([penalty.sum() for penalty in penalties]).view(len(groups), -1)
-            values = list(compute_group_advantages(groups, train, sums).flatten())
+            by_sample = torch.stack([penalty.sum() for penalty in penalties])
+            sums = by_sample.new_zeros(episodes[-1] + 1).index_add(0, torch.tensor(episodes), by_sample)
+            by_episode = compute_group_advantages(groups, train, sums.view(len(groups), -1)).flatten()
+            values = list(by_episode[episodes])
         result = [_with_advantages(*each) for each in zip(result, values, is_scored, strict=True)]
     return _whiten(result, is_scored, group) if train.advantage_normalization == "batch" else result
 
@@ -269,6 +278,11 @@ def _with_advantages(sample: TrainingSample, values: Tensor, is_scored: bool) ->
     """Return the sample with other advantages, 0 outside the loss mask and on samples without a reward."""
     mask = sample.loss_mask if is_scored else torch.zeros_like(sample.loss_mask)
     return replace(sample, advantages=torch.where(mask, values, 0.0))
+
+
+def _rewards(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Return the rewards ``[groups, samples]``."""
+    return torch.tensor([[r.reward for r in group.rollouts] for group in groups])
 
 
 def _is_scored(groups: Sequence[RolloutGroup]) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -237,6 +238,44 @@ class Completion(ResponseColumns):
     """Reason why an agent failed, else empty. A failed sample carries no training signal."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Counters of the episode. The mean of each is a metric, ``rollout/NAME``."""
+    segment_lengths: tuple[int, ...] = ()
+    """Tokens of each segment of an agent's episode, in the order in which they began; they add up to R. Empty: the
+    response is one sequence. See ``types.segments``."""
+    segment_texts: tuple[str, ...] = ()
+    """Decoded text of each segment from its first response on."""
+    past_rewards: Tensor | None = None
+    """Sum of the rewards of the episode's turns before the one that sampled the token, for credit by turn. Float32,
+    shape [R]. None: every token gets the credit of the episode."""
+
+    @property
+    def segments(self) -> tuple[Completion, ...]:
+        """Sequences of the response, each with a context of its own, in the order in which they began.
+
+        A response that is one sequence is its only segment.
+        """
+        if not self.segment_lengths:
+            return (self,)
+        ends = list(accumulate(self.segment_lengths))
+        texts = self.segment_texts or ("",) * len(ends)
+        return tuple(self._cut(*bounds, text) for bounds, text in zip(pairwise([0, *ends]), texts, strict=True))
+
+    def _cut(self, start: int, end: int, text: str) -> Completion:
+        """Return the segment of the tokens from ``start`` to ``end``."""
+        columns: dict[str, Any] = {}
+        for name, rows in vars(self).items():
+            # The model does not read the last token of a segment: there is no route of it.
+            last = end - 1 if name == "routed_experts" else end
+            if isinstance(rows, Tensor):
+                # A view would take the rows of all segments along to other processes.
+                columns[name] = rows[start:last].clone()
+            elif isinstance(rows, SamplingMask):
+                columns[name] = rows[start:last]
+        spans = tuple(
+            span._replace(start=max(span.start, start) - start, end=min(span.end, end) - start)
+            for span in self.policy_versions
+            if span.start < end and span.end > start
+        )
+        return replace(self, text=text, policy_versions=spans, segment_lengths=(), segment_texts=(), **columns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,13 @@ class TrainingSample(TokenFields):
     tokens: Tensor
     """Input ids. Int64, shape [T]."""
     number: int = -1
-    """Index in the step, over all data-parallel ranks. -1 means not assigned."""
+    """Index of its episode in the step, over all data-parallel ranks. -1 means not assigned."""
+    segment: int = 0
+    """Index among the segments of its episode. They stand side by side, so an episode begins with each 0."""
+    episode_loss_tokens: int | None = None
+    """Tokens inside the loss mask of all segments of the episode. None: those of the sample alone."""
+    segment_factor: float = 1.0
+    """Factor of the aggregation weights of its tokens, by ``agent.segment_weight``."""
     sources: tuple[VersionSpan, ...] = ()
     """Weights version and server of each sampled label, as spans of the T positions. Empty if unknown."""
     # Declared again: in a sample these columns have a row for each of its R response tokens only.
@@ -69,6 +75,16 @@ class TrainingSample(TokenFields):
     def num_tokens(self) -> int:
         """Length T."""
         return int(self.tokens.numel())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens inside the loss mask."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def sequence_loss_tokens(self) -> int:
+        """Tokens inside the loss mask of the sequence that losses see: the episode."""
+        return self.num_loss_tokens if self.episode_loss_tokens is None else self.episode_loss_tokens
 
     def without_loss(self) -> TrainingSample:
         """Return the sample with an empty loss mask: it keeps its place in the batch and trains nothing."""
@@ -128,7 +144,12 @@ class MicroBatch(TokenTargets):
     position_ids: Tensor
     """Position in the sequence, from 0. Int64, shape [T]."""
     sequence_ids: Tensor
-    """Index of the sequence in this micro-batch. Int64, shape [T]."""
+    """Index of the sequence in this micro-batch. Int64, shape [T]. Segments of one episode that are packed next to each
+    other on purpose have one index: losses see the episode as a sequence."""
+    sequence_loss_tokens: Tensor
+    """``TrainingSample.sequence_loss_tokens`` of the token's sample. Int64, shape [T]."""
+    segment_factors: Tensor
+    """``TrainingSample.segment_factor`` of the token's sample. Float32, shape [T]."""
     cu_seqlens: Tensor
     """Start of each sequence; the last entry is T. Int32, shape [num_sequences + 1]."""
     max_seqlen: int

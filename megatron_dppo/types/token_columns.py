@@ -368,10 +368,19 @@ ROUTES = RoutesColumn(
     fill=MISSING_EXPERT,
 )
 
+PAST_REWARDS = TokenColumn(
+    response="past_rewards",
+    record="past_rewards",
+    dtype=torch.float32,
+    alignment=Alignment.LABELS,
+    fill=0.0,
+)
+
 TOKEN_COLUMNS: list[TokenColumn] = [
     TOKEN_IDS,
     LOGPROBS,
     SAMPLED,
+    PAST_REWARDS,
     TOPK_IDS,
     TOPK_LOGPROBS,
     SAMPLING_MASK,

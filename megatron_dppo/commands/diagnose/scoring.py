@@ -96,8 +96,8 @@ class RunScorer:
         Returns:
             Log-probabilities of training, and the scorings from there to the engine's. Valid on replica leaders only.
         """
-        completions = [rollout.completion for group in groups for rollout in group.rollouts]
-        versions = [token_versions(c, s) for c, s in zip(completions, samples, strict=True)]
+        segments = [s for group in groups for rollout in group.rollouts for s in rollout.completion.segments]
+        versions = [token_versions(c, s) for c, s in zip(segments, samples, strict=True)]
         # Keep the Top-K ids: the head's order of summation depends on them.
         plain = list(samples)
         as_trained = [replace(sample, sampling_mask=None) for sample in plain] if self.has_hidden_filter else plain

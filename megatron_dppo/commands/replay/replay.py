@@ -22,7 +22,6 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, ErrorCollector
 from megatron_dppo.parallel.objects import gather_objects
 from megatron_dppo.parallel.platform import Platform, pin_threads
-from megatron_dppo.policy.packed import SampleRecord
 from megatron_dppo.policy.update import split_into_mini_batches
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.records import read_metrics
@@ -30,7 +29,7 @@ from megatron_dppo.report.steps.files import StepMeta, read_meta, read_rows, rec
 from megatron_dppo.report.steps.rows import groups_from_rows
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
-from megatron_dppo.run.recording import StepRecord
+from megatron_dppo.run.recording import SampleRecords, StepRecord, join_records
 from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
 from megatron_dppo.run.run_records import reduce_updates
 from megatron_dppo.run.session import build_groups, build_trainer
@@ -99,7 +98,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
         recomputed_by_rank = gather_objects(record.pop_sample_records(run.trainer), run.groups.world)
         if not recomputed_by_rank:
             return None
-        recomputed = {number: sample for rank_samples in recomputed_by_rank for number, sample in rank_samples.items()}
+        recomputed = {key: sample for rank_samples in recomputed_by_rank for key, sample in rank_samples.items()}
         same_layout = run.trainer.layout.world_size == meta.world_size and str(run.trainer.layout) == meta.layout
         outcome = _compare(recorded, meta, read_rows(file), recomputed, metrics, same_layout=same_layout)
         return replace(outcome, changed=tuple(overrides))
@@ -257,7 +256,7 @@ def _compare(
     recorded: Mapping[str, Any],
     meta: StepMeta,
     rows: Sequence[dict[str, Any]],
-    recomputed: dict[int, SampleRecord],
+    recomputed: SampleRecords,
     metrics: dict[str, float],
     *,
     same_layout: bool,
@@ -267,7 +266,7 @@ def _compare(
     tokens = 0
     for row in rows:
         count = len(row["response_ids"])
-        sample = recomputed[row["sample"]]
+        sample = join_records(recomputed, row["sample"], row.get("segment_lengths") or [count])
         # Positions of the trained tokens within the response; a sample's columns end with its response.
         index = torch.tensor(row["loss_mask"], dtype=torch.bool).nonzero().squeeze(1)
         was = torch.tensor(row["logprobs"])[index]

@@ -13,19 +13,21 @@ import secrets
 import socket
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
-from megatron_dppo.engines.agents.episode import AgentResponse, Episode
+from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.engines.agents.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, read_chat, read_completion
 from megatron_dppo.engines.agents.response_bodies import MODEL, response_body, stream_events
 from megatron_dppo.engines.servers.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 
+T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _IDLE_SECONDS = 60.0
 """Time until a request's headers must be complete, and for which a connection stays open between two calls."""
@@ -36,6 +38,8 @@ _LINGER_SECONDS = 2.0
 _REWARD_NOT_TAKEN = (
     "the run computes the reward of this episode itself; set agent.reward = 'call' to let the program give it"
 )
+_TRAIN_HEADER = "X-Train"
+"""Header by which a call is left out of training: ``false``."""
 _MAX_HEADERS = 64
 _MAX_HEADER_BYTES = 2048
 _READ_BUFFER_BYTES = 32768
@@ -114,6 +118,7 @@ class Endpoint:
                 web.post("/v1/chat/completions", lambda request: self._respond(request, read_chat)),
                 web.post("/v1/completions", lambda request: self._respond(request, read_completion)),
                 web.post("/v1/reward", self._reward),
+                web.post("/v1/segment", self._segment),
                 web.get("/v1/models", self._models),
             ]
         )
@@ -175,8 +180,14 @@ class Endpoint:
             # Before the body is read, so that a call beyond the limit costs no transfer.
             episode.admit_call()
             read_json = await self._read_body(request)
+            is_trained = _read_flag(request, _TRAIN_HEADER, default=True)
+            digest = hashlib.sha256(f"{request.path} {is_trained} ".encode() + await request.read()).digest()
             # The body is parsed in the episode's threads: a large one must not delay other episodes.
-            response = await _respond_in_episode_loop(episode, lambda: read(read_json()))
+            call = episode.respond(lambda: read(read_json()), digest=digest, is_trained=is_trained)
+            response = await _run_in_episode_loop(episode, call)
+            if request.transport is None or request.transport.is_closing():
+                # The client was gone before the response was complete. It may send the same body again.
+                episode.loop.call_soon_threadsafe(episode.keep_undelivered, digest, response)
             if not response.call.stream:
                 return web.json_response(response_body(response))
             # The response is already complete; the stream is only the format that the client asked for.
@@ -192,7 +203,8 @@ class Endpoint:
         with self._authorized(request) as episode:
             read_json = await self._read_body(request)
             body = await asyncio.get_running_loop().run_in_executor(episode.executor, read_json)
-            value = body.get("reward") if isinstance(body, dict) else None
+            fields = _read_fields(body, {"reward"}, {"id"}, '{"reward": NUMBER} or {"reward": NUMBER, "id": ID}')
+            value = fields["reward"]
             # ``bool`` is a subclass of ``int``.
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise CallError(f'expected {{"reward": NUMBER}}, got {body!r:.200}')
@@ -202,8 +214,18 @@ class Endpoint:
                 raise CallError(str(error)) from error
             if not episode.takes_reward:
                 raise CallError(_REWARD_NOT_TAKEN, 403, "reward_not_taken")
-            episode.reward = reward
-            return web.json_response({"reward": episode.reward})
+            await _run_in_episode_loop(episode, _call(episode.add_reward, reward, fields.get("id")))
+            return web.json_response(fields | {"reward": reward})
+
+    async def _segment(self, request: web.Request) -> web.StreamResponse:
+        with self._authorized(request) as episode:
+            read_json = await self._read_body(request)
+            body = await asyncio.get_running_loop().run_in_executor(episode.executor, read_json)
+            fields = _read_fields(body, {"id", "train"}, set(), '{"id": ID, "train": false}')
+            if fields["train"] is not False:
+                raise CallError(f"'train' = {fields['train']!r:.80}, expected false: all other segments are trained on")
+            await _run_in_episode_loop(episode, _call(episode.leave_out, fields["id"]))
+            return web.json_response(fields)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         with self._authorized(request):
@@ -228,10 +250,41 @@ class Endpoint:
         return lambda: _parse_body(content, encoding, self._max_body_bytes)
 
 
-async def _respond_in_episode_loop(episode: Episode, read: Callable[[], AgentRequest]) -> AgentResponse:
-    """Process a call in the event loop that the episode's samples belong to."""
+def _read_flag(request: web.Request, name: str, *, default: bool) -> bool:
+    """Return a header that is ``true`` or ``false``.
+
+    Raises:
+        CallError: It is something else.
+    """
+    text = request.headers.get(name)
+    if text is None:
+        return default
+    if text.lower() not in ("true", "false"):
+        raise CallError(f"the header {name} = {text!r:.80}, expected true or false")
+    return text.lower() == "true"
+
+
+def _read_fields(body: object, required: set[str], optional: set[str], form: str) -> dict[str, Any]:
+    """Return the fields of a body of the endpoint's own; ``id`` is a string.
+
+    Raises:
+        CallError: The body is no object, lacks a field, or has another one.
+    """
+    if not isinstance(body, dict) or not required <= body.keys() <= required | optional:
+        raise CallError(f"expected {form}, got {body!r:.200}")
+    if "id" in body and not isinstance(body["id"], str):
+        raise CallError(f"'id' = {body['id']!r:.80}, expected the 'id' of a response's body")
+    return body
+
+
+async def _call(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function, as a coroutine for another event loop."""
+    function(*arguments)
+
+
+async def _run_in_episode_loop(episode: Episode, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in the event loop that the episode's samples belong to."""
     error_at_end = CallError("the episode has ended", 503, "episode_over")
-    coroutine = episode.respond(read)
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, episode.loop)
     except RuntimeError as error:  # the loop is closed

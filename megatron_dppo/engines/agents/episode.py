@@ -1,33 +1,39 @@
-"""One episode: the calls of an agent as sequences of tokens that only grow.
+"""One episode: the calls of an agent as conversations, each a sequence of tokens that only grows.
 
-A call continues the sequence of an earlier call if its messages begin with the messages and the response of that call.
-Responses stay the tokens that were sampled. Only the text that the chat template writes after the last response is
-appended. Any other call starts a new sequence.
+A call that continues an earlier one extends its sequence, see ``conversations``. Any other call begins a sequence. All
+of them are segments of the episode, and train. Responses stay the tokens that were sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from megatron_dppo.engines.agents.request_bodies import (
-    AgentRequest,
-    CallError,
-    ContextLengthError,
-    Message,
+import torch
+
+from megatron_dppo.engines.agents.conversations import (
+    Continuation,
+    Conversation,
+    ForkReason,
+    TurnSpan,
+    find_continuation,
     message_keys,
+    order_tool_results,
+    tools_key,
 )
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, ContextLengthError, Message
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.engines.agents.tool_calls import split_tool_calls
 from megatron_dppo.rollout.response_text import decode_response
-from megatron_dppo.rollout.turns import ResponseBranch, Turn, Turns
+from megatron_dppo.rollout.turns import Turn, Turns, TurnsStopped
 from megatron_dppo.types import Completion, FinishReason
+from megatron_dppo.types.segments import join_segments
 
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt that contain its last tag."""
@@ -53,76 +59,138 @@ class AgentResponse:
         return message | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
 
 
-@dataclass(eq=False)
-class _Conversation:
-    """A sequence of tokens, and the messages by which the agent continues it."""
-
-    branch: ResponseBranch
-    prompt_tokens: int
-    """Tokens before the first response."""
-    messages: list[Message] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    """``message_keys`` of the messages."""
-    tools: str = ""
-    is_chat: bool = True
-    text: str | None = None
-    """Prompt and responses of completions by text."""
-    num_sampled: int = 0
-    """Number of sampled tokens."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class _PreparedCall:
+class EpisodeSettings:
+    """Settings of ``[agent]`` that an episode needs."""
+
+    max_calls: int
+    """Maximum number of calls, rejected ones included; further ones are rejected."""
+    max_segments: int | None = None
+    """Maximum number of conversations. None sets no limit."""
+    segments: Literal["all", "longest"] = "all"
+    """Conversations that are trained on."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Tokens that a reward of a single response is credited to."""
+
+
+class _PreparedCall(NamedTuple):
     """A call that is parsed, rendered and tokenized."""
 
     request: AgentRequest
-    token_ids: list[int]
-    """Tokens to append to the conversation."""
-    conversation: _Conversation | None
-    """Conversation that the call continues. None if it starts one."""
+    continuation: Continuation
 
 
 class Episode:
     """Calls of an agent for one sample. Belongs to one event loop, except for what the endpoint counts.
 
+    Calls are prepared one after the other, and sampled side by side.
+
     Args:
         turns: Turns of the response.
         template: Chat template of the model.
-        max_calls: Maximum number of calls, rejected ones included; further ones are rejected.
+        settings: Limits, and what is trained on.
         executor: Threads that parse, render and tokenize. An episode uses one at a time.
     """
 
-    def __init__(self, turns: Turns, template: ChatTemplate, max_calls: int, executor: Executor) -> None:
+    def __init__(self, turns: Turns, template: ChatTemplate, settings: EpisodeSettings, executor: Executor) -> None:
         self.loop = asyncio.get_running_loop()
         self.interrupted: asyncio.Future[None] = self.loop.create_future()
         """Raises the exception that ends the episode from the policy's side: a cancellation or a server error."""
         self.takes_reward = False
         """True if the agent may send the reward."""
-        self.reward: float | None = None
-        """Last reward that the agent sent."""
+        self.settings = settings
+        self.executor = executor
         self.is_cut_off = False
         """True if a call was rejected because the sequence or the number of calls reached its limit."""
         self._turns = turns
         self._template = template
-        self.max_calls = max_calls
-        self.executor = executor
-        self._conversations: list[_Conversation] = []
-        self._lock = asyncio.Lock()
+        self._conversations: list[Conversation] = []
+        self._conversation_by_response: dict[str, tuple[Conversation, int]] = {}
+        """Conversation and ``TurnSpan.order`` of each response, by ``AgentResponse.name``."""
+        self._episode_reward: float | None = None
+        """Last reward that the agent sent for the episode."""
+        self._turn_rewards: dict[int, float] = {}
+        """Last reward that the agent sent for each response, by ``TurnSpan.order``."""
+        self._prepare_lock = asyncio.Lock()
+        self._running: dict[bytes, asyncio.Task[AgentResponse]] = {}
+        """Calls in progress by the digest of their bodies."""
+        self._undelivered: dict[bytes, AgentResponse] = {}
+        """Responses whose client was gone when they were complete, by the digest of the call's body."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._num_sampling = 0
+        self._stop_error: TurnsStopped | None = None
         self._num_admitted = 0
         self._num_answered = 0
+        self._num_repeated = 0
         self._num_ignored = 0
+        self._forks = Counter[ForkReason]()
         self._start_time = time.monotonic()
-        self._waiting_seconds = 0.0
-        """Time in which the agent has waited for responses. The processing of a rejected call is the agent's time."""
-        self._wait_start: float | None = None
-        """Start of the call that is processed. None if there is none."""
+        self._call_starts: dict[asyncio.Task[Any], float] = {}
+        """Start of each call in progress."""
+        self._waits: list[tuple[float, float]] = []
+        """Disjoint intervals in which the agent waited for responses. The processing of a rejected call is the agent's
+        time."""
+
+    @property
+    def max_calls(self) -> int:
+        """Maximum number of calls."""
+        return self.settings.max_calls
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the rewards that the agent sent for the episode and for single responses. None: it sent none."""
+        if self._episode_reward is None and not self._turn_rewards:
+            return None
+        return (self._episode_reward or 0.0) + sum(self._turn_rewards.values())
+
+    def add_reward(self, reward: float, response_id: str | None = None) -> None:
+        """Set the reward of the episode, or that of a response; a later one replaces it.
+
+        Args:
+            reward: A finite number.
+            response_id: Id of the response as the client has got it. None: the episode.
+
+        Raises:
+            CallError: No response of the episode has the id.
+        """
+        if response_id is None:
+            self._episode_reward = reward
+            return
+        _, order = self._find_response(response_id)
+        self._turn_rewards[order] = reward
+
+    def leave_out(self, response_id: str) -> None:
+        """Leave the conversation of a response out of training, with its responses to come.
+
+        Raises:
+            CallError: No response of the episode has the id.
+        """
+        conversation, _ = self._find_response(response_id)
+        conversation.is_left_out = True
+
+    def _find_response(self, response_id: str) -> tuple[Conversation, int]:
+        # An id is a prefix of the protocol and the name of the response.
+        name = response_id.replace("_", "-").rpartition("-")[2]
+        if name not in self._conversation_by_response:
+            raise CallError(f"'id' = {response_id!r:.80} is no response of this episode; send the 'id' of its body")
+        return self._conversation_by_response[name]
 
     def agent_seconds(self) -> float:
         """Return the duration of the episode so far, without the time in which the agent waited for responses."""
         now = time.monotonic()
-        current_wait = 0.0 if self._wait_start is None else now - self._wait_start
-        return now - self._start_time - self._waiting_seconds - current_wait
+        waited = sum(end - start for start, end in self._waits)
+        if self._call_starts:
+            # Calls in progress wait since the first of them began, where no earlier call has waited already.
+            start = min(self._call_starts.values())
+            last_end = self._waits[-1][1] if self._waits else start
+            waited += now - max(start, last_end)
+        return now - self._start_time - waited
+
+    def _add_wait(self, start: float, end: float) -> None:
+        """Add the time of an answered call, which ends now; calls in parallel wait once."""
+        while self._waits and self._waits[-1][1] >= start:
+            start = min(start, self._waits.pop()[0])
+        self._waits.append((start, end))
 
     def admit_call(self) -> None:
         """Count a call, before its body is read.
@@ -135,32 +203,75 @@ class Episode:
             raise CallError(f"the episode has made its {self.max_calls} calls (agent.max_calls)", 400, "max_calls")
         self._num_admitted += 1
 
-    async def respond(self, read: Callable[[], AgentRequest]) -> AgentResponse:
-        """Return the policy's response to a call; concurrent calls are processed one after the other.
+    async def respond(
+        self, read: Callable[[], AgentRequest], *, digest: bytes = b"", is_trained: bool = True
+    ) -> AgentResponse:
+        """Return the policy's response to a call.
+
+        A body that is sent again while its first call is in progress gets the same response. So does one whose first
+        response found no client to read it.
 
         Args:
             read: Parses the body of the call. Runs in a thread.
+            digest: Digest of the body. Empty: no call is the same.
+            is_trained: False if the agent leaves the call out of training.
 
         Raises:
             CallError: The call is rejected, or the episode has ended.
         """
+        if digest in self._undelivered:
+            self._num_repeated += 1
+            return self._undelivered.pop(digest)
+        task = self._running.get(digest)
+        if task is None:
+            task = asyncio.create_task(self._respond(read, is_trained=is_trained))
+            self._tasks.add(task)
+            if digest:
+                self._running[digest] = task
+            task.add_done_callback(lambda done: self._forget(done, digest))
+        else:
+            self._num_repeated += 1
+        # The call goes on for a client that sends it again.
+        return await asyncio.shield(task)
+
+    def keep_undelivered(self, digest: bytes, response: AgentResponse) -> None:
+        """Keep a response whose client was gone, for the same body that is sent again."""
+        self._undelivered[digest] = response
+
+    def _forget(self, task: asyncio.Task[AgentResponse], digest: bytes) -> None:
+        self._tasks.discard(task)
+        self._running.pop(digest, None)
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: all clients of the call may be gone
+
+    async def _respond(self, read: Callable[[], AgentRequest], *, is_trained: bool) -> AgentResponse:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        start = time.monotonic()
+        self._call_starts[task] = start
         try:
-            async with self._lock:
-                if self.interrupted.done():
-                    raise CallError("the episode has ended", 503, "episode_over")
-                return await self._process(read)
+            response = await self._process(read, is_trained=is_trained)
+            self._add_wait(start, time.monotonic())
+            return response
         except (CallError, asyncio.CancelledError):
             raise
+        except TurnsStopped as error:
+            # The other calls in progress are being stopped too. Their tokens are kept only if nothing cancels them.
+            self._stop_error = error
+            if not self._num_sampling:
+                self._interrupt(error)
+            await asyncio.wait([self.interrupted])
+            raise CallError("the episode has ended", 503, "episode_over") from error
         except BaseException as error:
-            if not self.interrupted.done():
-                # The error is the run's, not the agent's: ``run_with_time_limit`` raises it.
-                self.interrupted.set_exception(error)
+            self._interrupt(error)
             raise CallError("the episode has ended", 503, "episode_over") from error
         finally:
-            self._tasks.discard(task)
+            del self._call_starts[task]
+
+    def _interrupt(self, error: BaseException) -> None:
+        """End the episode by an error that is the run's, not the agent's: ``run_with_time_limit`` raises it."""
+        if not self.interrupted.done():
+            self.interrupted.set_exception(error)
 
     def close(self) -> None:
         """Cancel the calls in progress."""
@@ -172,58 +283,99 @@ class Episode:
             self.interrupted.cancel()
 
     async def finish(self, reward: float | None, failure: str) -> Completion:
-        """Return the response: the sequence with the most sampled tokens. The others are not trained on."""
+        """Return the response, with all segments that are trained on."""
         turns = self._turns
-        # A call that was in progress when the agent ended has started a sequence and sampled nothing.
+        # Sampled by calls that were in progress when the agent ended, and sent to nobody.
+        interrupted = sum(c.branch.response.num_sampled_tokens(c.branch.position) for c in self._conversations)
+        # Such a call may have begun a conversation and sampled nothing.
         self._conversations = [each for each in self._conversations if each.num_sampled]
         if not self._conversations:
             too_long = ": its messages have more tokens than rollout.max_new_tokens" if self.is_cut_off else ""
             failure = failure or f"the agent ended without a response of the policy{too_long}"
             await self._sample_one_token()
-        # Reversed, so that of equally long sequences the newest is trained on.
-        best = max(reversed(self._conversations), key=lambda conversation: conversation.num_sampled)
-        branch = turns.switch_branch(best.branch)
+        trained = [each for each in self._conversations if each.is_trained and not each.is_left_out]
+        if not trained:
+            failure = failure or "the agent left all responses of the policy out of training; leave out some of them"
+            trained = self._conversations[-1:]
+        left_out = sum(each.num_sampled for each in self._conversations if each not in trained)
+        shorter = 0
+        if self.settings.segments == "longest":
+            # Reversed, so that of equally long conversations the newest is trained on.
+            best = max(reversed(trained), key=lambda conversation: conversation.num_sampled)
+            shorter = sum(each.num_sampled for each in trained if each is not best)
+            trained = [best]
+        last = max(range(len(trained)), key=lambda index: trained[index].last_order)
+        completion = join_segments([self._segment(each) for each in trained], last)
         if self.is_cut_off:
             # Replaces the reason of the last response: the agent wanted to continue and was not allowed to.
-            branch.finish_reason = FinishReason.LENGTH
-        sampled = sum(conversation.num_sampled for conversation in self._conversations)
-        return turns.finish(
+            completion = replace(completion, finish_reason=FinishReason.LENGTH)
+        sampled = sum(each.num_sampled for each in self._conversations) + interrupted
+        return turns.finish_with(
+            completion,
             reward,
-            text=decode_response(turns.tokenizer, turns.token_ids[best.prompt_tokens :]),
             failure=failure,
             counts={
                 "agent/calls": self._num_answered,
-                "agent/rejected_calls": self._num_admitted - self._num_answered,
+                "agent/repeated_calls": self._num_repeated,
+                "agent/rejected_calls": self._num_admitted - self._num_answered - self._num_repeated,
                 "agent/sequences": len(self._conversations),
-                "agent/untrained_fraction": 1 - best.num_sampled / sampled,
+                "agent/segments": len(trained),
+                **{f"agent/forks/{reason}": self._forks[reason] for reason in ForkReason},
+                "agent/untrained_fraction": (left_out + shorter + interrupted) / sampled,
+                "agent/untrained/left_out": left_out / sampled,
+                "agent/untrained/shorter": shorter / sampled,
+                "agent/untrained/interrupted": interrupted / sampled,
                 "agent/ignored_settings": self._num_ignored,
             },
         )
 
+    def _segment(self, conversation: Conversation) -> Completion:
+        """Return a conversation as a completion, with the text from its first response on."""
+        branch = conversation.branch
+        text = decode_response(self._turns.tokenizer, branch.token_ids[conversation.prompt_tokens :])
+        past: torch.Tensor | None = None
+        if self.settings.credit == "turn":
+            past = torch.zeros(branch.position)
+            for turn in conversation.turns:
+                earlier = (value for order, value in self._turn_rewards.items() if order < turn.order)
+                past[turn.start : turn.end] = sum(earlier)
+        return replace(branch.completion(), text=text, past_rewards=past)
+
     async def _sample_one_token(self) -> None:
         """Sample one token: a response must have one, even that of a failed sample, which gets no gradient."""
-        turns = self._turns
-        if turns.token_ids:
-            turns.start_branch()
-        turns.append([turns.tokenizer.eos_token_id or 0])
-        conversation = _Conversation(turns.branch, len(turns.token_ids))
-        conversation.num_sampled = len((await turns.sample(1)).token_ids)
+        branch = self._turns.begin_branch([self._turns.tokenizer.eos_token_id or 0])
+        conversation = Conversation(branch, branch.position)
+        await branch.sample(1)
+        conversation.turns.append(TurnSpan(conversation.prompt_tokens, branch.position, 0))
         self._conversations.append(conversation)
 
-    async def _process(self, read: Callable[[], AgentRequest]) -> AgentResponse:
-        self._wait_start = time.monotonic()
+    async def _process(self, read: Callable[[], AgentRequest], *, is_trained: bool) -> AgentResponse:
+        # One call after the other finds its conversation, so that two calls cannot continue the same one.
+        async with self._prepare_lock:
+            if self.interrupted.done():
+                raise CallError("the episode has ended", 503, "episode_over")
+            prepared = await self.loop.run_in_executor(
+                self.executor, lambda: self._prepare(read, is_trained=is_trained)
+            )
+            conversation = self._append(prepared, is_trained=is_trained)
+            conversation.is_busy = True
+        self._num_sampling += 1
         try:
-            prepared = await self.loop.run_in_executor(self.executor, self._prepare, read)
-            response = await self._sample_response(prepared)
-            self._waiting_seconds += time.monotonic() - self._wait_start
-            return response
+            return await self._sample_response(prepared.request, conversation)
         finally:
-            self._wait_start = None
+            conversation.is_busy = False
+            self._num_sampling -= 1
+            if not self._num_sampling and self._stop_error is not None:
+                self._interrupt(self._stop_error)
 
-    def _prepare(self, read: Callable[[], AgentRequest]) -> _PreparedCall:
+    def _prepare(self, read: Callable[[], AgentRequest], *, is_trained: bool) -> _PreparedCall:
         """Parse, render and tokenize a call. Runs in a thread and changes no conversation."""
         try:
-            return self._tokenize(read())
+            call = read()
+            call = replace(call, messages=tuple(order_tool_results(call.messages)))
+            self._template.check_size(call, self._turns.params.max_new_tokens)
+            continuation = find_continuation(call, self._conversations, self._template, is_trained=is_trained)
+            return _PreparedCall(call, continuation)
         except ContextLengthError:
             self.is_cut_off = True
             raise
@@ -234,89 +386,57 @@ class Episode:
             # tokenizer is no ``Exception``.
             raise CallError(f"the call cannot be processed: {type(error).__name__}: {error!s:.200}") from error
 
-    def _tokenize(self, call: AgentRequest) -> _PreparedCall:
-        self._template.check_size(call, self._turns.params.max_new_tokens)
-        prepared = self._continue_chat(call) if call.is_chat else self._continue_text(call)
-        if prepared is not None:
-            return prepared
-        if call.is_chat:
-            tokens = self._template.opening(call.messages, call.tools)
-        else:
-            tokens = self._template.encode(call.text, add_special_tokens=True)
-        return _PreparedCall(request=call, token_ids=tokens, conversation=None)
-
-    async def _sample_response(self, prepared: _PreparedCall) -> AgentResponse:
-        call = prepared.request
-        conversation = self._append(prepared)
+    async def _sample_response(self, call: AgentRequest, conversation: Conversation) -> AgentResponse:
         self._num_answered += 1
         self._num_ignored += call.ignored
-        before = len(self._turns.token_ids)
-        starts_in_thought = self._starts_in_thought()
-        turn = await self._turns.sample(call.limit)
-        conversation.num_sampled += len(turn.token_ids)
+        branch = conversation.branch
+        before = branch.position
+        starts_in_thought = self._starts_in_thought(branch.token_ids)
+        turn = await branch.sample(call.limit)
         response = _build_response(call, turn, before, starts_in_thought=starts_in_thought)
+        order = len(self._conversation_by_response)
+        conversation.turns.append(TurnSpan(before, branch.position, order))
+        self._conversation_by_response[response.name] = (conversation, order)
         if call.is_chat:
             conversation.messages = [*call.messages, response.message]
             conversation.keys = message_keys(conversation.messages)
+            conversation.response_keys.add(conversation.keys[-1])
         elif isinstance(call.text, str):
             conversation.text = call.text + response.text
         return response
 
-    def _starts_in_thought(self) -> bool:
+    def _starts_in_thought(self, token_ids: tuple[int, ...]) -> bool:
         """Return True if the template ends the prompt with an open thought, so that the response begins in it."""
-        tail = decode_response(self._turns.tokenizer, self._turns.token_ids[-_TAIL_TOKENS:])
+        tail = decode_response(self._turns.tokenizer, token_ids[-_TAIL_TOKENS:])
         return tail.rstrip().endswith("<think>")
 
-    def _append(self, prepared: _PreparedCall) -> _Conversation:
-        """Append the tokens of a call to its conversation, or start one."""
+    def _append(self, prepared: _PreparedCall, *, is_trained: bool) -> Conversation:
+        """Append the tokens of a call to its conversation, or begin one."""
         call = prepared.request
-        tokens = prepared.token_ids
-        if prepared.conversation is not None:
-            return self._extend(prepared.conversation, tokens, closes=call.is_chat)
+        tokens = prepared.continuation.token_ids
+        conversation = prepared.continuation.conversation
+        if conversation is not None:
+            self._extend(conversation, tokens, closes=call.is_chat)
+            return conversation
         if len(tokens) >= self._turns.params.max_new_tokens or not tokens:
             raise self._too_long(len(tokens))
-        # A response has one branch from the start; only further sequences need a new one.
-        branch = self._turns.start_branch() if self._conversations else self._turns.branch
-        self._turns.append(tokens)
-        conversation = _Conversation(branch, len(tokens), tools=_tools_key(call), is_chat=call.is_chat)
+        limit = self.settings.max_segments
+        if limit is not None and len(self._conversations) >= limit:
+            self.is_cut_off = True
+            raise CallError(
+                f"the call continues none of the episode's {limit} conversations, and there may be no more "
+                "(agent.max_segments); send the messages of an earlier call and its response before new ones",
+                400,
+                "max_segments",
+            )
+        if prepared.continuation.fork_reason is not None:
+            self._forks[prepared.continuation.fork_reason] += 1
+        branch = self._turns.begin_branch(tokens)
+        conversation = Conversation(branch, len(tokens), tools_key(call), is_chat=call.is_chat, is_trained=is_trained)
         self._conversations.append(conversation)
         return conversation
 
-    def _continue_chat(self, call: AgentRequest) -> _PreparedCall | None:
-        """Continue the longest conversation that the messages of the call begin with; None if there is none."""
-        keys = message_keys(call.messages)
-        tools = _tools_key(call)
-        prefixes = [
-            each
-            for each in self._conversations
-            if each.is_chat and each.tools == tools and each.keys == keys[: len(each.keys)]
-        ]
-        # Longest first. The template may rule one out: it may rewrite earlier text, such as thoughts.
-        for conversation in sorted(prefixes, key=lambda each: len(each.keys), reverse=True):
-            count = len(conversation.keys)
-            text = self._template.continuation(conversation.messages, call.messages[count:], call.tools)
-            if text is not None:
-                return _PreparedCall(request=call, token_ids=self._template.encode(text), conversation=conversation)
-        return None
-
-    def _continue_text(self, call: AgentRequest) -> _PreparedCall | None:
-        """Continue the newest sequence that the prompt of the call begins with; None if there is none."""
-        for conversation in reversed(self._conversations):
-            if conversation.is_chat:
-                continue
-            known = conversation.text
-            branch = conversation.branch
-            tokens = tuple(branch.response.tokens[: branch.position])
-            suffix: str | tuple[int, ...] | None = None
-            if isinstance(call.text, tuple) and call.text[: len(tokens)] == tokens:
-                suffix = call.text[len(tokens) :]
-            elif isinstance(call.text, str) and known is not None and call.text.startswith(known):
-                suffix = call.text[len(known) :]
-            if suffix is not None:
-                return _PreparedCall(request=call, token_ids=self._template.encode(suffix), conversation=conversation)
-        return None
-
-    def _extend(self, conversation: _Conversation, tokens: list[int], *, closes: bool) -> _Conversation:
+    def _extend(self, conversation: Conversation, tokens: list[int], *, closes: bool) -> None:
         """Append the agent's tokens to a conversation.
 
         Args:
@@ -324,23 +444,18 @@ class Episode:
             tokens: Tokens to append.
             closes: The tokens begin with the end of the last response. Its end token is not appended twice.
         """
-        branch = self._turns.switch_branch(conversation.branch)
-        last = branch.response.tokens[branch.position - 1]
+        branch = conversation.branch
+        last = branch.token_ids[-1]
         # A response that was cut off has no end token, and the template's must be added.
         if closes and branch.finish_reason == FinishReason.STOP and tokens[:1] == [last]:
             tokens = tokens[1:]
-        if len(tokens) >= self._turns.tokens_left:
+        if len(tokens) >= branch.tokens_left:
             raise self._too_long(branch.position + len(tokens))
-        self._turns.append(tokens)
-        return conversation
+        branch.append(tokens)
 
     def _too_long(self, tokens: int) -> CallError:
         self.is_cut_off = True
         return ContextLengthError(f"the conversation has {tokens} tokens", self._turns.params.max_new_tokens)
-
-
-def _tools_key(call: AgentRequest) -> str:
-    return json.dumps(call.tools, sort_keys=True)
 
 
 def _build_response(call: AgentRequest, turn: Turn, prompt_tokens: int, *, starts_in_thought: bool) -> AgentResponse:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.endpoint import Endpoint
-from megatron_dppo.engines.agents.episode import Episode
+from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
 from megatron_dppo.engines.agents.launcher import landlock_version
 from megatron_dppo.engines.agents.runner import (
     Agent,
@@ -78,6 +78,12 @@ class AgentFunction:
             )
         self._endpoint = Endpoint(config.host, config.max_body_bytes)
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "agent-calls")
+        self._settings = EpisodeSettings(
+            max_calls=config.max_calls,
+            max_segments=config.max_segments,
+            segments=config.segments,
+            credit=config.credit,
+        )
         self._template: ChatTemplate | None = None
         self._failures = 0
         """Failed episodes in a row."""
@@ -98,7 +104,7 @@ class AgentFunction:
         # The tokenizer comes with the first episode.
         self._template = self._template or ChatTemplate(turns.tokenizer, self._variables, self._now())
         async with self._slots:
-            episode = Episode(turns, self._template, self._config.max_calls, self._executor)
+            episode = Episode(turns, self._template, self._settings, self._executor)
             episode.takes_reward = self._config.reward == "call"
             try:
                 agent_exit = await self._run_episode(prompt, episode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,21 +250,3 @@ def _read_tool_call(call: Any, index: int) -> dict[str, Any]:
     if not isinstance(arguments, str | dict) or not isinstance(call_id, str):
         raise CallError(f"messages[{index}].tool_calls: 'id' and 'function.arguments' must be strings")
     return make_tool_call(call_id, function["name"], arguments)
-
-
-def message_keys(messages: Sequence[Message]) -> list[str]:
-    """Return keys that are equal for equal messages.
-
-    Clients strip the content of assistant messages and reformat the arguments of tool calls, so both are normalized.
-    """
-    return [
-        json.dumps(
-            [
-                message["role"],
-                message["content"].strip() if message["role"] == "assistant" else message["content"],
-                [call["function"] for call in message.get("tool_calls", ())],
-            ],
-            sort_keys=True,
-        )
-        for message in messages
-    ]

@@ -84,7 +84,8 @@ class LockstepRunner:
         self._tokenizer = tokenizer
         self._decode = decode
         self._target = target
-        self._pending: dict[int, _PendingTurn] = {}
+        self._pending: dict[tuple[int, int], _PendingTurn] = {}
+        """Pending turns by the indices of the response and of its sequence."""
         self._changed = asyncio.Event()
         self._is_stopping = False
 
@@ -109,32 +110,35 @@ class LockstepRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, index: int, sample: PendingResponse) -> None:
-        async def sample_turn(limit: int, stop_token_ids: tuple[int, ...]) -> FinishReason | None:
-            return await self._sample_turn(index, sample, limit, stop_token_ids)
+        async def sample_turn(
+            response: GrowingResponse, limit: int, stop_token_ids: tuple[int, ...]
+        ) -> FinishReason | None:
+            return await self._sample_turn(index, response, limit, stop_token_ids)
 
         sample.completion = await run_user_function(self._function, sample, self._params, self._tokenizer, sample_turn)
         if sample.completion is not None and self._target is not None:
             self._target.mark_complete([sample])
 
     async def _sample_turn(
-        self, index: int, sample: PendingResponse, limit: int, stop_token_ids: tuple[int, ...]
+        self, index: int, response: GrowingResponse, limit: int, stop_token_ids: tuple[int, ...]
     ) -> FinishReason | None:
         """Wait for the round that decodes this turn; return None if the response is canceled."""
         if limit <= 0:
             return FinishReason.LENGTH
-        if index in self._pending:
+        key = (index, response.number)
+        if key in self._pending:
             raise RuntimeError("turns.sample was called while another turn of the same response was being sampled")
-        request = sample.response.next_request(str(index), self._params, stop_token_ids, limit)
+        request = response.next_request(str(index), self._params, stop_token_ids, limit)
         future: asyncio.Future[Generation | None] = asyncio.get_running_loop().create_future()
-        self._pending[index] = _PendingTurn(request, future)
+        self._pending[key] = _PendingTurn(request, future)
         self._changed.set()
         try:
             generation = await future
         finally:
-            self._pending.pop(index, None)  # it is still there if the function canceled the call
+            self._pending.pop(key, None)  # it is still there if the function canceled the call
         if generation is None:
             return None
-        sample.response.append_sampled(generation)
+        response.append_sampled(generation)
         return generation.finish_reason
 
     async def _wait_for_round(self, tasks: Sequence[asyncio.Task[None]]) -> bool:
@@ -143,8 +147,8 @@ class LockstepRunner:
             for task in tasks:
                 if task.done():
                     task.result()  # raises its error
-            unfinished = [i for i, task in enumerate(tasks) if not task.done()]
-            if all(i in self._pending for i in unfinished):
+            unfinished = {i for i, task in enumerate(tasks) if not task.done()}
+            if unfinished <= {i for i, _ in self._pending}:
                 return bool(unfinished)
             self._changed.clear()
             try:

@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -149,8 +149,8 @@ class InFlightResponse:
     """Index among the responses of one call, which gives siblings different seeds."""
     prompt_routes: PromptRoutes | None = None
     """Routes of the prompt, which all siblings share. None if each response requests all routes itself."""
-    request_id: str = ""
-    """Id of the last request."""
+    request_ids: set[str] = field(default_factory=set)
+    """Ids of the requests in progress: one for each sequence that is being extended."""
     is_stopping: bool = False
     """True if no further request is to be sent."""
     completion: Completion | None = None
@@ -161,9 +161,12 @@ class InFlightResponse:
         """The completion, or the tokens so far."""
         return self.completion or self.response.state()
 
-    def seeded_params(self) -> SamplingParams:
-        """Return the parameters with the seed of the next request; seeds of a run are distinct but for accidents."""
-        key = f"{self.params.seed}/{self.index}/{self.response.parts}"
+    def seeded_params(self, response: GrowingResponse) -> SamplingParams:
+        """Return the parameters with the seed of the next request of ``response`` or one of its branches.
+
+        Seeds of a run are distinct but for accidents.
+        """
+        key = f"{self.params.seed}/{self.index}/{response.seed_key}"
         return replace(self.params, seed=random.Random(key).getrandbits(31))
 
 
@@ -204,28 +207,34 @@ class Responder:
         if sample.completion is not None:
             return
         if self._function is None:
-            reason = await self._sample(sample, sample.params.max_new_tokens, ())
+            reason = await self._sample(sample, sample.response, sample.params.max_new_tokens, ())
             if reason is not None:
                 sample.completion = sample.response.completion(reason, self._tokenizer)
             return
 
-        async def sample_turn(limit: int, stop_token_ids: tuple[int, ...]) -> FinishReason | None:
-            return await self._sample(sample, len(sample.response.tokens) + limit, stop_token_ids)
+        async def sample_turn(
+            response: GrowingResponse, limit: int, stop_token_ids: tuple[int, ...]
+        ) -> FinishReason | None:
+            return await self._sample(sample, response, len(response.tokens) + limit, stop_token_ids)
 
         sample.completion = await run_user_function(self._function, sample, sample.params, self._tokenizer, sample_turn)
 
     async def _sample(
-        self, sample: InFlightResponse, length: int, stop_token_ids: tuple[int, ...]
+        self, sample: InFlightResponse, response: GrowingResponse, length: int, stop_token_ids: tuple[int, ...]
     ) -> FinishReason | None:
-        """Sample until the response is complete or has ``length`` tokens; return None if it is stopped before."""
+        """Sample until ``response`` is complete or has ``length`` tokens; return None if it is stopped before."""
         empty_responses = 0
-        while (remaining := length - len(sample.response.tokens)) > 0:
+        while (remaining := length - len(response.tokens)) > 0:
             if sample.is_stopping:
                 return None
             # Unique among all ranks, which share the servers.
-            sample.request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
-            generation = await self._generate(sample, stop_token_ids, remaining)
-            sample.response.append_sampled(generation)
+            request_id = f"{self._name}-{sample.params.seed}-{next(self._numbers)}"
+            sample.request_ids.add(request_id)
+            try:
+                generation = await self._generate(sample, response, request_id, stop_token_ids, remaining)
+            finally:
+                sample.request_ids.discard(request_id)
+            response.append_sampled(generation)
             has_tokens = len(generation.token_ids) > 0
             # An engine that is aborted while it samples the end token reports an abort of a complete response, and one
             # that reaches the limit with the end token (SGLang) reports ``length``.
@@ -244,22 +253,28 @@ class Responder:
                 await asyncio.sleep(0.02 * 2**empty_responses)
         return FinishReason.LENGTH
 
-    async def _generate(self, sample: InFlightResponse, stop_token_ids: tuple[int, ...], limit: int) -> Generation:
+    async def _generate(
+        self,
+        sample: InFlightResponse,
+        response: GrowingResponse,
+        request_id: str,
+        stop_token_ids: tuple[int, ...],
+        limit: int,
+    ) -> Generation:
         """Send one request for up to ``limit`` tokens.
 
         Returns:
             The generation; an empty abort if weights that are no longer current read a prompt without its routes.
         """
-        request_id = sample.request_id
         affinity = f"{sample.prompt.prompt_id}/{sample.params.seed}"
         if self._siblings_per_server is not None:
             affinity += f"/{sample.index // self._siblings_per_server}"
-        shared_routes = sample.prompt_routes if sample.response.lacks_routes else None
+        shared_routes = sample.prompt_routes if response.lacks_routes else None
         if shared_routes is not None:
             await shared_routes.get(self._pool.version, request_id, affinity)
-        request = sample.response.next_request(
+        request = response.next_request(
             request_id,
-            sample.seeded_params(),
+            sample.seeded_params(response),
             (*self._end_tokens, *stop_token_ids),
             limit,
             prompt_routes=shared_routes is None,

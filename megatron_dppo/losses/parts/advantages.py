@@ -68,6 +68,35 @@ def group_relative_advantages(
     return centred / (variance.sqrt() + _DEVIATION_FLOOR)
 
 
+def reward_scales(name: str, rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return the derivative of each advantage in its own reward, with the statistics of the group held fixed.
+
+    Example: With ``std`` an advantage is (reward - mean) / (deviation + 1e-4), so its scale is 1 / (deviation + 1e-4).
+
+    Args:
+        name: ``mean``, ``std``, ``leave_one_out`` or ``none``.
+        rewards: ``[groups, samples]`` float.
+        valid: ``[groups, samples]`` bool.
+
+    Returns:
+        ``[groups, samples]``; 0 for groups without spread, whose advantages are 0 too, except with ``none``.
+
+    Raises:
+        ValueError: Another name, whose advantages need not be linear in a reward.
+    """
+    if name == "none":
+        return torch.ones_like(rewards)
+    if is_function_name(name):
+        raise ValueError(f"train.advantage = {name!r} has no known scale; expected mean, std, leave_one_out or none")
+    mode = cast(Literal["mean", "std", "leave_one_out"], name)
+    centred = group_relative_advantages(rewards, "mean", valid)
+    scaled = group_relative_advantages(rewards, mode, valid)
+    # The scale is the same for all samples of a group. The sums of squares also work where one sample is at the mean.
+    norm = centred.square().sum(1, keepdim=True)
+    scale = (scaled.square().sum(1, keepdim=True) / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt()
+    return scale.expand_as(rewards).contiguous()
+
+
 def advantages_by(
     name: str,
     rewards: Tensor,

@@ -190,7 +190,7 @@ def _schema(arrow: Any) -> Any:
         "reward_parts": arrow.list_(part),
         "policy_versions": arrow.list_(span),
         "update": arrow.int32(),
-        **dict.fromkeys(("prompt_ids", *tokens["int32s"]), ids),
+        **dict.fromkeys(("prompt_ids", "segment_lengths", *tokens["int32s"]), ids),
         # The order of existing files: rollout_logprobs precedes the columns of the update.
         **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", *tokens["float32s"]), floats),
         **dict.fromkeys(("loss_mask", "keep", *tokens["bools"]), flags),

@@ -85,6 +85,7 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "eval_score": rollout.eval_score,
         "finish_reason": str(completion.finish_reason),
         "failure": completion.failure,
+        "segment_lengths": list(completion.segment_lengths),
         "policy_version": completion.policy_version,
         "policy_versions": [span._asdict() for span in completion.policy_versions],
         "prompt_ids": list(prompt.token_ids),
@@ -148,4 +149,6 @@ def _completion(row: StepRow) -> Completion:
         text=row["response"],
         policy_versions=tuple(VersionSpan(**span) for span in row["policy_versions"]),
         failure=row["failure"],
+        # Files of older versions have no such column.
+        segment_lengths=tuple(row.get("segment_lengths") or ()),
     )

@@ -111,13 +111,9 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
     assert world.text(found) + "\n" == rendered
     assert world.trained(found) == [f"{CALL}<|im_end|>", "It is 3<|im_end|>"]
     assert found.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not found.failure
-    assert found.counts == {
-        "agent/calls": 2,
-        "agent/rejected_calls": 0,
-        "agent/sequences": 1,
-        "agent/untrained_fraction": 0,
-        "agent/ignored_settings": 0,
-    }
+    counted = {name: value for name, value in found.counts.items() if value}
+    assert counted == {"agent/calls": 2, "agent/sequences": 1, "agent/segments": 1}
+    assert len(found.counts) == 14 and found.segments == (found,)
     mask, tokens = found.loss_mask, found.token_ids.tolist()
     assert mask is not None and found.logprobs is not None and found.topk_token_ids is not None
     assert found.logprobs.tolist() == [logprob(i, t, 4) if mask[i] else 0.0 for i, t in enumerate(tokens)]
@@ -233,7 +229,7 @@ def test_a_call_continues_the_longest_conversation_with_the_same_tools(world: Wo
         for tools in (other, []):
             await chat(task, [user("a"), first, user("b"), first, user("c"), first, user("d")], tools=tools)
 
-    found = world.play(agent, 2000)
+    found = world.play(agent, 2000, segments="longest")
     assert found.counts["agent/sequences"] == 4, "two with the first tools, one for each change of them"
     sent = [world.tokenizer.decode(request.token_ids) for request in world.server.requests]
     assert sent[3].startswith(sent[1]) and '"sub"' in sent[4] and "function" not in sent[5]
@@ -248,7 +244,7 @@ def test_of_two_sequences_with_as_many_tokens_the_newest_is_trained(world: World
         for text in ("a", "b"):
             await chat(task, [user(text)])
 
-    assert world.trained(world.play(agent)) == ["two<|im_end|>"]
+    assert world.trained(world.play(agent, segments="longest")) == ["two<|im_end|>"]
 
 
 def test_a_tool_call_that_was_cut_off_is_reported_as_cut_off(world: World) -> None:
@@ -266,7 +262,7 @@ def test_a_tool_call_that_was_cut_off_is_reported_as_cut_off(world: World) -> No
     assert reasons == ["length", "tool_calls"] and found.finish_reason == "stop"
 
 
-def test_rewritten_history_starts_a_new_sequence_and_the_longest_is_trained(world: World) -> None:
+def test_rewritten_history_starts_a_new_sequence(world: World) -> None:
     world.script = {"x<|im_end|>\n<|im_start|>assistant\n": "no", "assistant\n": "a long answer"}
 
     async def agent(task: AgentTask) -> None:
@@ -276,10 +272,17 @@ def test_rewritten_history_starts_a_new_sequence_and_the_longest_is_trained(worl
         await chat(task, [user("summary: x")])
         await chat(task, [{"role": "system", "content": "changed"}, user("a"), first, user("x")])
 
+    longest = world.play(agent, segments="longest")
+    assert world.trained(longest) == ["a long answer<|im_end|>"] * 2
+    assert longest.counts["agent/untrained_fraction"] == pytest.approx(9 / 37)
+    assert longest.counts["agent/untrained/shorter"] == longest.counts["agent/untrained_fraction"]
+    assert longest.counts["agent/segments"] == 1 and not longest.segment_lengths
+    world.server.requests.clear()
     found = world.play(agent)
-    assert world.trained(found) == ["a long answer<|im_end|>"] * 2
+    parts = [world.trained(segment) for segment in found.segments]
+    assert parts == [["a long answer<|im_end|>"] * 2, *[["no<|im_end|>"]] * 3]
     assert found.counts["agent/sequences"] == 4 and found.counts["agent/calls"] == 5
-    assert found.counts["agent/untrained_fraction"] == pytest.approx(9 / 37)
+    assert found.counts["agent/untrained_fraction"] == 0 and found.counts["agent/forks/history"] == 1
     assert [len(r.token_ids) for r in world.server.requests] == sorted(
         {len(r.token_ids) for r in world.server.requests}, key=[len(r.token_ids) for r in world.server.requests].index
     )

@@ -226,7 +226,12 @@ def test_a_recorded_step_has_a_column_that_older_files_lack(tmp_path: Path) -> N
         (Completion, "response", set()),
         (TrainingSample, "name", set()),
         # Made by packing and by the loss's aggregation.
-        (MicroBatch, "name", {"position_ids", "sequence_ids", "cu_seqlens", "token_weights", "is_padding"}),
+        (
+            MicroBatch,
+            "name",
+            {"position_ids", "sequence_ids", "cu_seqlens", "token_weights", "is_padding"}
+            | {"sequence_loss_tokens", "segment_factors"},
+        ),
     ],
 )
 def test_each_field_of_tensors_is_declared(cls: Any, attribute: str, others: set[str]) -> None:

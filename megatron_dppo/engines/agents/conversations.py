@@ -1,0 +1,258 @@
+"""Conversations of an episode, and which of them a call continues.
+
+A call continues a conversation if its messages begin with those that the conversation has sent and received. Messages
+are compared by what a client cannot change: visible text and tool calls. The tokens of a conversation are never encoded
+again. Only the text that the chat template writes after the last response is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
+from megatron_dppo.engines.agents.template import ChatTemplate
+from megatron_dppo.rollout.turns import ResponseBranch
+
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+_END_THINK = "</think>"
+
+
+class ForkReason(StrEnum):
+    """Reasons why a call with an earlier response of the episode begins a segment. Each is a metric."""
+
+    HISTORY = "history"
+    """Its messages before or after that response are others: they were edited, trimmed or summarized."""
+    TOOLS = "tools"
+    """It has other tools."""
+    TEMPLATE = "template"
+    """The chat template would write other text for the messages so far, such as without their thoughts."""
+    PARALLEL = "parallel"
+    """Another call continues the conversation at the same time."""
+
+
+class TurnSpan(NamedTuple):
+    """Tokens ``[start, end)`` of a conversation that one call sampled."""
+
+    start: int
+    end: int
+    order: int
+    """Index of the response in the episode, by the time it was complete."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A sequence of tokens, and the messages by which the agent continues it."""
+
+    branch: ResponseBranch
+    prompt_tokens: int
+    """Tokens before the first response."""
+    tools: str = ""
+    """``tools_key`` of its calls."""
+    is_chat: bool = True
+    is_trained: bool = True
+    """False if its calls are left out of training (``X-Train: false``)."""
+    is_left_out: bool = False
+    """True if the agent has left it out of training afterwards (``POST /v1/segment``)."""
+    messages: list[Message] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    """``message_keys`` of the messages."""
+    text: str | None = None
+    """Prompt and responses of completions by text."""
+    response_keys: set[str] = field(default_factory=set)
+    """Keys of its responses."""
+    turns: list[TurnSpan] = field(default_factory=list)
+    is_busy: bool = False
+    """True while a call samples. Its tokens then go on in a way that no other call can continue."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(turn.end - turn.start for turn in self.turns)
+
+    @property
+    def last_order(self) -> int:
+        """``TurnSpan.order`` of its last response; -1 if it has none."""
+        return self.turns[-1].order if self.turns else -1
+
+
+class Continuation(NamedTuple):
+    """The conversation that a call continues, and how."""
+
+    conversation: Conversation | None
+    """None if the call begins a conversation."""
+    token_ids: list[int]
+    """Tokens to append to it."""
+    fork_reason: ForkReason | None = None
+    """Reason why a call with an earlier response of the episode begins a conversation; None for other calls."""
+
+
+def find_continuation(
+    call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate, *, is_trained: bool
+) -> Continuation:
+    """Return how a call continues one of the conversations, or begins one.
+
+    Args:
+        call: The call.
+        conversations: All conversations of the episode. The busy ones may change meanwhile.
+        template: Chat template of the model.
+        is_trained: False if the agent leaves the call out of training: it then continues only what is left out too.
+
+    Raises:
+        CallError: The messages, or the template's answer to them, are invalid.
+    """
+    if not call.is_chat:
+        alike = [each for each in conversations if each.is_trained == is_trained and not each.is_busy]
+        return _continue_text(call, alike, template)
+    return _continue_chat(call, conversations, template, is_trained=is_trained)
+
+
+def _continue_chat(
+    call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate, *, is_trained: bool
+) -> Continuation:
+    messages = call.messages
+    keys = message_keys(messages)
+    tools = tools_key(call)
+    chats = [each for each in conversations if each.is_chat and each.is_trained == is_trained]
+    idle = [each for each in chats if not each.is_busy]
+    prefixes = [each for each in idle if each.keys and each.keys == keys[: len(each.keys)]]
+    # Longest first. The template may rule one out: it may rewrite earlier text.
+    for conversation in sorted(prefixes, key=lambda each: len(each.keys), reverse=True):
+        if conversation.tools != tools:
+            continue
+        new = messages[len(conversation.keys) :]
+        text = template.continuation(conversation.messages, new, call.tools)
+        if text is not None:
+            return Continuation(conversation, template.encode(text))
+    reason = None
+    busy_keys = [each.keys for each in chats if each.is_busy]
+    if prefixes:
+        reason = ForkReason.TEMPLATE if any(each.tools == tools for each in prefixes) else ForkReason.TOOLS
+    elif any(known and known == keys[: len(known)] for known in busy_keys):
+        reason = ForkReason.PARALLEL
+    elif {key for each in idle for key in each.response_keys} & set(keys):
+        reason = ForkReason.HISTORY
+    opening = template.opening(_restore_thoughts(messages, keys, idle), call.tools)
+    return Continuation(None, opening, reason)
+
+
+def _continue_text(call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate) -> Continuation:
+    """Continue the newest sequence that the prompt of the call begins with."""
+    for conversation in reversed(conversations):
+        if conversation.is_chat:
+            continue
+        known = conversation.text
+        tokens = conversation.branch.token_ids
+        suffix: str | tuple[int, ...] | None = None
+        if isinstance(call.text, tuple) and call.text[: len(tokens)] == tokens:
+            suffix = call.text[len(tokens) :]
+        elif isinstance(call.text, str) and known is not None and call.text.startswith(known):
+            suffix = call.text[len(known) :]
+        if suffix is not None:
+            return Continuation(conversation, template.encode(suffix))
+    return Continuation(None, template.encode(call.text, add_special_tokens=True))
+
+
+def tools_key(call: AgentRequest) -> str:
+    """Return a key that is equal for equal tools."""
+    return json.dumps(call.tools, sort_keys=True)
+
+
+def visible_text(content: str) -> str:
+    r"""Return the text of a response without thoughts and without blanks at its edges.
+
+    Example:
+        >>> visible_text("<think>three?</think>\n\nIt is 3."), visible_text("three?</think>It is 3.")
+        ('It is 3.', 'It is 3.')
+    """
+    text = _THOUGHT.sub("", content)
+    # The prompt may have opened the thought.
+    return text.rpartition(_END_THINK)[2].strip()
+
+
+def message_keys(messages: Iterable[Message]) -> list[str]:
+    """Return keys that are equal for equal messages.
+
+    Clients strip the content of assistant messages, reformat the arguments of tool calls, and move or drop thoughts, so
+    all of these are normalized.
+    """
+    return [
+        json.dumps(
+            [
+                message["role"],
+                visible_text(message["content"]) if message["role"] == "assistant" else message["content"],
+                [call["function"] for call in message.get("tool_calls", ())],
+            ],
+            sort_keys=True,
+        )
+        for message in messages
+    ]
+
+
+def order_tool_results(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the results of tools in the order of the calls that they answer.
+
+    Many templates leave out the ids of calls, so that the policy would take one result for another.
+
+    Raises:
+        CallError: A result has an id that is no call's of the response before it, or that another result has.
+    """
+    result: list[Message] = []
+    positions: dict[str, int] = {}
+    answered: set[str] = set()
+    run_start = 0
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls", ())
+            positions = {call["id"]: number for number, call in enumerate(calls) if call["id"]}
+            if len(positions) < sum(bool(call["id"]) for call in calls):
+                raise CallError(f"messages[{index}].tool_calls have one id twice; expected an id for each call")
+            answered = set()
+        if message["role"] != "tool":
+            result.append(message)
+            run_start = len(result)
+            continue
+        call_id = message.get("tool_call_id", "")
+        if call_id and call_id in answered:
+            raise CallError(f"messages[{index}].tool_call_id = {call_id!r:.80} has a result already; send one a call")
+        if call_id and call_id not in positions:
+            known = ", ".join(map(repr, positions)) or "it has none"
+            raise CallError(
+                f"messages[{index}].tool_call_id = {call_id!r:.80} is no call of the response before it "
+                f"({known:.200}); send the id of the call that the result belongs to"
+            )
+        answered.add(call_id)
+        result.append(message)
+        # Results without an id stay where they are, before those with one.
+        result[run_start:] = sorted(
+            result[run_start:], key=lambda each: positions.get(each.get("tool_call_id", ""), -1)
+        )
+    return result
+
+
+def _restore_thoughts(
+    messages: Sequence[Message], keys: Sequence[str], conversations: Sequence[Conversation]
+) -> list[Message]:
+    """Return the messages with the thoughts of the policy's own responses, where a client has dropped or moved them.
+
+    So the template decides which thoughts stay in the prompt, as for a client that sends them all.
+    """
+    sent: dict[str, list[str]] = {}
+    for conversation in conversations:
+        for key, message in zip(conversation.keys, conversation.messages, strict=True):
+            if message["role"] == "assistant" and visible_text(message["content"]) != message["content"].strip():
+                sent.setdefault(key, []).append(message["content"])
+    result = []
+    for key, message in zip(keys, messages, strict=True):
+        has_thoughts = visible_text(message["content"]) != message["content"].strip()
+        if message["role"] == "assistant" and key in sent and not has_thoughts:
+            # Equal texts with different thoughts: in the order in which they were sent.
+            contents = sent[key]
+            content = contents.pop(0) if len(contents) > 1 else contents[0]
+            message = {**message, "content": content}
+        result.append(message)
+    return result
