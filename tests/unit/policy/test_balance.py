@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.balance import RowAssignment, assign_samples
 from megatron_dppo.data.training_samples import RowShape, to_training_sample
 from megatron_dppo.policy import update
-from megatron_dppo.policy.packed import attention_length
+from megatron_dppo.policy.packed import attention_length, packing_units
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.types import TrainingSample
 
@@ -217,8 +218,8 @@ def test_every_rank_packs_the_rows_that_were_dealt(monkeypatch: pytest.MonkeyPat
     updater = Updater(trainer, TrainConfig(micro_batch_tokens=budget), LossConfig())
     sent: list[list[list[TrainingSample]]] = []
     group: Any = object()
-    lengths = [[shape.padded(sample.num_tokens) for sample in samples] for samples in held]
-    monkeypatch.setattr(update, "all_gather_objects", lambda value, _: lengths)
+    units = [[(shape.padded(sample.num_tokens), 1) for sample in samples] for samples in held]
+    monkeypatch.setattr(update, "all_gather_objects", lambda value, _: units)
     monkeypatch.setattr(update, "all_to_all_objects", lambda outgoing, _: sent.append(outgoing))
     bins = []
     for rank in range(ranks):
@@ -230,3 +231,41 @@ def test_every_rank_packs_the_rows_that_were_dealt(monkeypatch: pytest.MonkeyPat
     flat = [s for mine in held for s in mine]
     for mine, rows, expected in zip(received, bins, dealt, strict=True):
         assert [[id(mine[i]) for i in row] for row in rows] == [[id(flat[i]) for i in row] for row in expected]
+
+
+def test_a_loss_of_sequences_gets_all_segments_of_an_episode_in_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, ranks = random.Random(6), 2
+    held: list[list[TrainingSample]] = [[], []]
+    for rank, samples in enumerate(held):
+        for episode in range(4):
+            for segment in range(rng.randint(1, 4)):
+                sample = to_training_sample([1], [1] * rng.randint(1, 30), None, 0.0)
+                samples.append(replace(sample, segment=segment, number=10 * rank + episode))
+    layout = SimpleNamespace(lockstep_ranks=1, micro_batch_multiple=1)
+    trainer: Any = SimpleNamespace(layout=layout, row_shape=RowShape(), attention_length=50.0)
+    updater = Updater(trainer, TrainConfig(micro_batch_tokens=40), LossConfig(name="gspo"))
+    units = [
+        [(unit.num_tokens, len(unit.indices)) for unit in packing_units(samples, RowShape(), joins_segments=True)]
+        for samples in held
+    ]
+    assert [len(each) for each in units] == [4, 4]
+    monkeypatch.setattr(update, "all_gather_objects", lambda value, _: units)
+    sent: list[list[list[TrainingSample]]] = []
+    monkeypatch.setattr(update, "all_to_all_objects", lambda outgoing, _: sent.append(outgoing))
+    bins = []
+    for rank in range(ranks):
+        monkeypatch.setattr("megatron_dppo.policy.update.dist.get_rank", lambda _, rank=rank: rank)
+        bins.append(updater._balance(held[rank], object())[1])  # type: ignore[arg-type]
+    seen: list[tuple[int, int]] = []
+    for rank, rows in enumerate(bins):
+        received = [s for outgoing in sent for s in outgoing[rank]]
+        for row in rows:
+            names = [(received[i].number, received[i].segment) for i in row]
+            # Each episode is whole, and its segments are in order and next to each other.
+            assert [segment for _, segment in names] == [
+                segment
+                for number in dict.fromkeys(n for n, _ in names)
+                for segment in range(sum(n == number for n, _ in names))
+            ]
+            seen += names
+    assert sorted(seen) == sorted((s.number, s.segment) for samples in held for s in samples)
