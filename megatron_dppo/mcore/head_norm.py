@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,7 +21,11 @@ from megatron_dppo.mcore.compat.layers import weight_device
 
 
 class QueryNorm(torch.nn.Module):
-    """RMSNorm over all query heads. Its weight is split over tensor parallelism as the heads are."""
+    """RMSNorm over all query heads. Every rank has the whole weight and reads the part of its heads.
+
+    The gradient of the other part is 0 then. With ``qk_layernorm`` Megatron sums the gradients of these norms over
+    tensor parallelism, by their name, which makes the gradient complete.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -30,10 +33,8 @@ class QueryNorm(torch.nn.Module):
         del eps
         self.eps = config.layernorm_epsilon
         self._tp_size = config.tensor_model_parallel_size
-        size = self._num_heads(config) // self._tp_size * hidden_size
+        size = self._num_heads(config) * hidden_size
         self.weight = Parameter(torch.ones(size, dtype=config.params_dtype, device=weight_device(config)))
-        # Marks the weight as split, so that the gradient norm counts every part once.
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def _num_heads(self, config: TransformerConfig) -> int:
         return config.num_attention_heads
@@ -44,15 +45,8 @@ class QueryNorm(torch.nn.Module):
         # The mean is over the heads of all ranks, and so is the gradient that comes back through it.
         total = reduce_from_tensor_model_parallel_region(x32.square().mean(-1, keepdim=True))
         mean = copy_to_tensor_model_parallel_region(total) / self._tp_size
-        return ((x32 * torch.rsqrt(mean + self.eps)).type_as(x) * self.weight).view_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the sharded state for Megatron's checkpoints."""
-        del metadata
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        weight = self.weight.chunk(self._tp_size)[get_tensor_model_parallel_rank()]
+        return ((x32 * torch.rsqrt(mean + self.eps)).type_as(x) * weight).view_as(x)
 
 
 class KeyNorm(QueryNorm):

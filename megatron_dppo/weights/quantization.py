@@ -35,9 +35,10 @@ _LARGEST_INT4 = 7
 _PACKED = 8
 """INT4 numbers in an int32."""
 
-_LINEAR = re.compile(r".*\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
-_ROUTED_EXPERT = re.compile(r".*\.experts\.\d+\.(gate|up|down)_proj\.weight")
-_UNROUNDED = ("lm_head", "embed_tokens", "mlp.gate", "shared_expert_gate")
+# w1, w2 and w3 are the experts of Mixtral.
+_LINEAR = re.compile(r".*\.layers\.\d+\..*(_proj(_with_mqa)?|\.w[123])\.weight")
+_ROUTED_EXPERT = re.compile(r".*\.experts\.\d+\.((gate|up|down)_proj|w[123])\.weight")
+_UNROUNDED = ("lm_head", "embed_tokens", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
 """Modules that neither format quantizes: output layer, embedding, routers, the gate of a shared expert."""
 _NOT_EXPERTS = ["lm_head", "re:.*self_attn.*", "re:.*shared_expert.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 """Ignored modules: Kimi-K2's list; the last entry is for layers without experts."""

@@ -49,11 +49,17 @@ class Case:
     fused_head: bool = True
 
 
+def case_family(case: Case) -> str:
+    """Return the name of a case's tiny model."""
+    return case.family or ("qwen3" if case.dense else "qwen2_moe" if case.shared else "qwen3_moe")
+
+
 def hf_config(
     tied: bool, dense: bool = False, shared: bool = False, dense_layers: tuple[int, ...] = (), family: str = ""
 ) -> Any:
     """A tiny model of the family, or a Qwen3-MoE, Qwen3 or Qwen2-MoE."""
-    config = family_config(family or ("qwen3" if dense else "qwen2_moe" if shared else "qwen3_moe"), tied=tied)
+    name = case_family(Case(dense=dense, shared=shared, family=family))
+    config = family_config(name, tied=tied)
     if dense_layers:
         config.mlp_only_layers = list(dense_layers)
     return config
@@ -63,7 +69,11 @@ def hf_reference(
     tied: bool, dense: bool = False, shared: bool = False, dense_layers: tuple[int, ...] = (), family: str = ""
 ) -> Any:
     """The transformers model, with norms that are not all one and biases that are not all zero."""
-    model = build_hf_model(hf_config(tied, dense, shared, dense_layers, family), torch.float32, seed=0)
+    return randomize(build_hf_model(hf_config(tied, dense, shared, dense_layers, family), torch.float32, seed=0))
+
+
+def randomize(model: Any) -> Any:
+    """Give norms, biases and routers' biases values that matter."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -90,8 +100,8 @@ def samples() -> list[TrainingSample]:
 class HFSide:
     """The same objective in plain transformers, one sequence at a time, divided by the token count."""
 
-    def __init__(self, case: Case, rounded: bool = False) -> None:
-        self.model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
+    def __init__(self, case: Case, rounded: bool = False, model: Any = None) -> None:
+        self.model = model or hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
         if case.family:
             self.model = in_float64(self.model)
         if rounded:

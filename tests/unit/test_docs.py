@@ -25,6 +25,23 @@ def test_configuration_page_is_what_the_tool_writes() -> None:
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == tool["document"]()
 
 
+def test_page_of_models_is_what_the_tool_writes() -> None:
+    tool = runpy.run_path(str(ROOT / "tools/write_models_doc.py"))
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert page == tool["document"](page)
+    assert page.count(tool["BEGIN"]) == 2
+
+
+def test_the_worked_example_of_a_family_is_in_its_file() -> None:
+    page = (ROOT / "docs/add_family.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    family = ROOT / "megatron_dppo/hf/families/olmoe.py"
+    assert code in family.read_text(encoding="utf-8")
+    for path, lines in (("hf/families/olmoe.py", 51), ("mcore/head_norm.py", 57)):
+        assert f"| `{path}` | {lines} |" in page
+        assert len((ROOT / "megatron_dppo" / path).read_text(encoding="utf-8").splitlines()) == lines
+
+
 def test_every_test_that_the_page_of_faults_names_is_there() -> None:
     last, missing = "", []
     named = re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", (ROOT / "docs/faults.md").read_text(encoding="utf-8"))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.families import deepseek, glm, llama, mixtral, olmoe, qwen
 from megatron_dppo.hf.families.family import Family, Rope
 
+_MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for module in (qwen, llama, glm, deepseek, olmoe, mixtral) for family in module.FAMILIES
+    family.model_type: family for module in _MODULES for family in getattr(module, "FAMILIES", ())
 }
 """Families by ``model_type`` of config.json."""
 ALIASES: Mapping[str, str] = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}

@@ -146,6 +146,9 @@ def check_sizes(hf_config: Any) -> None:
     heads, groups = hf_config.num_attention_heads, getattr(hf_config, "num_key_value_heads", None)
     if groups and heads % groups:
         raise_unsupported(hf_config, "num_key_value_heads", groups, f"a divisor of the {heads} attention heads")
+    rotated = getattr(hf_config, "qk_rope_head_dim", None) or head_dim(hf_config)
+    if rotated % 2:
+        raise_unsupported(hf_config, "head_dim", rotated, "an even number, since pairs are rotated")
 
 
 def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
@@ -223,8 +226,7 @@ def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
         num_query_groups=hf_config.num_key_value_heads,
         kv_channels=head_dim(hf_config),
         add_qkv_bias=shape.has_qkv_bias,
-        # True makes Megatron sum the gradients of these norms over tensor parallelism, which splits norms over heads.
-        qk_layernorm=shape.has_qk_norm and not shape.has_qk_norm_over_heads,
+        qk_layernorm=shape.has_qk_norm,
     )
 
 

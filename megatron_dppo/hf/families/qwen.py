@@ -61,6 +61,29 @@ _EXPERTS_TINY: Mapping[str, Any] = dict(
     decoder_sparse_step=1,
     mlp_only_layers=[],
 )
+_QWEN3_30B = dict(
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+)
+_QWEN3_235B = {
+    **_QWEN3_30B,
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+_QWEN3_8B = dict(
+    vocab_size=151936,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_key_value_heads=8,
+)
 _QWEN2_7B = dict(
     vocab_size=152064,
     hidden_size=3584,
@@ -78,6 +101,10 @@ FAMILIES = (
         models="Qwen3-30B-A3B, 235B-A22B",
         features="norms of q and k; dense layers between",
         tiny=_EXPERTS_TINY,
+        published=(
+            Published("Qwen3-30B-A3B", _QWEN3_30B, 30.53),
+            Published("Qwen3-235B-A22B", _QWEN3_235B, 235.1),
+        ),
         recipes=("qwen3_30b_a3b/dppo.toml", "paper/moe_base.toml", "paper/moe_thinking.toml", "chain_sum/dppo.toml"),
     ),
     _family(
@@ -87,6 +114,7 @@ FAMILIES = (
         models="Qwen3 dense",
         features="norms of q and k",
         tiny={"head_dim": 16},
+        published=(Published("Qwen3-8B", _QWEN3_8B, 8.19),),
         recipes=("rlhf/dppo.toml", "distillation/opd.toml", "agents/calculator.toml", "paper/dense_base.toml"),
     ),
     _family(
@@ -97,6 +125,7 @@ FAMILIES = (
         models="Qwen1.5-MoE, Qwen2-57B-A14B",
         features="a shared expert behind a gate, biases of q, k, v",
         tiny={**_EXPERTS_TINY, "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True},
+        published=(Published("Qwen1.5-MoE-A2.7B", {}, 14.32),),
         recipes=("smollm2/moe.toml",),
     ),
     _family(

@@ -6,7 +6,7 @@ A rule joins the Hugging Face tensors of one Megatron parameter into the *full* 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -137,7 +137,6 @@ QK_NORM = (
     Rule(M + "self_attention.q_layernorm.weight", (H + "self_attn.q_norm.weight",)),
     Rule(M + "self_attention.k_layernorm.weight", (H + "self_attn.k_norm.weight",)),
 )
-QK_NORM_OVER_HEADS = tuple(replace(rule, shard_dim=0) for rule in QK_NORM)
 # Megatron keeps the norm before attention and before a dense MLP in the linear layer that reads it. Before experts it
 # is a module of its own, since the router reads it too.
 DENSE_MLP = (
@@ -159,8 +158,7 @@ TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hf, shard_dim=0, padded=True
 
 def grouped_attention(shape: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of grouped-query attention, with the model's biases and norms."""
-    norms = QK_NORM_OVER_HEADS if shape.has_qk_norm_over_heads else QK_NORM
-    return GROUPED_ATTENTION + QKV_BIAS * shape.has_qkv_bias + norms * shape.has_qk_norm
+    return GROUPED_ATTENTION + QKV_BIAS * shape.has_qkv_bias + QK_NORM * shape.has_qk_norm
 
 
 def rename(name: str, parts: Sequence[tuple[str, str]]) -> str:

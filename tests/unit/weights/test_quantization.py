@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.commands.convert import quantized_format
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.folder import build_hf_model, stream_model
+from megatron_dppo.hf.folder import build_hf_model, stream_model, weight_shapes
 from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
@@ -27,6 +27,7 @@ from megatron_dppo.weights.quantization import (
     quantize_stream,
 )
 from megatron_dppo.weights.quantized_folder import quantize_folder
+from tests.distributed.families import TINY, family_config
 
 ROUTED = re.compile(r".*experts\.\d+\.\w+\.weight")
 
@@ -108,6 +109,22 @@ def dequantizing(form: str) -> dict[str, Any]:
     from transformers import CompressedTensorsConfig
 
     return {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_linear_layer_of_a_family_is_quantized_and_no_other_weight(family: str) -> None:
+    config = family_config(family)
+    # By what the layers are, not by their names.
+    with torch.device("meta"):
+        model = build_hf_model(config, torch.float32)
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {name for name in linear if name.startswith("model.layers") and "shared_expert_gate" not in name}
+    shapes = weight_shapes(config)
+    experts = {name for name in shapes if ".experts." in name}
+    for form, expected in (("fp8", linear | experts), ("int4", experts)):
+        assert {name for name in shapes if Quantization(form).includes(name)} == expected  # type: ignore[arg-type]
+    routers = {name.removesuffix(".weight") for name in shapes if re.search(r"(mlp|moe)\.gate\.weight", name)}
+    assert routers <= set(Quantization("fp8").config(shapes)["modules_to_not_convert"])
 
 
 def test_fp8_is_that_of_modelopt_bit_for_bit() -> None:
