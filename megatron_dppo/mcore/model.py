@@ -107,9 +107,12 @@ def transformer_config(
         ConfigError: Megatron rejects the combination.
     """
     has_te = platform.is_cuda and has_transformer_engine()
-    check_attention_support(model.dtype, layout.cp, transformer_engine=has_te)
+    shape = model_shape(hf_config)
+    check_attention_support(
+        model.dtype, layout.cp, transformer_engine=has_te, linear_attention=shape.linear is not None
+    )
     dtype = DTYPES[model.dtype]
-    family_fields = get_family(hf_config).fields(hf_config, model_shape(hf_config))
+    family_fields = get_family(hf_config).fields(hf_config, shape)
     topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)
     if topk > experts:
         raise_unsupported(hf_config, "num_experts_per_tok", topk, f"at most the {experts} experts")
@@ -120,7 +123,8 @@ def transformer_config(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
-        ffn_hidden_size=hf_config.intermediate_size,
+        # A family with experts in every layer may have no such key.
+        ffn_hidden_size=getattr(hf_config, "intermediate_size", None),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.mcore.compat.attention import SDPACoreAttention
+from megatron_dppo.mcore.compat.delta_net import delta_net_spec
 from megatron_dppo.mcore.compat.latent import LatentAttention, ReplicatedLinear
 from megatron_dppo.mcore.compat.layers import (
     ColumnParallelGroupedLinear,
@@ -65,12 +66,18 @@ def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     # As a list, ``moe_layer_freq`` has a 1 for each layer with experts.
     is_moe = config.num_moe_experts is not None and (not isinstance(frequency, list) or bool(frequency[layer]))
     is_mla = config.multi_latent_attention
+    linear = config.linear_attention_freq
+    # As a list, ``linear_attention_freq`` has a 1 for each layer with linear attention.
+    if isinstance(linear, list) and linear[layer]:
+        attention = delta_net_spec()
+    else:
+        attention = _mla_spec() if is_mla else _grouped_spec(config)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             # Grouped attention has its norm inside linear_qkv; MLA has two projections of the normalized input.
             input_layernorm=RMSNorm if is_mla else IdentityOp,
-            self_attention=_mla_spec() if is_mla else _grouped_spec(config),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             # A dense MLP has its norm inside linear_fc1, as in Transformer Engine.
             pre_mlp_layernorm=RMSNorm if is_moe else IdentityOp,

@@ -150,18 +150,22 @@ def attention_length(hf_config: Any) -> float:
     layers = shape.num_layers
     attention_cost = _mla_cost if shape.has_latent_attention else _grouped_attention_cost
     layer_weights, pair_cost = attention_cost(fields, shape)
+    num_linear = len(shape.linear_layers)
+    num_full = layers - num_linear
 
     # Weights that one token is multiplied by: attention, dense MLPs (gate, up, down), and the output layer.
     num_dense = layers if shape.num_experts is None else len(shape.dense_layers)
-    weights = layers * layer_weights + num_dense * 3 * hidden * hf_config.intermediate_size + hidden * shape.vocab_size
+    dense_size = getattr(hf_config, "intermediate_size", 0)
+    weights = num_full * layer_weights + num_dense * 3 * hidden * dense_size + hidden * shape.vocab_size
+    weights += num_linear * _linear_attention_cost(shape)
     if shape.num_experts is not None:
         # Of an MoE layer only the top-k experts count, besides the shared expert and the router.
         expert_size = fields["moe_router_topk"] * fields["moe_ffn_hidden_size"]
         shared_size = fields.get("moe_shared_expert_intermediate_size", 0)
         weights += (layers - num_dense) * hidden * (3 * (expert_size + shared_size) + shape.num_experts)
 
-    # The causal mask leaves half of the pairs: n tokens cost ``n * weights`` and ``layers * pair_cost * n**2 / 2``.
-    return weights / (layers * pair_cost / 2)
+    # The causal mask leaves half of the pairs: n tokens cost ``n * weights`` and ``num_full * pair_cost * n**2 / 2``.
+    return weights / (num_full * pair_cost / 2)
 
 
 def _grouped_attention_cost(fields: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:
@@ -170,7 +174,23 @@ def _grouped_attention_cost(fields: Mapping[str, Any], shape: ModelShape) -> tup
     head_dim = fields["kv_channels"]
     # Query and output projections have ``heads`` heads, key and value projections have one for each group.
     weights = 2 * shape.hidden_size * head_dim * (heads + shape.num_query_groups)
+    if fields.get("attention_output_gate"):
+        # The query projection has a gate for each query.
+        weights += shape.hidden_size * head_dim * heads
     return weights, 2 * heads * head_dim
+
+
+def _linear_attention_cost(shape: ModelShape) -> int:
+    """Return the multiplications of one layer of linear attention for a token: its weights, and those of its states.
+
+    A token reads each state for its update and for its output, and changes it. The work within a chunk, which is a few
+    percent of a layer, is left out.
+    """
+    linear = shape.linear
+    if linear is None:
+        return 0
+    values = linear.num_value_heads * linear.value_head_dim
+    return shape.hidden_size * (sum(linear.sections) + values) + 3 * values * linear.key_head_dim
 
 
 def _mla_cost(fields: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:

@@ -230,6 +230,12 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
             "its attention kernel is for grouped queries; use false",
         ),
         (
+            "rollout.batch_invariant",
+            config.rollout.batch_invariant,
+            shape.linear is not None,
+            "linear attention has no batch-invariant kernel; use false",
+        ),
+        (
             "rollout.perturbation.router_noise",
             noise,
             shape.has_router_bias,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,12 +44,56 @@ def in_float64(model: Any) -> Any:
     config._experts_implementation = "eager"  # the grouped one has no float64
     copy = build_hf_model(config, torch.float64)
     copy.load_state_dict(model.state_dict())
+    if hasattr(config, "linear_num_key_heads"):
+        return _delta_in_float64(copy)
     for module in copy.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, m=module: _norm(m, x)
         elif type(module).__name__.lower().endswith("topkrouter"):
             module.forward = lambda x, m=module: _route(m, x)
     return copy
+
+
+def _delta_in_float64(model: Any) -> Any:
+    """transformers rounds to fp32 in ``float()``, softmax and its chunked rule. Here none does, and the rule has no
+    chunks."""
+    modeling, forward = sys.modules[type(model).__module__], model.forward
+    to_fp32, softmax = torch.Tensor.float, torch.softmax
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNormGated"):
+            module.forward = lambda x, gate, m=module: _norm(m, x) * torch.nn.functional.silu(gate)
+    exact: list[tuple[Any, str, Any]] = [
+        # Positions are integers: rotary angles are fp32 on both sides.
+        (torch.Tensor, "float", lambda x: x if x.is_floating_point() else to_fp32(x)),
+        (torch.nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x, dim)),
+        (modeling, "torch_chunk_gated_delta_rule", recurrent_rule),
+    ]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in exact]
+        try:
+            for owner, name, function in exact:
+                setattr(owner, name, function)
+            return forward(*args, **kwargs)
+        finally:
+            for owner, name, function in before:
+                setattr(owner, name, function)
+
+    model.forward = run
+    return model
+
+
+def recurrent_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """The gated delta rule as it is defined, one token after another: the output and the last state."""
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    state, outputs = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1]), []
+    for t in range(v.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        error = (v[:, t] - (state * k[:, t, :, :, None]).sum(-2)) * beta[:, t, :, None]
+        state = state + k[:, t, :, :, None] * error[..., None, :]
+        outputs.append((state * q[:, t, :, :, None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:

@@ -79,6 +79,10 @@ def randomize(model: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif name.endswith("A_log"):  # else a state forgets everything after some tokens
+                parameter.sub_(4.0)
+            elif "conv1d" in name:
+                parameter.add_(0.4 * torch.randn(parameter.shape, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
@@ -289,7 +293,9 @@ def run(rank: int, world_size: int, cases: list[Case]) -> None:
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
     from megatron_dppo.mcore.compat import attention as length_buckets
+    from megatron_dppo.mcore.compat import delta_net
 
+    delta_net._CHUNK_SIZE = 4  # so that the short sequences have several chunks
     length_buckets._FREE_SLOTS = 0  # the rows are so short that all of their sequences would be one group
     from megatron.core import parallel_state
 

@@ -66,12 +66,16 @@ SAMPLED: dict[int, list[Case]] = {
         Case(TP, family="olmoe"),
         Case(EP, family="mixtral", tied=True),
         Case(TP, family="glm4_moe_lite"),
+        Case(TP, family="qwen3_next"),
+        Case(PP, family="qwen3_next", transformer=FULL),
+        Case(CP, family="qwen3_5_moe_text", transformer=SELECTIVE),
     ],
     4: [
         Case({**TP, **CP}, family="llama"),
         Case({**TP, **ETP, **OVERLAP}, family="glm4_moe"),
         Case({**TP, **CP}, family="olmoe"),
         Case({**TP, **PP, **EP}, family="deepseek_v3"),
+        Case({**TP, **ETP, **OVERLAP}, family="qwen3_5_moe_text", tied=True),
     ],
 }
 

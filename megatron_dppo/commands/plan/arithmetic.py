@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_dppo.commands.plan.machine import GpuNode
-from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.layout import Layout, LinearAttentionShape
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.training_samples import RowShape, fill_bins
 from megatron_dppo.engines.serving.command import count_gpus_per_server
@@ -23,6 +23,8 @@ class KvCachePlan:
 
     bytes_per_token: int
     """Bytes of keys and values per token, in all layers and on all GPUs of one server."""
+    bytes_per_sequence: int
+    """Bytes of the states of linear attention per sequence, in all layers and on all GPUs of one server. 0 without."""
     gpus_per_server: int
     cache_bytes: int | None
     """Bytes of the cache on one GPU. None with the local engine."""
@@ -43,12 +45,17 @@ def plan_kv_cache(config: Config, hf_config: Any, parameters: int, machine: GpuN
     """Return the cache that fits a server beside its weights, which are split over its GPUs."""
     size = DTYPES[config.rollout.dtype or config.model.dtype].itemsize
     heads, values_per_head = _cache_layout(hf_config)
-    per_token = hf_config.num_hidden_layers * heads * values_per_head * size
+    # Linear attention caches states of a fixed size instead.
+    shape = model_shape(hf_config)
+    num_full_layers = shape.num_layers - len(shape.linear_layers)
+    states = _state_bytes(hf_config, shape.linear, size)
+    per_token = num_full_layers * heads * values_per_head * size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     weight_bytes = served_weight_bytes(config, parameters)
     if config.rollout.engine == "local":
         return KvCachePlan(
             bytes_per_token=per_token,
+            bytes_per_sequence=states,
             gpus_per_server=1,
             cache_bytes=None,
             tokens_in_flight=None,
@@ -65,9 +72,11 @@ def plan_kv_cache(config: Config, hf_config: Any, parameters: int, machine: GpuN
     copies = max(1, attention_gpus // heads)
     return KvCachePlan(
         bytes_per_token=per_token,
+        bytes_per_sequence=states,
         gpus_per_server=gpus,
         cache_bytes=cache_bytes,
-        tokens_in_flight=max(0, cache_bytes * gpus // (per_token * copies)),
+        # The states of linear attention are split by heads as well, and count once for each sequence.
+        tokens_in_flight=max(0, cache_bytes * gpus * longest // (per_token * copies * longest + states)),
         longest=longest,
         weight_bytes=weight_bytes,
     )
@@ -99,6 +108,19 @@ def _server_options(config: Config) -> dict[str, Any]:
     options = config.rollout.sglang if config.rollout.engine == "sglang" else config.rollout.vllm
     # ``serve`` accepts both spellings of a flag.
     return {key.replace("_", "-"): value for key, value in options.items()}
+
+
+_STATE_SIZE = 4
+"""Bytes of one value of a recurrent state, which servers keep in fp32."""
+
+
+def _state_bytes(hf_config: Any, linear: LinearAttentionShape | None, size: int) -> int:
+    """Return the bytes of one sequence's states of linear attention, with the last inputs of its convolution."""
+    if linear is None:
+        return 0
+    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * _STATE_SIZE
+    inputs = (hf_config.linear_conv_kernel_dim - 1) * sum(linear.sections[:3]) * size
+    return len(linear.layers) * (state + inputs)
 
 
 def _cache_layout(hf_config: Any) -> tuple[int, int]:

@@ -167,6 +167,8 @@ def make_plan(
         table=config.model.transformer.get("pipeline_model_parallel_layout"),
     )
     rehearsed = _with_alltoall(config)
+    # Layers that differ cannot be extrapolated from a few.
+    is_uniform = not model.shape.dense_layers and model.shape.linear is None
     measurements = rehearsals.run(
         [
             RehearsalRequest(
@@ -174,7 +176,7 @@ def make_plan(
             )
             for role in chosen.values()
         ],
-        few_layers=few_layers and not model.shape.dense_layers and not layer_split(config.model.transformer),
+        few_layers=few_layers and is_uniform and not layer_split(config.model.transformer),
     )
     ranks = {
         name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model)

@@ -42,6 +42,8 @@ class ServedModel:
     expert_fraction: float
     """Experts that one token chooses, over all experts. 0 for a dense model."""
     cache_bytes_per_token: int
+    state_bytes_per_sequence: int
+    """Bytes of the states of linear attention, which each token reads and writes."""
 
     def iteration_seconds(
         self, sequences: int, context_tokens: float, gpus: int, machine: GpuNode, peak: float
@@ -60,6 +62,7 @@ class ServedModel:
         """
         chosen = 1 - (1 - self.expert_fraction) ** sequences
         moved = self.dense_bytes + chosen * self.expert_bytes + self.cache_bytes_per_token * context_tokens
+        moved += 2 * self.state_bytes_per_sequence * sequences
         memory = moved / (gpus * machine.memory_bandwidth * machine.bandwidth_efficiency)
         # Two bytes a weight, two FLOPs a weight and token.
         active = self.dense_bytes + self.expert_fraction * self.expert_bytes
@@ -87,6 +90,7 @@ def served_model(hf_config: Any, parameters: int, expert_parameters: int, cache:
         expert_bytes=round(size * expert_parameters),
         expert_fraction=topk / shape.num_experts if shape.num_experts else 0.0,
         cache_bytes_per_token=cache.bytes_per_token,
+        state_bytes_per_sequence=cache.bytes_per_sequence,
     )
 
 

@@ -249,7 +249,7 @@ def decode(
         if not num_active:
             return record.result(step + 1)
         if num_active < _COMPACTION_SHARE * len(rows):
-            cache.batch_select_indices(is_active.nonzero().squeeze(1))
+            _select_rows(cache, is_active.nonzero().squeeze(1))
             rows, sampled, mask, positions, is_active = (
                 x[is_active] for x in (rows, sampled, mask, positions, is_active)
             )
@@ -269,6 +269,14 @@ def decode(
             # This pass has read the token of ``step``, so the routes belong to it and not to the next one.
             record.add_routes(step, rows, recorder.pop_routes(len(rows)))
     raise AssertionError("no row is left after the longest limit")
+
+
+def _select_rows(cache: Any, index: Tensor) -> None:
+    """Keep these rows of a cache, in this order; a row may be repeated."""
+    for layer in cache.layers:
+        # The recurrent states of linear attention have only the method of beam search, which does the same.
+        select = getattr(layer, "batch_select_indices", None) or layer.reorder_cache
+        select(index)
 
 
 def _prefill(
@@ -295,7 +303,7 @@ def _prefill(
     )
     # Copies the cache of a prompt to each of its responses.
     index = torch.tensor([distinct[tuple(p)] for p in prompts], device=device)
-    output.past_key_values.batch_select_indices(index)
+    _select_rows(output.past_key_values, index)
     routes = None
     if recorder is not None:
         distinct_routes = recorder.pop_routes(len(distinct))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -102,8 +102,8 @@ def require_values(hf_config: Any, **expected: Any) -> None:
             raise_unsupported(hf_config, key, value, " or ".join(map(repr, allowed)))
 
 
-def check_common_keys(hf_config: Any) -> None:
-    """Check for features that no family supports.
+def check_common_keys(hf_config: Any, kinds: Sequence[str] = ("full_attention",)) -> None:
+    """Check for features that no family supports, and for layers other than those of these ``kinds``.
 
     Raises:
         CheckpointError: Quantized weights, another activation, sliding windows, or biases in MLPs.
@@ -114,9 +114,9 @@ def check_common_keys(hf_config: Any) -> None:
             hf_config, "quantization_config", method, "weights in bf16, fp16 or fp32 (convert the folder first)"
         )
     require_values(hf_config, hidden_act="silu", mlp_bias=(False, None), use_sliding_window=(False, None))
-    kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise_unsupported(hf_config, "layer_types", sorted(kinds), "'full_attention' in every layer")
+    others = set(getattr(hf_config, "layer_types", None) or ()) - set(kinds)
+    if others:
+        raise_unsupported(hf_config, "layer_types", sorted(others), f"{' or '.join(map(repr, kinds))} in every layer")
 
 
 _SIZES = (
@@ -124,6 +124,8 @@ _SIZES = (
     *("vocab_size", "head_dim", "max_position_embeddings", "num_experts", "n_routed_experts", "n_shared_experts"),
     *("num_local_experts",),
     *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim",),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
 )
 _LARGEST_SIZE = 2**31 - 1
@@ -197,13 +199,18 @@ def default_rope(hf_config: Any) -> Rope:
     return Rope(parameters["rope_theta"])
 
 
-def common_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
+def common_shape(hf_config: Any, kinds: Sequence[str] = ("full_attention",), **family_fields: Any) -> ModelShape:
     """Return the sizes that all families name alike in config.json, with ``family_fields`` of one family.
+
+    Args:
+        hf_config: Transformers configuration.
+        kinds: Values in ``layer_types`` that the family supports.
+        family_fields: Further fields.
 
     Raises:
         CheckpointError: A feature that no family supports.
     """
-    check_common_keys(hf_config)
+    check_common_keys(hf_config, kinds)
     return ModelShape(
         family=hf_config.model_type,
         num_layers=hf_config.num_hidden_layers,

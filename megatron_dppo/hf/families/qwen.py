@@ -18,7 +18,7 @@ from megatron_dppo.hf.families.family import (
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, H, M, Rule, gated, grouped_attention
 
-_SHARED_EXPERT = (
+SHARED_EXPERT = (
     Rule(M + "mlp.shared_experts.gate_weight", (H + "mlp.shared_expert_gate.weight",)),
     *gated("mlp.shared_experts", "mlp.shared_expert"),
 )
@@ -121,7 +121,7 @@ FAMILIES = (
         model_type="qwen2_moe",
         hf_class="Qwen2MoeForCausalLM",
         shape=_qwen2_moe_shape,
-        experts=EXPERTS + _SHARED_EXPERT,
+        experts=EXPERTS + SHARED_EXPERT,
         models="Qwen1.5-MoE, Qwen2-57B-A14B",
         features="a shared expert behind a gate, biases of q, k, v",
         tiny={**_EXPERTS_TINY, "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True},

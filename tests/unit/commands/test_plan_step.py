@@ -102,7 +102,12 @@ def test_assumed_lengths_have_the_mean_and_the_limit(mean: int, spread: tuple[in
 
 def test_decoding_time_is_the_sum_over_iterations() -> None:
     model = ServedModel(
-        num_layers=3, dense_bytes=10**9, expert_bytes=8 * 10**9, expert_fraction=0.25, cache_bytes_per_token=10**5
+        state_bytes_per_sequence=0,
+        num_layers=3,
+        dense_bytes=10**9,
+        expert_bytes=8 * 10**9,
+        expert_fraction=0.25,
+        cache_bytes_per_token=10**5,
     )
     lengths, prompt, capacity = [5, 2, 9, 1, 1, 7, 3], 4, 3
     seconds = 0.0

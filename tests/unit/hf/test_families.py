@@ -101,6 +101,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
     ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace = 3.*supported: 1"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types = .*dense layers before"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias = True"),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types = .*at least one layer of 'full_attention'"),
+    (
+        "qwen3_next",
+        {"layer_types": ["linear_attention", "full_attention", "sliding_attention", "full_attention"]},
+        r"layer_types = \['sliding_attention'\].*'full_attention' or 'linear_attention'",
+    ),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3.*multiple of the 2 key heads"),
+    ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim = 0"),
+    ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate = False.*supported: True"),
+    ("qwen3_5_moe_text", {"use_sliding_window": True}, "use_sliding_window = True"),
+    ("qwen3_5_moe_text", {"layer_types": ["full_attention"]}, "layer_types = .*each of the 4 layers"),
     (
         "deepseek_v3",
         {"rope_parameters": FAMILIES["deepseek_v3"].tiny["rope_parameters"] | {"attention_factor": 0.5}},
@@ -235,7 +247,11 @@ def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(famil
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "glm4_moe", "deepseek_v3", "moonlight", "olmoe", "mixtral", "glm4_moe_lite"]
+    "family",
+    [
+        *("llama", "glm4_moe", "deepseek_v3", "moonlight", "olmoe", "mixtral", "glm4_moe_lite"),
+        *("qwen3_next", "qwen3_5_moe_text"),
+    ],
 )
 def test_the_local_engine_samples_what_float64_scores_and_says_its_routes(family: str) -> None:
     model = hf_reference(False, family=family)
@@ -244,6 +260,8 @@ def test_the_local_engine_samples_what_float64_scores_and_says_its_routes(family
     shape = routing_shape(model.config, weights=True)
     routed = shape is not None
     prompts = [Prompt(prompt_id="", text="", token_ids=(5 + i, 9, 30 + i)[: 1 + i % 3], label="") for i in range(6)]
+    if shape is not None:  # longer than the 64 tokens of a chunk of linear attention
+        prompts.append(Prompt(prompt_id="", text="", token_ids=tuple(range(7, 77)), label=""))
     params = SamplingParams(max_new_tokens=9, seed=2, routed_experts=routed, router_weights=routed)
     answers, exact = engine.generate(prompts, params), in_float64(model)
     engine.close()

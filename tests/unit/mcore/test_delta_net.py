@@ -1,0 +1,88 @@
+"""The gated delta rule by chunks is the one of its definition, token by token; the norms of such models; its cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from megatron_dppo.commands.plan.arithmetic import plan_kv_cache
+from megatron_dppo.commands.plan.machine import get_machine
+from megatron_dppo.hf.folder import weight_shapes
+from megatron_dppo.mcore.compat.delta_net import _l2_norm, delta_rule
+from megatron_dppo.mcore.compat.layers import rms_norm
+from megatron_dppo.policy.packed import attention_length
+from tests.distributed.families import recurrent_rule
+from tests.unit.configs import config as run_config
+
+
+def inputs(tokens: int, *, forgets: float) -> list[Tensor]:
+    """Queries, keys, values, decay and beta of 2 sequences with 2 key heads and 4 value heads, in float64."""
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = [(2, 6), (2, 6), (4, 5)]
+    q, k, v = (torch.randn(2, tokens, *size, generator=generator, dtype=torch.float64) for size in sizes)
+    decay, beta = (torch.rand(2, tokens, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    return [x.requires_grad_() for x in (q, k, v, -forgets * decay, beta)]
+
+
+@pytest.mark.parametrize("forgets", [0.01, 30.0])
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 128, 150])
+def test_the_rule_by_chunks_is_the_rule_token_by_token(tokens: int, forgets: float) -> None:
+    results: list[list[Tensor]] = []
+    for by_chunks in (True, False):
+        parts = inputs(tokens, forgets=forgets)
+        q, k, v, decay, beta = parts
+        if by_chunks:
+            q, k = (_l2_norm(x).repeat_interleave(2, 2) for x in (q, k))
+            output = delta_rule(q, k, v, decay, beta)
+        else:
+            output, _ = recurrent_rule(q, k, v, decay, beta)
+        weight = torch.arange(output.numel(), dtype=torch.float64).view_as(output).sin()
+        gradients = torch.autograd.grad((output * weight).sum(), parts)
+        results.append([output, *gradients])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_padding_on_the_right_changes_nothing_before_it() -> None:
+    q, k, v, decay, beta = inputs(90, forgets=0.1)
+    k, q = k.repeat_interleave(2, 2), q.repeat_interleave(2, 2)
+    whole = delta_rule(q, _l2_norm(k), v, decay, beta)
+    short = delta_rule(*(x[:, :70] for x in (q, _l2_norm(k), v, decay, beta)))
+    assert torch.allclose(whole[:, :70], short, rtol=1e-12, atol=1e-12)
+
+
+def test_a_zero_centered_norm_multiplies_by_one_plus_its_weight_and_rounds_once() -> None:
+    x, weight = torch.randn(5, 16).bfloat16(), (0.1 * torch.randn(16)).bfloat16()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+    assert torch.equal(rms_norm(x, weight, 1e-6, zero_centered=True), exact.bfloat16())
+    plain = rms_norm(x.float(), 1 + weight.float(), 1e-6)
+    assert torch.allclose(rms_norm(x.float(), weight.float(), 1e-6, zero_centered=True), plain, rtol=1e-6)
+
+
+# By hand, of the models' config.json: 36 and 30 layers of linear attention, 12 and 10 of full attention, which caches
+# keys and values of 2 heads of 256. A state has 32 heads of 128 x 128 in fp32, the convolution 3 inputs of 8192.
+@pytest.mark.parametrize(
+    ("family", "linear", "full", "share"), [("qwen3_next", 36, 12, 10 / 512), ("qwen3_5_moe_text", 30, 10, 8 / 256)]
+)
+def test_linear_attention_caches_states_and_costs_what_its_matrices_and_states_do(
+    family: str, linear: int, full: int, share: float
+) -> None:
+    hf_config: Any = AutoConfig.for_model(family)
+    config = run_config(rollout={"engine": "sglang", "dtype": "bf16", "sglang": {"tp-size": 2}})
+    planned = plan_kv_cache(config, hf_config, 0, get_machine("h200"))
+    assert planned.bytes_per_token == full * 2 * 2 * 256 * 2
+    assert planned.bytes_per_sequence == linear * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert planned.cache_bytes is not None and planned.tokens_in_flight is not None
+    one = planned.longest * planned.bytes_per_token + planned.bytes_per_sequence
+    assert planned.tokens_in_flight == 2 * planned.cache_bytes * planned.longest // one
+    # Every weight but the embedding, the norms and the experts that are not chosen is one multiplication.
+    shapes = {n: s for n, s in weight_shapes(hf_config).items() if len(s) == 2 and "embed_tokens" not in n}
+    shapes = {n: s for n, s in shapes.items() if "shared_expert_gate" not in n}
+    total = sum(math.prod(s) * (share if ".experts." in n else 1) for n, s in shapes.items())
+    total += linear * 3 * 32 * 128 * 128
+    assert attention_length(hf_config) == pytest.approx(total / (full * 2 * 16 * 256 / 2), rel=1e-9)
