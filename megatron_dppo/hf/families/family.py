@@ -114,9 +114,11 @@ def check_common_keys(hf_config: Any, kinds: Sequence[str] = ("full_attention",)
             hf_config, "quantization_config", method, "weights in bf16, fp16 or fp32 (convert the folder first)"
         )
     require_values(hf_config, hidden_act="silu", mlp_bias=(False, None), use_sliding_window=(False, None))
-    others = set(getattr(hf_config, "layer_types", None) or ()) - set(kinds)
-    if others:
-        raise_unsupported(hf_config, "layer_types", sorted(others), f"{' or '.join(map(repr, kinds))} in every layer")
+    unsupported = set(getattr(hf_config, "layer_types", None) or ()) - set(kinds)
+    if unsupported:
+        raise_unsupported(
+            hf_config, "layer_types", sorted(unsupported), f"{' or '.join(map(repr, kinds))} in every layer"
+        )
 
 
 _SIZES = (

@@ -24,7 +24,8 @@ from megatron_dppo.hf.families.family import (
 from megatron_dppo.hf.families.qwen import SHARED_EXPERT
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, QK_NORM, H, Join, M, Rule, Split
 
-_A, _S, _L = M + "self_attention.", H + "self_attn.", H + "linear_attn."
+_A, _S = M + "self_attention.", H + "self_attn."
+_L = H + "linear_attn."
 
 
 def _join_gated_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
