@@ -151,13 +151,13 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     q = q * since_start.exp()
     to_end = since_start[..., -1:, :]
     k = k * (to_end - since_start).exp()
-    kept_share = to_end.exp()
+    state_factor = to_end.exp()
     state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1])
     outputs = []
     for i in range(len(v)):
         updates = values[i] - reads[i] @ state
         outputs.append(q[i] @ state + scores[i] @ updates)
-        state = state * kept_share[i] + k[i].mT @ updates
+        state = state * state_factor[i] + k[i].mT @ updates
     return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2)
 
 
