@@ -49,7 +49,7 @@ def lora(family: Family, shape: ModelShape) -> str:
     modules = {name for case, targets in cases if case_family(case) == family.model_type for name in targets}
     if not modules:
         return UNTESTED
-    return "all layers" if modules == set(ALL) else "attention"
+    return "all layers" if modules >= set(ALL) else "attention"
 
 
 def replay(family: Family, shape: ModelShape) -> str:
