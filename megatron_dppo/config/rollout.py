@@ -57,6 +57,25 @@ class AgentConfig(Section):
     """Maximum number of concurrent episodes per data-parallel rank. Only with inference servers. null sets no limit."""
     host: str = "127.0.0.1"
     """Address on which the endpoint listens, and which agents use. Change it only if agents run on another machine."""
+    format: Literal[
+        "auto",
+        "hermes",
+        "qwen3_xml",
+        "glm",
+        "deepseek",
+        "deepseek_xml",
+        "kimi",
+        "minimax",
+        "llama",
+        "mistral",
+        "gpt_oss",
+        "none",
+    ] = "auto"
+    """Form of thoughts and tool calls in responses. ``auto`` chooses it by the chat template of the model's folder.
+    ``none`` reads no tool calls, and calls with ``tools`` are refused."""
+    separate_reasoning: bool = True
+    """Return the thoughts of a response as ``reasoning_content``, as inference servers do. false leaves them in
+    ``content``, with their tags. Programs may send them back in either field, or not at all."""
     max_body_bytes: int = Field(4_194_304, gt=0)
     """Maximum size of a request body in bytes."""
 

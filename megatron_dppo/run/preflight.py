@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.agents.formats import format_note
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.engines.serving.environment import expandable_segments_variable, shares_memory
 from megatron_dppo.errors import ConfigError, ErrorCollector, MultipleErrors, UserError
@@ -120,6 +121,13 @@ def _allocator(start: Start) -> Iterable[UserError]:
 def _functions(start: Start) -> Iterable[UserError]:
     with open_generate_function(start.config):
         return ()
+
+
+def _agent_format(start: Start) -> Iterable[UserError]:
+    """Note in which form the agent's tool calls are read."""
+    if start.config.agent.is_set and start.model is not None:
+        start.notes.append(format_note(start.model.tokenizer.chat_template, start.config.agent.format))
+    return ()
 
 
 def _loss(start: Start) -> Iterable[UserError]:
@@ -281,6 +289,7 @@ CHECKS: Sequence[PreflightCheck] = (
     PreflightCheck("devices", frozenset(), _device),
     PreflightCheck("memory allocator", frozenset({"rollout"}), _allocator),
     PreflightCheck("generate function", frozenset({"rollout"}), _functions),
+    PreflightCheck("agent format", frozenset({"model", "agent"}), _agent_format, on_rank_0=True),
     PreflightCheck("loss function", frozenset({"loss"}), _loss),
     PreflightCheck("reward function", frozenset({"reward", "rollout"}), _reward),
     PreflightCheck("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),

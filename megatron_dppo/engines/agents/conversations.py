@@ -8,18 +8,15 @@ again. Only the text that the chat template writes after the last response is.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
+from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.turns import ResponseBranch
-
-_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
-_END_THINK = "</think>"
 
 
 class ForkReason(StrEnum):
@@ -60,7 +57,7 @@ class Conversation:
     """True if the agent has left it out of training afterwards (``POST /v1/segment``)."""
     messages: list[Message] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    """``message_keys`` of the messages."""
+    """``ResponseReader.message_keys`` of the messages."""
     text: str | None = None
     """Prompt and responses of completions by text."""
     response_keys: set[str] = field(default_factory=set)
@@ -92,7 +89,12 @@ class Continuation(NamedTuple):
 
 
 def find_continuation(
-    call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate, *, is_trained: bool
+    call: AgentRequest,
+    conversations: Sequence[Conversation],
+    template: ChatTemplate,
+    reader: ResponseReader,
+    *,
+    is_trained: bool,
 ) -> Continuation:
     """Return how a call continues one of the conversations, or begins one.
 
@@ -100,6 +102,7 @@ def find_continuation(
         call: The call.
         conversations: All conversations of the episode. The busy ones may change meanwhile.
         template: Chat template of the model.
+        reader: Reader of the model's responses.
         is_trained: False if the agent leaves the call out of training: it then continues only what is left out too.
 
     Raises:
@@ -108,14 +111,19 @@ def find_continuation(
     if not call.is_chat:
         alike = [each for each in conversations if each.is_trained == is_trained and not each.is_busy]
         return _continue_text(call, alike, template)
-    return _continue_chat(call, conversations, template, is_trained=is_trained)
+    return _continue_chat(call, conversations, template, reader, is_trained=is_trained)
 
 
 def _continue_chat(
-    call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate, *, is_trained: bool
+    call: AgentRequest,
+    conversations: Sequence[Conversation],
+    template: ChatTemplate,
+    reader: ResponseReader,
+    *,
+    is_trained: bool,
 ) -> Continuation:
     messages = call.messages
-    keys = message_keys(messages)
+    keys = reader.message_keys(messages)
     tools = tools_key(call)
     chats = [each for each in conversations if each.is_chat and each.is_trained == is_trained]
     idle = [each for each in chats if not each.is_busy]
@@ -136,7 +144,7 @@ def _continue_chat(
         reason = ForkReason.PARALLEL
     elif {key for each in idle for key in each.response_keys} & set(keys):
         reason = ForkReason.HISTORY
-    opening = template.opening(_restore_thoughts(messages, keys, idle), call.tools)
+    opening = template.opening(_restore_thoughts(messages, keys, idle, reader), call.tools)
     return Continuation(None, opening, reason)
 
 
@@ -160,37 +168,6 @@ def _continue_text(call: AgentRequest, conversations: Sequence[Conversation], te
 def tools_key(call: AgentRequest) -> str:
     """Return a key that is equal for equal tools."""
     return json.dumps(call.tools, sort_keys=True)
-
-
-def visible_text(content: str) -> str:
-    r"""Return the text of a response without thoughts and without blanks at its edges.
-
-    Example:
-        >>> visible_text("<think>three?</think>\n\nIt is 3."), visible_text("three?</think>It is 3.")
-        ('It is 3.', 'It is 3.')
-    """
-    text = _THOUGHT.sub("", content)
-    # The prompt may have opened the thought.
-    return text.rpartition(_END_THINK)[2].strip()
-
-
-def message_keys(messages: Iterable[Message]) -> list[str]:
-    """Return keys that are equal for equal messages.
-
-    Clients strip the content of assistant messages, reformat the arguments of tool calls, and move or drop thoughts, so
-    all of these are normalized.
-    """
-    return [
-        json.dumps(
-            [
-                message["role"],
-                visible_text(message["content"]) if message["role"] == "assistant" else message["content"],
-                [call["function"] for call in message.get("tool_calls", ())],
-            ],
-            sort_keys=True,
-        )
-        for message in messages
-    ]
 
 
 def order_tool_results(messages: Sequence[Message]) -> list[Message]:
@@ -235,7 +212,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _restore_thoughts(
-    messages: Sequence[Message], keys: Sequence[str], conversations: Sequence[Conversation]
+    messages: Sequence[Message], keys: Sequence[str], conversations: Sequence[Conversation], reader: ResponseReader
 ) -> list[Message]:
     """Return the messages with the thoughts of the policy's own responses, where a client has dropped or moved them.
 
@@ -244,15 +221,15 @@ def _restore_thoughts(
     sent: dict[str, list[str]] = {}
     for conversation in conversations:
         for key, message in zip(conversation.keys, conversation.messages, strict=True):
-            if message["role"] == "assistant" and visible_text(message["content"]) != message["content"].strip():
+            if message["role"] == "assistant" and reader.has_thoughts(message):
                 sent.setdefault(key, []).append(message["content"])
     result = []
     for key, message in zip(keys, messages, strict=True):
-        has_thoughts = visible_text(message["content"]) != message["content"].strip()
-        if message["role"] == "assistant" and key in sent and not has_thoughts:
+        if message["role"] == "assistant" and key in sent and not reader.has_thoughts(message):
             # Equal texts with different thoughts: in the order in which they were sent.
             contents = sent[key]
             content = contents.pop(0) if len(contents) > 1 else contents[0]
-            message = {**message, "content": content}
+            message = {name: value for name, value in message.items() if name != "reasoning_content"}
+            message["content"] = content
         result.append(message)
     return result

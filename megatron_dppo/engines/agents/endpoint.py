@@ -21,7 +21,7 @@ from aiohttp import web
 
 from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo.engines.agents.episode import Episode
-from megatron_dppo.engines.agents.json_values import inflate, parse_json
+from megatron_dppo.engines.agents.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, read_chat, read_completion
 from megatron_dppo.engines.agents.response_bodies import MODEL, response_body, stream_events
 from megatron_dppo.engines.servers.responder import LoopThread

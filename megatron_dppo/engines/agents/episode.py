@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -23,20 +23,16 @@ from megatron_dppo.engines.agents.conversations import (
     ForkReason,
     TurnSpan,
     find_continuation,
-    message_keys,
     order_tool_results,
     tools_key,
 )
 from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, ContextLengthError, Message
+from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
-from megatron_dppo.engines.agents.tool_calls import split_tool_calls
 from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.turns import Turn, Turns, TurnsStopped
 from megatron_dppo.types import Completion, FinishReason
 from megatron_dppo.types.segments import join_segments
-
-_TAIL_TOKENS = 16
-"""Tokens at the end of a prompt that contain its last tag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +40,10 @@ class AgentResponse:
     """Response of the policy to one call."""
 
     call: AgentRequest
-    text: str
-    tool_calls: tuple[dict[str, Any], ...]
+    message: Message
+    """The response as a message of the conversation."""
+    token_ids: tuple[int, ...]
+    """Sampled tokens."""
     finish_reason: str
     """Finish reason of OpenAI's API: ``stop``, ``length`` or ``tool_calls``."""
     prompt_tokens: int
@@ -53,10 +51,19 @@ class AgentResponse:
     name: str = field(default_factory=lambda: secrets.token_hex(12))
 
     @property
-    def message(self) -> Message:
-        """The response as a message of the conversation."""
-        message: Message = {"role": "assistant", "content": self.text}
-        return message | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
+    def text(self) -> str:
+        """Content of the message."""
+        return self.message["content"]
+
+    @property
+    def reasoning(self) -> str:
+        """Thoughts that were taken out of the content."""
+        return self.message.get("reasoning_content", "")
+
+    @property
+    def tool_calls(self) -> Sequence[dict[str, Any]]:
+        """Tool calls of the response."""
+        return self.message.get("tool_calls", ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +95,19 @@ class Episode:
     Args:
         turns: Turns of the response.
         template: Chat template of the model.
+        reader: Reader of the model's responses.
         settings: Limits, and what is trained on.
         executor: Threads that parse, render and tokenize. An episode uses one at a time.
     """
 
-    def __init__(self, turns: Turns, template: ChatTemplate, settings: EpisodeSettings, executor: Executor) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        template: ChatTemplate,
+        reader: ResponseReader,
+        settings: EpisodeSettings,
+        executor: Executor,
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.interrupted: asyncio.Future[None] = self.loop.create_future()
         """Raises the exception that ends the episode from the policy's side: a cancellation or a server error."""
@@ -104,6 +119,7 @@ class Episode:
         """True if a call was rejected because the sequence or the number of calls reached its limit."""
         self._turns = turns
         self._template = template
+        self._reader = reader
         self._conversations: list[Conversation] = []
         self._conversation_by_response: dict[str, tuple[Conversation, int]] = {}
         """Conversation and ``TurnSpan.order`` of each response, by ``AgentResponse.name``."""
@@ -123,6 +139,7 @@ class Episode:
         self._num_answered = 0
         self._num_repeated = 0
         self._num_ignored = 0
+        self._num_malformed = 0
         self._forks = Counter[ForkReason]()
         self._start_time = time.monotonic()
         self._call_starts: dict[asyncio.Task[Any], float] = {}
@@ -326,6 +343,7 @@ class Episode:
                 "agent/untrained/shorter": shorter / sampled,
                 "agent/untrained/interrupted": interrupted / sampled,
                 "agent/ignored_settings": self._num_ignored,
+                "agent/malformed_calls": self._num_malformed,
             },
         )
 
@@ -374,7 +392,10 @@ class Episode:
             call = read()
             call = replace(call, messages=tuple(order_tool_results(call.messages)))
             self._template.check_size(call, self._turns.params.max_new_tokens)
-            continuation = find_continuation(call, self._conversations, self._template, is_trained=is_trained)
+            self._reader.check(call)
+            continuation = find_continuation(
+                call, self._conversations, self._template, self._reader, is_trained=is_trained
+            )
             return _PreparedCall(call, continuation)
         except ContextLengthError:
             self.is_cut_off = True
@@ -390,25 +411,22 @@ class Episode:
         self._num_answered += 1
         self._num_ignored += call.ignored
         branch = conversation.branch
-        before = branch.position
-        starts_in_thought = self._starts_in_thought(branch.token_ids)
-        turn = await branch.sample(call.limit)
-        response = _build_response(call, turn, before, starts_in_thought=starts_in_thought)
+        prompt = branch.token_ids
+        turn = await branch.sample(call.limit, self._reader.stop_token_ids(call))
+        parsed = self._reader.parse(call, prompt, turn.token_ids) if call.is_chat else None
+        message = None if parsed is None else self._reader.message(parsed)
+        response = _build_response(call, turn, len(prompt), message)
         order = len(self._conversation_by_response)
-        conversation.turns.append(TurnSpan(before, branch.position, order))
+        conversation.turns.append(TurnSpan(len(prompt), branch.position, order))
         self._conversation_by_response[response.name] = (conversation, order)
-        if call.is_chat:
-            conversation.messages = [*call.messages, response.message]
-            conversation.keys = message_keys(conversation.messages)
+        if parsed is not None:
+            self._num_malformed += parsed.num_malformed
+            conversation.messages = [*call.messages, self._reader.sampled_message(parsed)]
+            conversation.keys = self._reader.message_keys(conversation.messages)
             conversation.response_keys.add(conversation.keys[-1])
         elif isinstance(call.text, str):
             conversation.text = call.text + response.text
         return response
-
-    def _starts_in_thought(self, token_ids: tuple[int, ...]) -> bool:
-        """Return True if the template ends the prompt with an open thought, so that the response begins in it."""
-        tail = decode_response(self._turns.tokenizer, token_ids[-_TAIL_TOKENS:])
-        return tail.rstrip().endswith("<think>")
 
     def _append(self, prepared: _PreparedCall, *, is_trained: bool) -> Conversation:
         """Append the tokens of a call to its conversation, or begin one."""
@@ -447,7 +465,8 @@ class Episode:
         branch = conversation.branch
         last = branch.token_ids[-1]
         # A response that was cut off has no end token, and the template's must be added.
-        if closes and branch.finish_reason == FinishReason.STOP and tokens[:1] == [last]:
+        is_closed = closes and branch.finish_reason == FinishReason.STOP
+        if is_closed and tokens and self._reader.is_same_end(last, tokens[0]):
             tokens = tokens[1:]
         if len(tokens) >= branch.tokens_left:
             raise self._too_long(branch.position + len(tokens))
@@ -458,18 +477,16 @@ class Episode:
         return ContextLengthError(f"the conversation has {tokens} tokens", self._turns.params.max_new_tokens)
 
 
-def _build_response(call: AgentRequest, turn: Turn, prompt_tokens: int, *, starts_in_thought: bool) -> AgentResponse:
-    text = turn.text
-    calls: list[dict[str, Any]] = []
-    if call.reads_tool_calls:
-        text, calls = split_tool_calls(text, starts_in_thought=starts_in_thought)
-    finish_reason = "tool_calls" if calls else "stop"
+def _build_response(call: AgentRequest, turn: Turn, prompt_tokens: int, message: Message | None) -> AgentResponse:
+    """Return the response to a call; ``message`` is None for completions by text."""
+    message = message or {"role": "assistant", "content": turn.text}
+    finish_reason = "tool_calls" if "tool_calls" in message else "stop"
     if turn.finish_reason != FinishReason.STOP:
         finish_reason = "length"
     return AgentResponse(
         call=call,
-        text=text,
-        tool_calls=tuple(calls),
+        message=message,
+        token_ids=turn.token_ids,
         finish_reason=finish_reason,
         prompt_tokens=prompt_tokens,
         completion_tokens=len(turn.token_ids),

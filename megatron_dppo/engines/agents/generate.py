@@ -13,7 +13,9 @@ from typing import Any
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.endpoint import Endpoint
 from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
+from megatron_dppo.engines.agents.formats import choose_format
 from megatron_dppo.engines.agents.launcher import landlock_version
+from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.runner import (
     Agent,
     AgentExit,
@@ -85,6 +87,7 @@ class AgentFunction:
             credit=config.credit,
         )
         self._template: ChatTemplate | None = None
+        self._reader: ResponseReader | None = None
         self._failures = 0
         """Failed episodes in a row."""
         self._slots = nullcontext() if config.max_running is None else asyncio.Semaphore(config.max_running)
@@ -102,9 +105,15 @@ class AgentFunction:
             GenerateError: The endpoint cannot listen, or too many episodes failed in a row.
         """
         # The tokenizer comes with the first episode.
-        self._template = self._template or ChatTemplate(turns.tokenizer, self._variables, self._now())
+        if self._template is None or self._reader is None:
+            tokenizer = turns.tokenizer
+            response_format = choose_format(tokenizer.chat_template, self._config.format)
+            needs_text = response_format.needs_text_arguments
+            self._template = ChatTemplate(tokenizer, self._variables, self._now(), has_text_arguments=needs_text)
+            separates = self._config.separate_reasoning
+            self._reader = ResponseReader(tokenizer, response_format, separates_reasoning=separates)
         async with self._slots:
-            episode = Episode(turns, self._template, self._settings, self._executor)
+            episode = Episode(turns, self._template, self._reader, self._settings, self._executor)
             episode.takes_reward = self._config.reward == "call"
             try:
                 agent_exit = await self._run_episode(prompt, episode)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.engines.agents.tool_calls import make_tool_call
+from megatron_dppo.engines.agents.formats.base import make_tool_call
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_MODEL_NAME = 256
@@ -70,7 +70,9 @@ class ContextLengthError(CallError):
 
 
 Message = dict[str, Any]
-"""Message with ``role``, ``content`` (a string) and optionally ``tool_calls``, ``tool_call_id`` and ``name``.
+"""Message with ``role`` and ``content`` (a string).
+
+Optional are ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``.
 
 The arguments of a tool call are an object if they are JSON.
 """
@@ -107,6 +109,7 @@ class AgentRequest:
             yield self.text
         for message in self.messages:
             yield message["content"]
+            yield message.get("reasoning_content", "")
             if "tool_calls" in message:
                 yield json.dumps(message["tool_calls"], ensure_ascii=False)
         if self.tools:
@@ -228,6 +231,11 @@ def _read_message(message: Any, index: int) -> Message:
     if calls:
         result["tool_calls"] = [_read_tool_call(call, index) for call in calls]
     result |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+    if role == "assistant":
+        # vLLM and litellm have either name.
+        reasoning = [message[name] for name in ("reasoning_content", "reasoning") if isinstance(message.get(name), str)]
+        if any(reasoning):
+            result["reasoning_content"] = next(text for text in reasoning if text)
     return result
 
 

@@ -18,6 +18,8 @@ def response_body(response: AgentResponse) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "finish_reason": response.finish_reason, "logprobs": None}
     if response.call.is_chat:
         choice["message"] = {"role": "assistant", "content": _content(response), "refusal": None}
+        if response.reasoning:
+            choice["message"]["reasoning_content"] = response.reasoning
         if response.tool_calls:
             choice["message"]["tool_calls"] = _tool_calls(response)
     else:
@@ -40,6 +42,8 @@ def stream_events(response: AgentResponse) -> Iterator[bytes]:
 
     if response.call.is_chat:
         yield chunk({"role": "assistant", "content": ""})
+    if response.reasoning:
+        yield chunk({"reasoning_content": response.reasoning})
     if response.text:
         yield chunk({"content": response.text})
     for index, call in enumerate(_tool_calls(response)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -19,10 +20,19 @@ class ChatTemplate:
         tokenizer: Tokenizer of the model.
         variables: Variables of the template, ``data.chat_template_kwargs``.
         now: Date that the template sees.
+        has_text_arguments: True if the template needs the arguments of tool calls as text.
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any], now: datetime | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        variables: Mapping[str, Any],
+        now: datetime | None = None,
+        *,
+        has_text_arguments: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._has_text_arguments = has_text_arguments
         self._now = now or datetime.now()
         self._variables = variables
         # Random, so that no message can contain it.
@@ -92,7 +102,9 @@ class ChatTemplate:
         plain = {"role": "assistant", "content": self._marker}
         end = self._text_after_marker(self._render([*before, plain], tools, add_generation_prompt=False))
         # 2. End of the response as the template writes it, with its tool calls.
-        marked = {**response, "content": self._marker}
+        # Without its thoughts, which would stand before the marker.
+        marked = {name: value for name, value in response.items() if name != "reasoning_content"}
+        marked["content"] = self._marker
         closed = end
         if response.get("tool_calls"):
             closed = self._text_after_marker(self._render([*before, marked], tools, add_generation_prompt=False))
@@ -115,7 +127,7 @@ class ChatTemplate:
         try:
             return apply_chat_template(
                 self._tokenizer,
-                messages,
+                [_with_text_arguments(each) for each in messages] if self._has_text_arguments else messages,
                 self._now,
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
@@ -123,3 +135,15 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program of the model's authors and may raise any exception
             raise CallError(f"the chat template refuses the messages: {error}") from error
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}

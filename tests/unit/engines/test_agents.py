@@ -22,11 +22,11 @@ from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.engines.agents import generate
+from megatron_dppo.engines.agents.formats import FORMATS
 from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
 from megatron_dppo.engines.agents.request_bodies import CallError, read_chat, read_completion
 from megatron_dppo.engines.agents.runner import _ENVIRONMENT, AgentTask
 from megatron_dppo.engines.agents.template import ChatTemplate
-from megatron_dppo.engines.agents.tool_calls import split_tool_calls
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest
@@ -113,7 +113,7 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
     assert found.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not found.failure
     counted = {name: value for name, value in found.counts.items() if value}
     assert counted == {"agent/calls": 2, "agent/sequences": 1, "agent/segments": 1}
-    assert len(found.counts) == 14 and found.segments == (found,)
+    assert len(found.counts) == 15 and found.segments == (found,)
     mask, tokens = found.loss_mask, found.token_ids.tolist()
     assert mask is not None and found.logprobs is not None and found.topk_token_ids is not None
     assert found.logprobs.tolist() == [logprob(i, t, 4) if mask[i] else 0.0 for i, t in enumerate(tokens)]
@@ -150,7 +150,7 @@ def test_reasoning_that_the_template_removes_stays_as_sampled(world: World) -> N
 
     async def agent(task: AgentTask) -> None:
         answer = await chat(task, [user("a")])
-        assert answer["content"] == "<think>hm</think>one"
+        assert answer["content"] == "one" and answer["reasoning_content"] == "hm"
         await chat(task, [user("a"), answer, user("b")])
 
     found = world.play(agent)
@@ -342,19 +342,27 @@ def test_a_call_in_a_thought_that_the_template_opened_is_not_made(
         answers.extend([await chat(task, [user(text)], tools=TOOLS) for text in ("a", "b")])
 
     world.play(agent)
-    assert "tool_calls" not in answers[0] and answers[0]["content"] == f"try {CALL}"
-    assert answers[1]["content"] == "no</think>"
+    assert "tool_calls" not in answers[0] and answers[0]["reasoning_content"] == f"try {CALL}"
+    assert answers[0]["content"] == "" and answers[1]["content"] is None and answers[1]["reasoning_content"] == "no"
     assert [call["function"]["name"] for call in answers[1]["tool_calls"]] == ["add"]
 
 
 def test_invalid_tool_calls_stay_text() -> None:
-    for text in ("plain", "<tool_call>{bad}</tool_call>", '<tool_call>{"name": "f"', "<tool_call>[1]</tool_call>"):
-        assert split_tool_calls(text) == (text, [])
-    assert split_tool_calls(CALL + '<tool_call>{"name": 1}</tool_call>')[1] == []
-    assert split_tool_calls(CALL.replace("1", "NaN"))[1] == [] and split_tool_calls(f"{CALL}<tool_call>")[1] == []
-    content, calls = split_tool_calls(f"so: {CALL}\n{CALL}")
-    assert content == "so:" and [call["function"]["name"] for call in calls] == ["add", "add"]
-    assert calls[0]["id"] != calls[1]["id"]
+    hermes = FORMATS["hermes"]
+    for text, malformed in {
+        "plain": 0,
+        "<tool_call>{bad}</tool_call>": 1,
+        '<tool_call>{"name": "f"': 1,
+        "<tool_call>[1]</tool_call>": 0,
+        CALL + '<tool_call>{"name": 1}</tool_call>': 1,
+        CALL.replace("1", "NaN"): 1,
+        f"{CALL}<tool_call>": 1,
+    }.items():
+        parsed = hermes.parse(text, TOOLS)
+        assert (parsed.text, parsed.tool_calls, parsed.num_malformed) == (text, (), malformed)
+    parsed = hermes.parse(f"so: {CALL}\n{CALL}", TOOLS)
+    assert parsed.content == "so:" and [call["function"]["name"] for call in parsed.tool_calls] == ["add", "add"]
+    assert parsed.tool_calls[0]["id"] != parsed.tool_calls[1]["id"]
 
 
 @pytest.mark.parametrize(
@@ -697,3 +705,62 @@ def test_a_function_that_returns_no_reward_has_failed(world: World, value: Any) 
 
     (found,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=100))
     assert found.reward is None and "agent.function: the reward must" in found.failure
+
+
+@pytest.mark.parametrize("separates", [True, False])
+def test_thoughts_may_come_back_anywhere_or_not_at_all(world: World, separates: bool) -> None:
+    """What a program may do with the thoughts of an answer before it sends the answer back."""
+    ways: list[Callable[[str, str], dict[str, str]]] = [
+        lambda thought, text: {"content": f"<think>\n{thought}\n</think>\n\n{text}"},
+        lambda thought, text: {"content": text, "reasoning_content": thought},
+        lambda thought, text: {"content": text, "reasoning": thought},
+        lambda thought, text: {"content": f" {text}\n"},
+        lambda thought, text: {"content": f"<think>\n\n{thought}</think>{text}"},
+    ]
+    ends = [f"{index}<|im_end|>\n<|im_start|>assistant\n" for index in range(len(ways) + 1)]
+    world.script = {end: f"<think>\nhm {index}\n</think>\n\nsaid {index}" for index, end in enumerate(ends)}
+
+    async def agent(task: AgentTask) -> None:
+        messages = [user("0")]
+        for index, way in enumerate([*ways, ways[0]]):
+            answer = await chat(task, messages)
+            expected = {"content": f"said {index}", "reasoning_content": f"hm {index}"}
+            if not separates:
+                expected = {"content": f"<think>\nhm {index}\n</think>\n\nsaid {index}"}
+            assert {name: answer.get(name) for name in expected} == expected
+            assert ("reasoning_content" in answer) == separates
+            back = {"role": "assistant", **way(f"hm {index}", f"said {index}")}
+            messages += [back, user(str(index + 1))]
+
+    found = world.play(agent, 2000, separate_reasoning=separates)
+    assert found.counts["agent/sequences"] == 1 and found.counts["agent/untrained_fraction"] == 0
+    assert world.trained(found) == [f"{said}<|im_end|>" for said in world.script.values()]
+
+
+def test_tools_without_a_known_form_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.tokenizer, "chat_template", TEMPLATE.replace("tool_call>", "call>"))
+    world.script = {"assistant\n": "x"}
+    answers = []
+
+    async def agent(task: AgentTask) -> None:
+        body = {"messages": [user("a")], "tools": TOOLS}
+        answers.append(await post(task, "/chat/completions", body))
+        assert (await post(task, "/chat/completions", {**body, "tool_choice": "none"}))[0] == 200
+
+    world.play(agent)
+    status, body = answers[0]
+    assert status == 400 and "no known form of tool calls" in body["error"]["message"]
+    assert "agent.format" in body["error"]["message"] and "qwen3_xml" in body["error"]["message"]
+
+
+def test_calls_of_another_form_are_read_and_malformed_ones_counted(world: World) -> None:
+    xml = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    world.script = {"a<|im_end|>\n<|im_start|>assistant\n": xml, "b<|im_end|>\n<|im_start|>assistant\n": xml[:-5]}
+
+    async def agent(task: AgentTask) -> None:
+        (call,) = (await chat(task, [user("a")], tools=TOOLS))["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+        answer = await chat(task, [user("b")], tools=TOOLS)
+        assert "tool_calls" not in answer and answer["content"] == xml[:-5]
+
+    assert world.play(agent, format="qwen3_xml").counts["agent/malformed_calls"] == 1

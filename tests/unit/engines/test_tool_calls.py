@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.agents.tool_calls import split_tool_calls
+from megatron_dppo.engines.agents.formats import FORMATS
 
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def split_tool_calls(text: str, *, starts_in_thought: bool = False) -> tuple[str, Any]:
+    parsed = FORMATS["hermes"].parse(text, [{"function": {"name": "add"}}], starts_in_thought=starts_in_thought)
+    return parsed.text, parsed.tool_calls
 
 
 ADD = call("add", a=2)
@@ -67,6 +72,6 @@ def test_the_content_is_the_text_before_the_first_call_that_is_made() -> None:
 
 
 def test_a_thought_that_the_prompt_has_opened_makes_no_calls_before_it_ends() -> None:
-    assert split_tool_calls(f"try {ERASE}", starts_in_thought=True) == (f"try {ERASE}", [])
+    assert split_tool_calls(f"try {ERASE}", starts_in_thought=True) == (f"try {ERASE}", ())
     made = split_tool_calls(f"try {ERASE}</think>{ADD}", starts_in_thought=True)[1]
     assert [each["function"]["name"] for each in made] == ["add"]

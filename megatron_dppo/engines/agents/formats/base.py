@@ -1,0 +1,259 @@
+"""The protocol of response formats, and the reading of thoughts and tags that most of them share."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_dppo.engines.agents.formats.json_values import parse_json
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools of a request in the form of OpenAI's chat completions."""
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedResponse:
+    """A response, split into its parts."""
+
+    text: str
+    """Response up to its first tool call, with its thoughts as they were sampled."""
+    content: str
+    """The same without thoughts."""
+    reasoning: str = ""
+    """Thoughts without their tags."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """Tool calls as chat templates expect them. Empty if one of them is malformed."""
+    num_malformed: int = 0
+    """Number of malformed tool calls. The text keeps them."""
+
+
+class ResponseFormat(Protocol):
+    """Form in which the models of a family write thoughts and tool calls."""
+
+    name: str
+    """Value of ``agent.format``."""
+    text_tokens: frozenset[str]
+    """Special tokens that are a part of the text of a response."""
+    stop_tokens: tuple[str, ...]
+    """Tokens that end a turn, besides the model's own end tokens."""
+    turn_ends: tuple[str, ...]
+    """Tokens that end a message and may replace each other: a template closes every turn with one of them."""
+    needs_text_arguments: bool
+    """True if the chat template concatenates the arguments of tool calls as text, and fails on objects."""
+
+    def parse(self, text: str, tools: Tools, *, starts_in_thought: bool = False) -> ParsedResponse:
+        """Split the text of a response.
+
+        Args:
+            text: The response, decoded with ``text_tokens``.
+            tools: Tools of the request. Without tools no call is read.
+            starts_in_thought: True if the prompt has opened the thought.
+        """
+
+    def visible_text(self, text: str) -> str:
+        """Return the content of an assistant message without thoughts, by which messages are compared."""
+
+    def call_end(self) -> str | None:
+        """Return the tag behind a single tool call; None if calls have no end of their own."""
+
+
+def make_tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call as chat templates expect it."""
+    if isinstance(arguments, str):
+        try:
+            parsed = parse_json(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        except ValueError:
+            pass  # a model may have written it so; the template gets the text
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def new_call_id() -> str:
+    """Return an id for a call whose format has none."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def skip_space(text: str, position: int) -> int:
+    """Return the position of the next character that is no white space."""
+    match = _SPACE.match(text, position)
+    return position if match is None else match.end()
+
+
+def parameter_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
+    """Return the JSON schemas of a tool's parameters by name; empty if there are none."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return properties if isinstance(properties, Mapping) else {}
+    return {}
+
+
+def has_tool(tools: Tools, name: str) -> bool:
+    """Return True if a tool of that name was given."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return any(isinstance(function, Mapping) and function.get("name") == name for function in functions)
+
+
+def typed_value(text: str, schema: Any) -> Any:
+    """Return the value of a parameter that is written without quotes.
+
+    A parameter of type ``string`` is its text. Any other is JSON if it can be read as such, and else its text.
+
+    Args:
+        text: Text of the value.
+        schema: JSON schema of the parameter. Without one the value may have any type.
+    """
+    types = _schema_types(schema)
+    if types == {"string"}:
+        return text
+    try:
+        value = parse_json(text.strip())
+    except ValueError:
+        # Models trained on Python code write its constants.
+        constants = {"True": True, "False": False, "None": None}
+        return constants.get(text.strip(), text) if types - {"string"} else text
+    # "12" is no number where only a string or an object may stand.
+    if isinstance(value, int | float) and types and "string" in types and not types & {"integer", "number", "boolean"}:
+        return text
+    return value
+
+
+def _schema_types(schema: Any) -> set[str]:
+    """Return the types that a JSON schema names; empty if it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else set()
+    if isinstance(declared, list):
+        types = {each for each in declared if isinstance(each, str)}
+    for key in ("anyOf", "oneOf"):
+        branches = schema.get(key)
+        for branch in branches if isinstance(branches, list) else ():
+            types |= _schema_types(branch)
+    return types
+
+
+class TaggedFormat:
+    """Format with thoughts between two tags, and tool calls behind an opening tag.
+
+    Subclasses read the calls of a block. Text is read once from its start to its end, so that a string in a call may
+    contain any tag.
+    """
+
+    name = "none"
+    thought_tags = ("<think>", "</think>")
+    open_tag: str | None = None
+    """Tag before a block of tool calls. None: the format has none."""
+    text_tokens: frozenset[str] = frozenset()
+    stop_tokens: tuple[str, ...] = ()
+    turn_ends: tuple[str, ...] = ()
+    needs_text_arguments = False
+
+    def parse(self, text: str, tools: Tools, *, starts_in_thought: bool = False) -> ParsedResponse:
+        """See ``ResponseFormat``."""
+        calls: list[dict[str, Any]] = []
+        malformed = 0
+        first = len(text)
+        for start, block in self._blocks(text, tools, starts_in_thought=starts_in_thought):
+            if block is None:
+                malformed += 1
+                continue
+            first = first if calls else start
+            calls += block
+        has_calls = bool(calls) and not malformed
+        before = text[:first].strip() if has_calls else text
+        reasoning, content = self.split_thoughts(before, starts_in_thought=starts_in_thought)
+        return ParsedResponse(
+            text=before,
+            content=content,
+            reasoning=reasoning,
+            tool_calls=tuple(calls) if has_calls else (),
+            num_malformed=malformed,
+        )
+
+    def split_thoughts(self, text: str, *, starts_in_thought: bool = False) -> tuple[str, str]:
+        """Return the thoughts at the start of a text, and the rest; the text as it is if there are none.
+
+        A closing tag without an opening one ends a thought that the prompt has opened. An opening tag behind visible
+        text is a thought only if it is closed.
+        """
+        opening, closing = self.thought_tags
+        thoughts: list[str] = []
+        visible: list[str] = []
+        remaining = text
+        is_open = starts_in_thought
+        while True:
+            before, tag, after = remaining.partition(closing if is_open else opening)
+            if is_open:
+                if not tag and any(part.strip() for part in visible):
+                    visible.append(opening + remaining)  # only mentioned
+                    break
+                thoughts.append(before.removeprefix(opening))
+            else:
+                if closing in before:
+                    # The thought began in the prompt, or the text says that it goes on: all before it was thought.
+                    thought, _, before = before.rpartition(closing)
+                    thoughts += [*visible, thought]
+                    visible = []
+                visible.append(before)
+            if not tag:
+                break
+            is_open = not is_open
+            remaining = after
+        if not thoughts:
+            return "", text
+        reasoning = "\n".join(part for part in (thought.replace(closing, "").strip() for thought in thoughts) if part)
+        return reasoning, "".join(visible).strip()
+
+    def visible_text(self, text: str) -> str:
+        """See ``ResponseFormat``."""
+        return self.split_thoughts(text)[1].strip()
+
+    def call_end(self) -> str | None:
+        """See ``ResponseFormat``."""
+        return None
+
+    def _blocks(
+        self, text: str, tools: Tools, *, starts_in_thought: bool
+    ) -> list[tuple[int, list[dict[str, Any]] | None]]:
+        """Return position and calls of each block outside of thoughts; None for the calls of a malformed one."""
+        if self.open_tag is None or not tools:
+            return []
+        opening, closing = self.thought_tags
+        tag = re.compile("|".join(map(re.escape, (self.open_tag, opening, closing))))
+        blocks: list[tuple[int, list[dict[str, Any]] | None]] = []
+        position = self._end_of_thought(text, 0) if starts_in_thought else 0
+        while match := tag.search(text, position):
+            position = match.end()
+            if match[0] == opening:
+                position = self._end_of_thought(text, position)
+            elif match[0] == closing:
+                # The thought began in the prompt: everything before was thought.
+                blocks = []
+            elif self._is_block(text, position):
+                calls, position = self._read_block(text, position, tools)
+                blocks.append((match.start(), calls))
+        return blocks
+
+    def _end_of_thought(self, text: str, position: int) -> int:
+        closing = self.thought_tags[1]
+        end = text.find(closing, position)
+        return len(text) if end < 0 else end + len(closing)
+
+    def _is_block(self, text: str, position: int) -> bool:
+        """Return True if the text behind an opening tag is meant as a call, and does not only mention the tag."""
+        return True
+
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+        """Return the calls of the block that begins at a position, and the position after it.
+
+        Returns:
+            None for the calls if the block is malformed. The position is then that from which reading continues.
+        """
+        raise NotImplementedError

@@ -1,0 +1,232 @@
+"""Formats whose tool calls are JSON objects: Hermes, DeepSeek, Kimi, Mistral and Llama."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from megatron_dppo.engines.agents.formats.base import (
+    ParsedResponse,
+    TaggedFormat,
+    Tools,
+    has_tool,
+    make_tool_call,
+    new_call_id,
+    skip_space,
+)
+from megatron_dppo.engines.agents.formats.json_values import parse_json_prefix
+from megatron_dppo.engines.agents.formats.parameter_calls import read_function
+
+_MISTRAL_ID_BYTES = 6
+"""Random bytes of a call's id. Mistral's templates refuse any but nine letters and digits."""
+
+
+def read_arguments(text: str, position: int) -> tuple[dict[str, Any] | None, int]:
+    """Return the JSON object that begins at a position, and the position after it; None if there is none."""
+    try:
+        value, end = parse_json_prefix(text, skip_space(text, position))
+    except ValueError:
+        return None, position
+    return (value, end) if isinstance(value, dict) else (None, position)
+
+
+class HermesFormat(TaggedFormat):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen3's and Hermes' templates ask.
+
+    Calls of Qwen3.5's form behind the same tag are read too, since nothing else can be meant by them.
+    """
+
+    name = "hermes"
+    open_tag = "<tool_call>"
+    close_tag = "</tool_call>"
+    text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
+    # Cut off right behind its tag, a call is malformed and not only mentioned.
+    _start = re.compile(r"\s*(\{|<function=|\Z)")
+
+    def call_end(self) -> str | None:
+        """See ``ResponseFormat``."""
+        return self.close_tag
+
+    def _is_block(self, text: str, position: int) -> bool:
+        return self._start.match(text, position) is not None
+
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+        start = skip_space(text, position)
+        if text.startswith("<function=", start):
+            call, end = read_function(text, start, tools)
+        else:
+            call, end = _read_named_object(text, start)
+        end = skip_space(text, end)
+        if call is None or not text.startswith(self.close_tag, end):
+            return None, position
+        return [call], end + len(self.close_tag)
+
+
+def _read_named_object(text: str, position: int, key: str = "arguments") -> tuple[dict[str, Any] | None, int]:
+    """Return the call of an object with name and arguments, and the position after it."""
+    value, end = read_arguments(text, position)
+    arguments = value.get(key, {}) if value is not None else None
+    if value is None or not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+        return None, position
+    return make_tool_call(new_call_id(), value["name"], arguments), end
+
+
+class SectionFormat(TaggedFormat):
+    """Calls in a section between two tags, each with a header before its JSON object and a tag behind it."""
+
+    section_end: str
+    header: re.Pattern[str]
+    """Matches up to the JSON object, with the group ``name`` and, where the model writes one, ``id``."""
+    footer: re.Pattern[str]
+
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+        calls: list[dict[str, Any]] = []
+        end = position
+        while header := self.header.match(text, end):
+            arguments, end = read_arguments(text, header.end())
+            footer = self.footer.match(text, end)
+            if arguments is None or footer is None:
+                return None, position
+            groups = header.groupdict()
+            name = next(value for key, value in groups.items() if key.startswith("name") and value)
+            calls.append(make_tool_call(groups.get("id") or new_call_id(), name.strip(), arguments))
+            end = footer.end()
+        end = skip_space(text, end)
+        if not calls or not text.startswith(self.section_end, end):
+            return None, position
+        return calls, end + len(self.section_end)
+
+
+class DeepSeekFormat(SectionFormat):
+    """DeepSeek V3 and R1 (a code block of JSON behind ``function``), and V3.1 (JSON behind the name)."""
+
+    name = "deepseek"
+    open_tag = "<｜tool▁calls▁begin｜>"
+    section_end = "<｜tool▁calls▁end｜>"
+    header = re.compile(
+        r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\s<]+)\s*```json|(?P<name_only>[^\s<]+)<｜tool▁sep｜>)"
+    )
+    footer = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>")
+    text_tokens = frozenset(
+        {
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+            "<think>",
+            "</think>",
+        }
+    )
+    needs_text_arguments = True
+
+
+class KimiFormat(SectionFormat):
+    """Kimi K2: ``<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}<|tool_call_end|>``.
+
+    What stands before the arguments is the id of the call, which the template repeats before its result.
+    """
+
+    name = "kimi"
+    open_tag = "<|tool_calls_section_begin|>"
+    section_end = "<|tool_calls_section_end|>"
+    header = re.compile(
+        r"\s*<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+):\d+)\s*<\|tool_call_argument_begin\|>"
+    )
+    footer = re.compile(r"\s*<\|tool_call_end\|>")
+    text_tokens = frozenset(
+        {
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<think>",
+            "</think>",
+        }
+    )
+
+
+class MistralFormat(TaggedFormat):
+    """Mistral: ``[TOOL_CALLS]`` before a list of objects, or before each name, ``[ARGS]`` and object."""
+
+    name = "mistral"
+    thought_tags = ("[THINK]", "[/THINK]")
+    open_tag = "[TOOL_CALLS]"
+    text_tokens = frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"})
+    _header = re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\s\[]+))?\s*(?:\[ARGS\])?(?=\s*\{)")
+    _list = re.compile(r"\s*\[")
+
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+        if header := self._header.match(text, position):
+            arguments, end = read_arguments(text, header.end())
+            if arguments is None:
+                return None, position
+            return [make_tool_call(header["id"] or self._new_id(), header["name"], arguments)], end
+        try:
+            values, end = parse_json_prefix(text, skip_space(text, position))
+        except ValueError:
+            return None, position
+        calls = []
+        for value in values if isinstance(values, list) else [values]:
+            name = value.get("name") if isinstance(value, dict) else None
+            arguments = value.get("arguments", {}) if isinstance(value, dict) else None
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                return None, position
+            call_id = value.get("id")
+            calls.append(make_tool_call(call_id if isinstance(call_id, str) else self._new_id(), name, arguments))
+        return calls or None, end
+
+    def _new_id(self) -> str:
+        return secrets.token_hex(_MISTRAL_ID_BYTES)[:9]
+
+
+class LlamaFormat(TaggedFormat):
+    """Llama 3: a response that is one or more objects with name and parameters, separated by semicolons.
+
+    No tag marks a call, so an object counts as one only if a tool has its name.
+    """
+
+    name = "llama"
+    text_tokens = frozenset({"<|python_tag|>"})
+    stop_tokens: tuple[str, ...] = ("<|eom_id|>",)
+    turn_ends: tuple[str, ...] = ("<|eot_id|>", "<|eom_id|>")
+    _tag = "<|python_tag|>"
+
+    def parse(self, text: str, tools: Tools, *, starts_in_thought: bool = False) -> ParsedResponse:
+        """See ``ResponseFormat``."""
+        reasoning, content = self.split_thoughts(text, starts_in_thought=starts_in_thought)
+        before, tag, body = content.partition(self._tag)
+        calls = self._read_calls(body if tag else before, tools) if tools else []
+        if calls:
+            before = before.strip() if tag else ""
+            start = text.rfind(content) if content else len(text)
+            return ParsedResponse(
+                text=text[:start].strip() if not before else text[: text.index(tag)].strip(),
+                content=before,
+                reasoning=reasoning,
+                tool_calls=tuple(calls),
+            )
+        # The tag alone shows that a call was meant. A bare object may be an answer.
+        return ParsedResponse(
+            text=text, content=content, reasoning=reasoning, num_malformed=int(bool(tools and tag) or calls is None)
+        )
+
+    def _read_calls(self, text: str, tools: Tools) -> list[dict[str, Any]] | None:
+        """Return the calls of a text; empty if it holds none, None if one is malformed."""
+        calls: list[dict[str, Any]] = []
+        position = skip_space(text, 0)
+        while text.startswith("{", position):
+            value, end = read_arguments(text, position)
+            name = value.get("name") if value is not None else None
+            arguments = value.get("parameters", value.get("arguments")) if value is not None else None
+            if not isinstance(name, str) or not has_tool(tools, name):
+                return None if calls else []
+            if not isinstance(arguments, dict):
+                return None
+            calls.append(make_tool_call(new_call_id(), name, arguments))
+            position = skip_space(text, end)
+            if text.startswith(";", position):
+                position = skip_space(text, position + 1)
+        return calls if position == len(text) else None if calls else []

@@ -1,0 +1,190 @@
+"""Formats that write each parameter between tags: Qwen3.5, GLM, MiniMax and DeepSeek V3.2.
+
+Values have no quotes, so their types are those of the tool's JSON schema.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.engines.agents.formats.base import (
+    TaggedFormat,
+    Tools,
+    make_tool_call,
+    new_call_id,
+    parameter_schemas,
+    skip_space,
+    typed_value,
+)
+from megatron_dppo.engines.agents.formats.json_values import parse_json
+
+
+@dataclass(frozen=True)
+class ParameterGrammar:
+    """Tags of one call. Each pattern is matched at a position, white space before it included."""
+
+    call: re.Pattern[str]
+    """Start of a call, with the group ``name``."""
+    parameter: re.Pattern[str]
+    """Start of a parameter up to its value, with the group ``key`` and, where the model says it, ``is_string``."""
+    value_end: re.Pattern[str]
+    """End of a value. What follows is checked, so that a value may contain the tag."""
+    call_end: re.Pattern[str]
+
+
+def read_parameters(
+    text: str, position: int, grammar: ParameterGrammar, tools: Tools
+) -> tuple[dict[str, Any] | None, int]:
+    """Return the call that begins at a position, and the position after it; None if it is malformed."""
+    head = grammar.call.match(text, position)
+    if head is None:
+        return None, position
+    schemas = parameter_schemas(tools, head["name"])
+    arguments: dict[str, Any] = {}
+    end = head.end()
+    while parameter := grammar.parameter.match(text, end):
+        closing = grammar.value_end.search(text, parameter.end())
+        if closing is None:
+            return None, position
+        value = _strip_line_breaks(text[parameter.end() : closing.start()])
+        is_string = parameter.groupdict().get("is_string")
+        if is_string is None:
+            arguments[parameter["key"]] = typed_value(value, schemas.get(parameter["key"]))
+        else:
+            arguments[parameter["key"]] = value if is_string == "true" else _json_or_text(value)
+        end = closing.end()
+    tail = grammar.call_end.match(text, end)
+    if tail is None:
+        return None, position
+    return make_tool_call(new_call_id(), head["name"], arguments), tail.end()
+
+
+def _strip_line_breaks(value: str) -> str:
+    """Remove the line breaks that templates write around a value."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
+
+
+_FUNCTION = ParameterGrammar(
+    call=re.compile(r"\s*<function=(?P<name>[^>\s]+)>"),
+    parameter=re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>"),
+    value_end=re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))"),
+    call_end=re.compile(r"\s*</function>"),
+)
+
+
+def read_function(text: str, position: int, tools: Tools) -> tuple[dict[str, Any] | None, int]:
+    """Return a call of Qwen3.5's form, ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
+    return read_parameters(text, position, _FUNCTION, tools)
+
+
+class ParameterFormat(TaggedFormat):
+    """Calls in a block between two tags, with each parameter between tags."""
+
+    grammar: ParameterGrammar
+    close_tag: str
+    has_many_calls: bool = True
+    """True if a block may hold several calls."""
+
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+        calls: list[dict[str, Any]] = []
+        end = position
+        while not calls or self.has_many_calls:
+            call, next_end = read_parameters(text, end, self.grammar, tools)
+            if call is None:
+                break
+            calls.append(call)
+            end = next_end
+        end = skip_space(text, end)
+        if not calls or not text.startswith(self.close_tag, end):
+            return None, position
+        return calls, end + len(self.close_tag)
+
+    def call_end(self) -> str | None:
+        """See ``ResponseFormat``."""
+        return None if self.has_many_calls else self.close_tag
+
+
+class QwenXmlFormat(ParameterFormat):
+    """Qwen3.5 and Qwen3-Coder: ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` in ``<tool_call>``."""
+
+    name = "qwen3_xml"
+    open_tag = "<tool_call>"
+    close_tag = "</tool_call>"
+    grammar = _FUNCTION
+    has_many_calls = False
+    text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
+    _start = re.compile(r"\s*(<function=|\Z)")
+
+    def _is_block(self, text: str, position: int) -> bool:
+        return self._start.match(text, position) is not None
+
+
+class GlmFormat(ParameterFormat):
+    """GLM 4.5 to 5: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``."""
+
+    name = "glm"
+    open_tag = "<tool_call>"
+    close_tag = "</tool_call>"
+    grammar = ParameterGrammar(
+        call=re.compile(r"\s*(?P<name>[^\s<>]+)"),
+        parameter=re.compile(r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>"),
+        value_end=re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))"),
+        call_end=re.compile(r"(?=\s*</tool_call>)"),
+    )
+    has_many_calls = False
+    text_tokens = frozenset(
+        {
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            "<think>",
+            "</think>",
+        }
+    )
+    # The template starts the next message with its role, and the model writes it to end its own.
+    stop_tokens: tuple[str, ...] = ("<|user|>", "<|observation|>")
+    _start = re.compile(r"\s*([^\s<>]+\s*(<arg_key>|</tool_call>|<[\w/]*\Z|\Z)|\Z)")
+
+    def _is_block(self, text: str, position: int) -> bool:
+        return self._start.match(text, position) is not None
+
+
+def _invoke_grammar(prefix: str, string_flag: str) -> ParameterGrammar:
+    return ParameterGrammar(
+        call=re.compile(rf'\s*<{prefix}invoke name="(?P<name>[^"\n]+)">'),
+        parameter=re.compile(rf'\s*<{prefix}parameter name="(?P<key>[^"\n]+)"{string_flag}>'),
+        value_end=re.compile(rf"</{prefix}parameter>(?=\s*(?:<{prefix}parameter |</{prefix}invoke>))"),
+        call_end=re.compile(rf"\s*</{prefix}invoke>"),
+    )
+
+
+class MiniMaxFormat(ParameterFormat):
+    """MiniMax M2: ``<minimax:tool_call><invoke name=...><parameter name=...>VALUE</parameter></invoke>...``."""
+
+    name = "minimax"
+    open_tag = "<minimax:tool_call>"
+    close_tag = "</minimax:tool_call>"
+    grammar = _invoke_grammar("", "")
+    text_tokens = frozenset({"<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"})
+
+
+class DeepSeekXmlFormat(ParameterFormat):
+    """DeepSeek V3.2: as MiniMax with tags of its own, and with the type of each value in its tag."""
+
+    name = "deepseek_xml"
+    open_tag = "<｜DSML｜function_calls>"
+    close_tag = "</｜DSML｜function_calls>"
+    grammar = _invoke_grammar("｜DSML｜", ' string="(?P<is_string>true|false)"')
+    text_tokens = frozenset({"｜DSML｜", "<think>", "</think>"})

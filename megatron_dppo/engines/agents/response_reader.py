@@ -1,0 +1,119 @@
+"""Reading of sampled tokens as a message: thoughts, content and tool calls, by the format of the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse, ResponseFormat
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
+from megatron_dppo.rollout.response_text import decode_response
+
+_TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that contain its last tag."""
+
+
+class ResponseReader:
+    """Reader of the responses of one model.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        response_format: Format of its responses.
+        separates_reasoning: True to take thoughts out of the content.
+    """
+
+    def __init__(self, tokenizer: Any, response_format: ResponseFormat, *, separates_reasoning: bool) -> None:
+        self._tokenizer = tokenizer
+        self._format = response_format
+        self._separates_reasoning = separates_reasoning
+
+    def is_same_end(self, sampled: int, written: int) -> bool:
+        """Return True if a sampled token ends a turn as the one does that the template writes."""
+        return sampled == written or {sampled, written} <= self._turn_ends
+
+    @cached_property
+    def _turn_ends(self) -> frozenset[int]:
+        return frozenset(self._token_ids(self._format.turn_ends))
+
+    @cached_property
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        return self._token_ids(self._format.stop_tokens)
+
+    def check(self, call: AgentRequest) -> None:
+        """Check that the model's format has tool calls, if the call has tools.
+
+        Raises:
+            CallError: It has none.
+        """
+        if call.reads_tool_calls and self._format.name == "none":
+            names = ", ".join(name for name in FORMATS if name != "none")
+            raise CallError(
+                "'tools' were given, but the model's chat template has no known form of tool calls. Set agent.format "
+                f"to one of {names}, or leave 'tools' out"
+            )
+
+    def stop_token_ids(self, call: AgentRequest) -> tuple[int, ...]:
+        """Return the tokens that end the response to a call, besides the model's own end tokens."""
+        return self._stop_token_ids
+
+    def parse(self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int]) -> ParsedResponse:
+        """Split sampled tokens.
+
+        Args:
+            call: The call that they respond to.
+            prompt: Tokens before them.
+            tokens: The sampled tokens.
+        """
+        # The last token ends the turn. Some tokenizers do not list it as special.
+        if tokens and tokens[-1] in self._stop_token_ids and tokens[-1] not in self._turn_ends:
+            tokens = tokens[:-1]
+        text = decode_response(self._tokenizer, tokens, self._format.text_tokens)
+        tools = call.tools if call.reads_tool_calls else ()
+        # The template may open the thought, so that the response begins in it.
+        tail = decode_response(self._tokenizer, prompt[-_TAIL_TOKENS:])
+        return self._format.parse(text, tools, starts_in_thought=tail.rstrip().endswith(("<think>", "[THINK]")))
+
+    def message(self, parsed: ParsedResponse) -> Message:
+        """Return a response as a message of the conversation."""
+        separates = self._separates_reasoning
+        message: Message = {"role": "assistant", "content": parsed.content if separates else parsed.text}
+        if separates and parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = list(parsed.tool_calls)
+        return message
+
+    def sampled_message(self, parsed: ParsedResponse) -> Message:
+        """Return a response as the chat template reads it: with the thoughts in the content, as they were sampled."""
+        message: Message = {"role": "assistant", "content": parsed.text}
+        return message | ({"tool_calls": list(parsed.tool_calls)} if parsed.tool_calls else {})
+
+    def has_thoughts(self, message: Message) -> bool:
+        """Return True if the content of an assistant message has thoughts."""
+        return self._format.visible_text(message["content"]) != message["content"].strip()
+
+    def message_keys(self, messages: Sequence[Message]) -> list[str]:
+        """Return keys that are equal for equal messages.
+
+        Clients strip the content of assistant messages, reformat the arguments of tool calls, and move or drop
+        thoughts, so all of these are normalized.
+        """
+        return [
+            json.dumps(
+                [
+                    message["role"],
+                    self._format.visible_text(message["content"])
+                    if message["role"] == "assistant"
+                    else message["content"],
+                    [call["function"] for call in message.get("tool_calls", ())],
+                ],
+                sort_keys=True,
+            )
+            for message in messages
+        ]
+
+    def _token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
+        vocabulary = self._tokenizer.get_vocab()
+        return tuple(vocabulary[token] for token in tokens if token in vocabulary)

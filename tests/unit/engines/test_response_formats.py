@@ -1,0 +1,212 @@
+"""Formats of model families: responses written by hand as each family's template writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_dppo.engines.agents.formats import FORMATS, choose_format, format_note
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "tags": {"type": "array"},
+        "exact": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("weather", "now")]
+ARGUMENTS = {"city": "12", "days": 3, "tags": ["a", {"b": 1}], "exact": True, "note": None}
+TEXT = json.dumps(ARGUMENTS)
+VALUES = {"city": "12", "days": "3", "tags": '["a", {"b": 1}]', "exact": "true", "note": "null"}
+
+
+def parameters(form: str) -> str:
+    return "".join(form.format(key=key, value=value) for key, value in VALUES.items())
+
+
+# Two calls, weather with arguments and now without, as the template of each family writes them.
+CALLS = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {TEXT}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3_xml": "<tool_call>\n<function=weather>\n"
+    + parameters("<parameter={key}>\n{value}\n</parameter>\n")
+    + "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n"
+    + parameters("<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n")
+    + "</tool_call>\n<tool_call>now\n</tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    + TEXT
+    + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_xml": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    + "".join(
+        f'<｜DSML｜parameter name="{key}" string="{str(key == "city").lower()}">{value}</｜DSML｜parameter>\n'
+        for key, value in VALUES.items()
+    )
+    + '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    + TEXT
+    + "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n'
+    + parameters('<parameter name="{key}">{value}</parameter>\n')
+    + '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "llama": f'{{"name": "weather", "parameters": {TEXT}}}; {{"name": "now", "parameters": {{}}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {TEXT}}}, {{"name": "now", "arguments": {{}}}}]',
+    "gpt_oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{TEXT}<|call|>"
+    "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+}
+# A call that is cut off, or broken in its middle.
+BROKEN = {name: [text[: len(text) * 2 // 5], text[:-4]] for name, text in CALLS.items() if name != "llama"}
+BROKEN["gpt_oss"] = [CALLS["gpt_oss"].replace("{}<|call|>", "{<|call|>"), CALLS["gpt_oss"].removesuffix("<|call|>")]
+BROKEN["mistral"] = [CALLS["mistral"][:-20], CALLS["mistral"][:-1]]
+BROKEN["llama"] = [f"<|python_tag|>{CALLS['llama'][:-4]}", CALLS["llama"][:-4]]
+TAGS = {name: ("<think>", "</think>") for name in CALLS} | {"mistral": ("[THINK]", "[/THINK]")}
+
+
+def calls_made(calls: Any) -> list[tuple[str, Any]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def thought(name: str, text: str) -> str:
+    if name == "gpt_oss":
+        return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
+    return f"{TAGS[name][0]}\n{text}\n{TAGS[name][1]}\n\n"
+
+
+def said(name: str, text: str) -> str:
+    return f"<|channel|>final<|message|>{text}<|return|>" if name == "gpt_oss" else text
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_thoughts_content_and_typed_calls_of_each_form(name: str) -> None:
+    form = FORMATS[name]
+    parsed = form.parse(thought(name, "Hm.") + CALLS[name], TOOLS)
+    assert calls_made(parsed.tool_calls) == [("weather", ARGUMENTS), ("now", {})], parsed
+    assert (parsed.reasoning, parsed.content, parsed.num_malformed) == ("Hm.", "", 0)
+    assert len({call["id"] for call in parsed.tool_calls}) == 2
+    # Only given tools are read, and text alone is text.
+    assert form.parse(thought(name, "Hm.") + CALLS[name], []).tool_calls == ()
+    parsed = form.parse(thought(name, "Hm.") + said(name, "It is 3."), TOOLS)
+    assert (parsed.reasoning, parsed.content, parsed.tool_calls) == ("Hm.", "It is 3.", ())
+    assert form.parse(said(name, "It is 3."), TOOLS).content == "It is 3."
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_malformed_call_stays_text_and_is_counted(name: str) -> None:
+    for broken in BROKEN[name]:
+        parsed = FORMATS[name].parse(broken, TOOLS)
+        assert parsed.tool_calls == () and parsed.num_malformed >= 1, broken
+        assert parsed.text == broken and parsed.content == broken
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_a_thought_is_not_made(name: str) -> None:
+    form = FORMATS[name]
+    inside = thought(name, "x" if name == "gpt_oss" else f"I may {CALLS[name]}") + said(name, "No.")
+    assert form.parse(inside, TOOLS).tool_calls == () and form.parse(inside, TOOLS).content == "No."
+    if name == "gpt_oss":
+        analysis = "<|channel|>analysis to=functions.now<|message|>{}<|call|>"
+        assert form.parse(analysis, TOOLS).tool_calls == ()
+        return
+    opening, closing = TAGS[name]
+    # A thought that is cut off, that the prompt has opened, or both.
+    for text, opened in ((f"{opening}{CALLS[name]}", False), (CALLS[name], True), (f"{CALLS[name]}{closing}", True)):
+        parsed = form.parse(text, TOOLS, starts_in_thought=opened)
+        assert parsed.tool_calls == () and parsed.content == "" and parsed.reasoning, text
+        assert parsed.num_malformed == 0
+    parsed = form.parse(f"{CALLS[name]}{closing}{CALLS[name]}", TOOLS, starts_in_thought=True)
+    assert len(parsed.tool_calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("plain ", "", "plain "),
+        ("<think>a</think>b", "a", "b"),
+        ("<think>\n\na\n</think>\n\nb\n", "a", "b"),
+        ("a</think>b", "a", "b"),
+        ("<think>a", "a", ""),
+        ("<think></think>b", "", "b"),
+        ("<think>a</think>b<think>c</think>d", "a\nc", "bd"),
+        ("b is <think> here", "", "b is <think> here"),
+        ("<think>a</think>b is <think> here", "a", "b is <think> here"),
+        ("<think>a</think>b</think>c", "a\nb", "c"),
+        ("<think>a <think> b</think>c", "a <think> b", "c"),
+        ("", "", ""),
+    ],
+)
+def test_thoughts_are_split_and_splitting_again_changes_nothing(text: str, reasoning: str, content: str) -> None:
+    parsed = FORMATS["none"].parse(text, [])
+    assert (parsed.reasoning, parsed.content, parsed.text) == (reasoning, content, text)
+    # What the program sends back is compared without thoughts, wherever they are.
+    for back in (text, parsed.content, parsed.content.strip()):
+        assert FORMATS["none"].visible_text(back) == content.strip()
+
+
+def test_values_without_a_type_in_the_schema_are_json_or_text() -> None:
+    free = [{"function": {"name": "f"}}]
+    for value, expected in {"3": 3, "x": "x", "[1]": [1], "1e999": "1e999", "True": "True", " a ": " a "}.items():
+        text = f"<tool_call><function=f><parameter=v>\n{value}\n</parameter></function></tool_call>"
+        assert calls_made(FORMATS["qwen3_xml"].parse(text, free).tool_calls) == [("f", {"v": expected})]
+    boolean = [{"function": {"name": "f", "parameters": {"properties": {"v": {"type": "boolean"}}}}}]
+    for value, typed in {"True": True, "false": False, "maybe": "maybe"}.items():
+        text = f"<tool_call>f<arg_key>v</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert calls_made(FORMATS["glm"].parse(text, boolean).tool_calls) == [("f", {"v": typed})]
+
+
+def test_a_value_may_contain_the_tags_of_its_form() -> None:
+    value = "</function> <tool_call> </parameter> </tool_call> <think>"
+    text = f"<tool_call><function=weather><parameter=city>\n{value}\n</parameter></function></tool_call>"
+    assert calls_made(FORMATS["qwen3_xml"].parse(text, TOOLS).tool_calls) == [("weather", {"city": value})]
+    body = json.dumps({"city": CALLS["kimi"]})
+    text = CALLS["kimi"].replace(TEXT, body)
+    assert calls_made(FORMATS["kimi"].parse(text, TOOLS).tool_calls)[0] == ("weather", {"city": CALLS["kimi"]})
+
+
+def test_ids_are_those_of_the_model_or_fit_its_template() -> None:
+    assert [call["id"] for call in FORMATS["kimi"].parse(CALLS["kimi"], TOOLS).tool_calls] == [
+        "functions.weather:0",
+        "functions.now:1",
+    ]
+    for call in FORMATS["mistral"].parse(CALLS["mistral"], TOOLS).tool_calls:
+        assert len(call["id"]) == 9 and call["id"].isalnum()
+    newer = '[TOOL_CALLS]weather[CALL_ID]abcdefgh9[ARGS]{"city": "x"}[TOOL_CALLS]now[ARGS]{}'
+    parsed = FORMATS["mistral"].parse(newer, TOOLS)
+    assert calls_made(parsed.tool_calls) == [("weather", {"city": "x"}), ("now", {})]
+    assert parsed.tool_calls[0]["id"] == "abcdefgh9"
+
+
+def test_an_object_that_is_no_call_stays_an_answer_of_llama() -> None:
+    for text in ('{"name": "Bob", "parameters": {}}', '{"a": 1}', '{"a": 1} {"b": 2}', "{", "{x}"):
+        parsed = FORMATS["llama"].parse(text, TOOLS)
+        assert (parsed.content, parsed.tool_calls, parsed.num_malformed) == (text, (), 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("<tool_call>\n<function=example>", "qwen3_xml"),
+        ("<tool_call>{name}<arg_key>k</arg_key>", "glm"),
+        ("'<｜tool▁calls▁begin｜>'", "deepseek"),
+        ("set dsml_token = '｜DSML｜'", "deepseek_xml"),
+        ("<|tool_calls_section_begin|>", "kimi"),
+        ("<minimax:tool_call>", "minimax"),
+        ("{{- '<|python_tag|>' }}", "llama"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|start|>assistant<|channel|>final", "gpt_oss"),
+        ("<|im_start|>", "none"),
+        (None, "none"),
+        ([{"name": "tool_use", "template": "<tool_call>"}], "hermes"),
+    ],
+)
+def test_the_chat_template_names_the_form(part: Any, name: str) -> None:
+    assert choose_format(part).name == name
+    assert choose_format(part, "kimi").name == "kimi"
+    note = format_note(part, "auto")
+    assert "the model's chat template" in note and ("refused" in note if name == "none" else f"'{name}'" in note)
