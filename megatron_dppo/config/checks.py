@@ -17,6 +17,7 @@ from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, RunConfig
 from megatron_dppo.config.train import ENGINE_REPLAY_MODES, TrainConfig, WarmupConfig
+from megatron_dppo.functions import is_function_name
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import Config
@@ -37,6 +38,7 @@ def check_sections(config: Config) -> None:
     _check_signal(config.distillation, config.reward)
     _check_distillation(config.distillation, config.rollout, config.model)
     _check_agent(config.agent, config.rollout, config.data)
+    _check_credit(config.agent, config.train, config.reward)
     _check_batch_invariant(config)
     if not config.loss.has_text:
         _check_recomputed_logprobs(config.loss, config.rollout, config.train)
@@ -214,6 +216,26 @@ def _check_distillation(distillation: DistillationConfig, rollout: RolloutConfig
                 "vocabulary, but the teacher's distribution covers all of it. Remove the filter, or use "
                 "teacher_path with divergence = 'sampled'"
             )
+
+
+def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) -> None:
+    if agent.credit != "turn":
+        return
+    if agent.reward != "call":
+        raise ValueError(
+            f"agent.credit = 'turn' with agent.reward = {agent.reward!r}: only an agent that sends its rewards rewards "
+            "single responses. Set agent.reward = 'call', or remove agent.credit"
+        )
+    if is_function_name(train.advantage):
+        raise ValueError(
+            f"agent.credit = 'turn' with train.advantage = {train.advantage!r}: the advantage of a single response is "
+            "known for mean, std, leave_one_out and none alone. Set one of them, or remove agent.credit"
+        )
+    if reward.kl_coef:
+        raise ValueError(
+            f"agent.credit = 'turn' with reward.kl_coef = {reward.kl_coef}: the penalty replaces the advantages. Use "
+            "loss.kl_coef for a penalty in the loss, or remove agent.credit"
+        )
 
 
 def _check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,10 @@ def world(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         part.close()
 
 
-async def post(task: AgentTask, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {task.api_key if key is None else key}"}
+async def post(
+    task: AgentTask, path: str, body: Any, key: str | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {task.api_key if key is None else key}", **(headers or {})}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.post(task.base_url + path, json=body) as response,

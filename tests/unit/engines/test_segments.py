@@ -1,0 +1,593 @@
+"""Segments of an episode: what begins one, that each sampled token is trained once, and the gradient of an episode.
+
+The agents do by raw HTTP what the clients of ``agents_clients`` do; their numbers of tokens are the wanted ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.train import TrainConfig
+from megatron_dppo.data.training_samples import RowShape, group_segments, to_samples, with_episode_tokens
+from megatron_dppo.engines.agents.conversations import order_tool_results
+from megatron_dppo.engines.agents.request_bodies import CallError
+from megatron_dppo.engines.agents.runner import AgentTask
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.losses import policy_loss
+from megatron_dppo.policy import packed as packed_module
+from megatron_dppo.policy.packed import Packer
+from megatron_dppo.policy.update import add_token_weights, split_into_mini_batches
+from megatron_dppo.report.console import format_step_line
+from megatron_dppo.rewards.item import RewardItem, RewardResult
+from megatron_dppo.rollout.engine import GroupRequest
+from megatron_dppo.rollout.pending import score_completions
+from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
+from megatron_dppo.run.step import make_samples
+from megatron_dppo.types import (
+    Completion,
+    FinishReason,
+    LossInputs,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    TrainingSample,
+)
+from megatron_dppo.types.segments import join_segments
+from tests.unit.columns import same
+from tests.unit.configs import config
+from tests.unit.engines.test_agents import chat, post, user
+from tests.unit.engines.test_server_engine import publish
+from tests.unit.fake_servers import END, logprob
+from tests.unit.scripted import CALL, TASK, TOOLS, World, chat_tokenizer
+
+OTHER_TOOLS = [{"type": "function", "function": {"name": "ask_adder", "parameters": {"type": "object"}}}]
+THOUGHT = "I think about the sum of one and two, step by step, and it is three, which I check again by counting."
+SUMMARY = "I added one and two and got three; then I checked it twice."
+ASK = '<tool_call>{"name": "ask_adder", "arguments": {"input": "what is 1+2"}}</tool_call>'
+HAND_OVER = '<tool_call>{"name": "transfer_to_adder", "arguments": {}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return chat_tokenizer()
+
+
+@pytest.fixture
+def world(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tokenizer, monkeypatch)
+    yield made
+    for part in made.open:
+        part.close()
+
+
+async def compaction(task: AgentTask) -> None:
+    """Summarizes its history and continues from the summary, as compaction.py."""
+    messages: list[Any] = list(task.messages)
+
+    async def ask(text: str | None = None) -> str:
+        if text is not None:
+            messages.append(user(text))
+        messages.append(await chat(task, messages, max_tokens=400))
+        return str(messages[-1]["content"])
+
+    await ask()
+    await ask("Go on.")
+    await ask("Go on.")
+    summary = await ask("Summarise what you have done.")
+    messages[:] = [*task.messages, user(f"Summary so far: {summary}")]
+    for text in (None, "Go on.", "Go on."):
+        await ask(text)
+
+
+async def subagent(task: AgentTask) -> None:
+    """Calls another agent as a tool, as agents_sdk.py subagent."""
+    system = {"role": "system", "content": "Delegate."}
+    boss = [system, user("1+2"), await chat(task, [system, user("1+2")], tools=OTHER_TOOLS)]
+    adder: list[Any] = [{"role": "system", "content": "Use the tool."}, user("what is 1+2")]
+    adder.append(await chat(task, adder, tools=TOOLS))
+    adder.append({"role": "tool", "tool_call_id": adder[-1]["tool_calls"][0]["id"], "content": "3"})
+    said = await chat(task, adder, tools=TOOLS)
+    boss.append({"role": "tool", "tool_call_id": boss[-1]["tool_calls"][0]["id"], "content": said["content"]})
+    await chat(task, boss, tools=OTHER_TOOLS)
+
+
+async def handoff(task: AgentTask) -> None:
+    """Hands the conversation over to an agent with another system message, as agents_sdk.py handoff."""
+    tools = [{"type": "function", "function": {"name": "transfer_to_adder", "parameters": {"type": "object"}}}]
+    history: list[Any] = [user("1+2")]
+    history.append(await chat(task, [{"role": "system", "content": "Hand over."}, *history], tools=tools))
+    history.append({"role": "tool", "tool_call_id": history[-1]["tool_calls"][0]["id"], "content": "adder"})
+    await chat(task, [{"role": "system", "content": "Use the tool."}, *history], tools=TOOLS)
+
+
+async def parallel(task: AgentTask) -> None:
+    """Four workers at the same time and a summary, as parallel.py."""
+    parts = await asyncio.gather(*(chat(task, [user(f"{task.prompt} (worker {n})")]) for n in range(4)))
+    await chat(task, [user("Summarise: " + " ".join(part["content"] for part in parts))])
+
+
+COMPACTION = {
+    "Summarise what you have done.<|im_end|>\n<|im_start|>assistant\n": SUMMARY,
+    "<|im_start|>assistant\n": THOUGHT,
+}
+AGENTS = {
+    "</tool_response><|im_end|>\n<|im_start|>assistant\n": "It is 3.",
+    "Delegate.<|im_end|>\n<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n": ASK,
+    "Hand over.<|im_end|>\n<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n": HAND_OVER,
+    "<|im_start|>assistant\n": CALL,
+}
+
+
+@pytest.mark.parametrize(
+    ("agent", "script", "calls", "tokens", "last"),
+    [
+        (compaction, COMPACTION, 7, [366, 306], 1),
+        (subagent, AGENTS, 4, [93, 79], 0),
+        (handoff, AGENTS, 2, [70, 9], 1),
+        (parallel, COMPACTION, 5, [102] * 5, 4),
+    ],
+)
+def test_every_sampled_token_of_an_episode_is_trained_once(
+    world: World,
+    agent: Callable[[AgentTask], Awaitable[None]],
+    script: dict[str, str],
+    calls: int,
+    tokens: list[int],
+    last: int,
+) -> None:
+    world.script = script
+    engine = world.engine(agent)
+    how = SamplingParams(max_new_tokens=6000, seed=1, topk_logprobs=2, routed_experts=True)
+    found = engine.generate([TASK], how)[0]
+    segments = found.segments
+    assert not found.failure and found.counts["agent/calls"] == calls
+    assert [int(s.loss_mask.sum()) for s in segments] == tokens  # type: ignore[union-attr]
+    assert found.counts["agent/segments"] == len(tokens) and found.counts["agent/untrained_fraction"] == 0
+    # The text for reward functions is that of the segment with the last response.
+    assert found.text == found.segment_texts[last] and len(found.segment_texts) == len(tokens)
+    # Columns of each segment are its own: log-probabilities by position, versions, routes of all tokens but the last.
+    for segment in segments:
+        ids, mask = segment.token_ids.tolist(), segment.loss_mask.tolist()  # type: ignore[union-attr]
+        expected = [logprob(i, t, 4) if on else 0.0 for i, (t, on) in enumerate(zip(ids, mask, strict=True))]
+        assert segment.logprobs is not None and segment.logprobs.tolist() == expected
+        assert segment.routed_experts is not None and len(segment.routed_experts) == len(ids) - 1
+        assert segment.routed_experts[:, 0, 0].tolist() == [p % 4 for p in range(len(ids) - 1)]
+        spans = [t for s in segment.policy_versions for t in range(s.start, s.end)]
+        assert spans == [i for i, on in enumerate(mask) if on]
+    # One sample a segment, with the advantage of the episode. Rewards stay per episode.
+    (group,) = score_completions(Scorer(), [TASK], [found, found])  # type: ignore[arg-type]
+    samples = to_samples([group], [[-0.5, 0.5]])
+    assert [s.segment for s in samples] == 2 * list(range(len(tokens)))
+    assert [s.num_loss_tokens for s in samples] == tokens * 2
+    assert {float(a) for s in samples[: len(tokens)] for a in s.advantages[s.loss_mask]} == {-0.5}
+    assert (
+        Scorer.items[0].metadata["segments"] == list(found.segment_texts) and Scorer.items[0].completion == found.text
+    )
+
+
+class Scorer:
+    """Scorer that returns the index of each sample."""
+
+    items: list[RewardItem] = []  # noqa: RUF012
+
+    def score(self, items: Any, *, is_batch: bool) -> list[RewardResult]:
+        Scorer.items = list(items)
+        return [RewardResult(reward=float(index)) for index, _ in enumerate(items)]
+
+
+def test_calls_of_an_episode_are_sampled_at_the_same_time_and_repeated_bodies_once(world: World) -> None:
+    world.script = COMPACTION
+    arrived = asyncio.Event()
+    generate = world.server.generate
+
+    async def wait_for_four(request: Any) -> Any:
+        world.server.running += 1
+        if world.server.running == 4:
+            arrived.set()
+        # Calls that are served one after the other would wait forever.
+        await asyncio.wait_for(arrived.wait(), 20)
+        world.server.running -= 1
+        return await generate(request)
+
+    world.server.generate = wait_for_four  # type: ignore[method-assign]
+    found = world.play(parallel, 6000)
+    assert found.counts["agent/calls"] == 5 and [len(world.trained(s)) for s in found.segments] == [1] * 5
+
+    world.server.generate = generate  # type: ignore[method-assign]
+    world.server.token_seconds = 0.005
+    world.server.requests.clear()
+    bodies: list[Any] = []
+
+    async def twice(task: AgentTask) -> None:
+        body = {"messages": [user("a")]}
+        bodies.extend(await asyncio.gather(*(post(task, "/chat/completions", body) for _ in range(3))))
+        bodies.append(await post(task, "/chat/completions", body | {"seed": 7}))
+
+    found = world.play(twice, 6000)
+    assert bodies[0] == bodies[1] == bodies[2] != bodies[3]
+    assert len(world.server.requests) == 2 and len(found.segments) == 2
+    assert found.counts["agent/repeated_calls"] == 2 and found.counts["agent/rejected_calls"] == 0
+
+
+def test_a_response_that_nobody_read_is_given_to_the_same_body(world: World) -> None:
+    world.script = COMPACTION
+    world.server.token_seconds = 0.002
+    bodies: list[Any] = []
+
+    async def gives_up(task: AgentTask) -> None:
+        body = {"messages": [user("a")]}
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(post(task, "/chat/completions", body), 0.1)
+        while not world.server.finished:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        bodies.append(await post(task, "/chat/completions", body))
+
+    found = world.play(gives_up, 6000)
+    assert bodies[0][1]["choices"][0]["message"]["content"] == THOUGHT
+    assert len(world.server.requests) == 1 and found.counts["agent/repeated_calls"] == 1
+
+
+def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World) -> None:
+    world.script = {"assistant\n": "four"}
+
+    async def agent(task: AgentTask) -> None:
+        first = await chat(task, [user("a")])
+        _, judged = await post(task, "/chat/completions", {"messages": [user("judge")]})
+        for body, words in (
+            ({"id": "chatcmpl-unknown", "train": False}, "no response of this episode"),
+            ({"id": judged["id"], "train": True}, "expected false"),
+            ({"id": judged["id"]}, "expected {"),
+        ):
+            status, error = await post(task, "/segment", body)
+            assert status == 400 and words in error["error"]["message"]
+        assert (await post(task, "/segment", {"id": judged["id"], "train": False}))[0] == 200
+        headers = {"X-Train": "false"}
+        for value, status in (("false", 200), ("no", 400)):
+            headers = {"X-Train": value}
+            # The same history as the first: it is not continued, which would leave that out, too.
+            body = {"messages": [user("a"), first, user("title")]}
+            assert (await post(task, "/chat/completions", body, headers=headers))[0] == status
+
+    found = world.play(agent, 600)
+    assert world.trained(found) == ["four<|im_end|>"] and found.counts["agent/sequences"] == 3
+    assert found.counts["agent/untrained/left_out"] == pytest.approx(2 / 3) == found.counts["agent/untrained_fraction"]
+    line = format_step_line(1, 2, {f"rollout/{name}": value for name, value in found.counts.items()})
+    assert line.endswith("agents untrained 67%: left_out 67%")
+
+    async def nothing(task: AgentTask) -> None:
+        await post(task, "/chat/completions", {"messages": [user("a")]}, headers={"X-Train": "false"})
+
+    engine = world.engine(nothing)
+    failed = engine.generate([TASK], SamplingParams(max_new_tokens=100))[0]
+    assert "left all responses of the policy out of training" in failed.failure
+
+
+def test_a_call_that_begins_one_segment_too_many_is_rejected(world: World) -> None:
+    world.script = {"assistant\n": "four"}
+
+    async def agent(task: AgentTask) -> None:
+        first = await chat(task, [user("a")])
+        await chat(task, [user("b")])
+        status, body = await post(task, "/chat/completions", {"messages": [user("c")]})
+        assert status == 400 and body["error"]["code"] == "max_segments"
+        assert "agent.max_segments" in body["error"]["message"]
+        await chat(task, [user("a"), first, user("b")])
+
+    found = world.play(agent, 600, max_segments=2)
+    assert len(found.segments) == 2 and found.finish_reason == "length"
+
+
+def call(call_id: str, name: str = "add") -> dict[str, Any]:
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
+
+
+def result(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_results_of_tools_stand_in_the_order_of_the_calls() -> None:
+    said = {"role": "assistant", "content": "", "tool_calls": [call("x"), call("y"), call("z")]}
+    for order in ("xyz", "zyx", "yzx", "yx", "z"):
+        messages = [user("a"), said, *(result(name, name) for name in order), user("b"), said, result("x", "x")]
+        ordered = order_tool_results(messages)
+        assert [m["content"] for m in ordered[2 : 2 + len(order)]] == sorted(order)
+        assert ordered[2 + len(order) :] == messages[2 + len(order) :]
+    without_ids = [said, {"role": "tool", "content": "2"}, {"role": "tool", "content": "1"}]
+    assert order_tool_results(without_ids) == without_ids
+    for messages, words in (
+        ([said, result("q", "")], "'q' is no call of the response before it"),
+        ([result("x", "")], "it has none"),
+        ([said, result("x", ""), result("x", "")], "has a result already"),
+        ([said, {"role": "assistant", "content": "", "tool_calls": [call("v")]}, result("x", "")], "'x' is no call"),
+        ([{**said, "tool_calls": [call("x"), call("x")]}], "one id twice"),
+    ):
+        with pytest.raises(CallError, match=words):
+            order_tool_results(messages)
+
+
+def test_rewards_of_responses_are_credited_as_in_the_example_by_hand(world: World) -> None:
+    """Docs' example: the rewards 1 and 0.5 of two responses, and 1 of the episode; its sibling has 0.5."""
+    world.script = {"assistant\n": "four"}
+
+    async def agent(task: AgentTask) -> None:
+        messages: list[Any] = [user("a")]
+        for reward in (1.0, 0.5):
+            _, body = await post(task, "/chat/completions", {"messages": messages})
+            messages += [body["choices"][0]["message"], user("more")]
+            for value in (9.0, reward):  # the later one counts
+                status, _ = await post(task, "/reward", {"reward": value, "id": body["id"]})
+                assert status == 200
+        for wrong in ({"reward": 1, "id": "chatcmpl-0"}, {"reward": 1, "turn": 0}, {"reward": 1, "id": 3}, {"id": "a"}):
+            status, error = await post(task, "/reward", wrong)
+            assert status == 400 and error["error"]["message"]
+        await post(task, "/reward", {"reward": 1})
+
+    async def sibling(task: AgentTask) -> None:
+        await chat(task, [user("a")])
+        await post(task, "/reward", {"reward": 0.5})
+
+    for advantage, expected in (
+        # Without a scale: mean 1.5. Returns 2.5 and 1.5.
+        ("mean", [[1.0, 0.0], [-1.0]]),
+        ("none", [[2.5, 1.5], [0.5]]),
+        ("leave_one_out", [[2.0, 0.0], [-2.0]]),
+        # Deviation of 2.5 and 0.5, n - 1: sqrt(2).
+        ("std", [[1 / (2**0.5 + 1e-4), 0.0], [-1 / (2**0.5 + 1e-4)]]),
+    ):
+        parts = [world.play(each, 600, reward="call", credit="turn") for each in (agent, sibling)]
+        assert [part.reward for part in parts] == [2.5, 0.5]
+        (group,) = score_completions(Scorer(), [TASK], parts)  # type: ignore[arg-type]
+        samples = make_samples([group], TrainConfig(advantage=advantage))
+        values = [s.advantages[s.loss_mask].tolist() for s in samples]
+        per_turn = [[row[0], row[-1]] if len(row) > 5 else [row[0]] for row in values]
+        assert per_turn[0] == pytest.approx(expected[0], abs=1e-6) and per_turn[1] == pytest.approx(expected[1])
+        assert values[0] == [values[0][0]] * 5 + [values[0][-1]] * 5
+
+    whole = [world.play(each, 600, reward="call") for each in (agent, sibling)]
+    (group,) = score_completions(Scorer(), [TASK], whole)  # type: ignore[arg-type]
+    first, _ = make_samples([group], TrainConfig(advantage="mean"))
+    assert set(first.advantages[first.loss_mask].tolist()) == {1.0}
+    with pytest.raises(ConfigError, match=r"agent\.credit"):
+        config(agent={"command": ["a"], "credit": "turn"})
+    with pytest.raises(ConfigError, match=r"agent\.credit"):
+        config(agent={"command": ["a"], "credit": "turn", "reward": "call"}, reward={"kl_coef": 0.1})
+
+
+def test_random_forks_train_what_was_sampled(world: World) -> None:
+    def sample(request: Any, position: int) -> int:
+        return END if (position * 7 + len(request.token_ids)) % 13 == 0 else 97 + position % 20
+
+    world.server.sample = sample
+    sampled: list[int] = []
+    seed = 0
+
+    async def agent(task: AgentTask) -> None:
+        rng = random.Random(seed)
+        histories: list[list[Any]] = [[]]
+        for _ in range(40):
+            known = rng.choice(histories)
+            messages = [*known, user(f"question {rng.randint(0, 3)}")]
+            change = rng.random()
+            if change < 0.2 and len(messages) > 2:
+                messages = messages[2:]
+            elif change < 0.3:
+                messages[0] = user("edited")
+            tools = rng.choice([None, None, TOOLS, OTHER_TOOLS])
+            bodies = [
+                {"messages": messages, "seed": n} | ({"tools": tools} if tools else {})
+                for n in range(rng.choice([1, 1, 3]))
+            ]
+            for status, body in await asyncio.gather(*(post(task, "/chat/completions", each) for each in bodies)):
+                assert status == 200, body
+                sampled.append(body["usage"]["completion_tokens"])
+                histories.append([*messages, body["choices"][0]["message"]])
+
+    for seed in range(3):  # noqa: B007 the agent reads it
+        sampled.clear()
+        found = world.play(agent, 20000, max_calls=200)
+        samples = to_samples(
+            [RolloutGroup(prompt=TASK, rollouts=(Rollout(prompt=TASK, completion=found, reward=1.0),))], [[1.0]]
+        )
+        assert sum(s.num_loss_tokens for s in samples) == sum(sampled) > 300
+        assert len(samples) == found.counts["agent/segments"] > 10 and found.counts["agent/untrained_fraction"] == 0
+        forks = {name: count for name, count in found.counts.items() if name.startswith("agent/forks/")}
+        assert forks["agent/forks/history"] and forks["agent/forks/tools"] and len(forks) == 4
+        for sample_ in samples:
+            spans = [t for s in sample_.sources for t in range(s.start, s.end)]
+            assert spans == sample_.loss_mask.nonzero().flatten().tolist()
+
+
+def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: World, tmp_path: Path) -> None:
+    world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": THOUGHT}
+    world.server.token_seconds = 0.001
+    is_first = True
+
+    async def agent(task: AgentTask) -> None:
+        if task.prompt == "quick":
+            while len(world.server.requests) < 4:  # until the workers of the other have begun
+                await asyncio.sleep(0.005)
+            await chat(task, [user("quick")])
+            return
+        await chat(task, [user("begin")])
+        workers = [chat(task, [user(f"worker {n}")]) for n in range(3)]
+        # In another order than in the first attempt: segments are found by their tokens.
+        await asyncio.gather(*(workers if is_first else reversed(workers)))
+        await chat(task, [user("end")])
+
+    def prompt(text: str) -> Prompt:
+        return Prompt(prompt_id=text, text=text, token_ids=(7,), label="", messages=(user(text),), is_task=True)
+
+    engine = world.engine(agent)
+    groups = [GroupRequest(0, prompt("slow"), 1), GroupRequest(1, prompt("quick"), 1)]
+    how = SamplingParams(max_new_tokens=1000, seed=1)
+    slow, quick = [future.result(60) for future in engine.submit(groups, how, 1, [0, 1])]
+    assert slow is None and quick is not None
+    stored = [StoredRollouts(0, prompt("slow"), engine.unfinished()[0])]
+    save_groups(tmp_path / "rollouts", stored)
+    (loaded,) = load_groups(tmp_path / "rollouts", lambda position: prompt("slow"))
+    assert same(loaded.content, stored[0].content)
+    (state,) = loaded.content  # type: ignore[misc]
+    parts = [state, *state.branches]
+    had = [part.token_ids[part.sampled] for part in parts]
+    assert len(parts) == 4 and len(had[0]) == len(THOUGHT) + 1 and all(0 < len(each) < len(THOUGHT) for each in had[1:])
+
+    is_first = False
+    world.server.requests.clear()
+    other = world.engine(agent)
+    publish(other, [world.server], 5)
+    other.restore({0: loaded.content})  # type: ignore[dict-item]
+    (group,) = [future.result(60) for future in other.submit(groups[:1], how, 1)]
+    assert group is not None
+    (found,) = group
+    by_opening = {world.text(s).split("<|im_end|>")[0].split("\n")[1]: s for s in found.segments}
+    assert sorted(by_opening) == ["begin", "end", "worker 0", "worker 1", "worker 2"] and len(found.segments) == 5
+    for name, segment in by_opening.items():
+        assert world.trained(segment) == [f"{THOUGHT}<|im_end|>"], name
+    for part in parts:
+        name = world.tokenizer.decode(part.token_ids.tolist()).split("<|im_end|>")[0].split("\n")[1]
+        segment = by_opening[name]
+        assert same(segment.token_ids[: len(part.token_ids)], part.token_ids)
+        versions = [span.policy_version for span in segment.policy_versions]
+        assert versions == ([4] if name == "begin" else [4, 5])
+    # Nothing that was sampled is sampled again: three rests and the last call.
+    assert len(world.server.requests) == 4
+    assert found.counts["agent/untrained_fraction"] == 0
+
+
+# The gradient of an episode in two segments, by hand.
+
+MU = -2.0
+"""Log mu of all tokens."""
+
+
+def completion(prompt: list[int], response: list[int], more: list[int] | None = None) -> Completion:
+    """A sequence of a prompt and a response; ``more``: given tokens behind it, and one more sampled one."""
+    rest = [] if more is None else [*more, 9]
+    ids = [*prompt, *response, *rest]
+    mask = [False] * len(prompt) + [True] * len(response) + [False] * len(more or []) + [True] * (more is not None)
+    return Completion(
+        token_ids=torch.tensor(ids, dtype=torch.int32),
+        logprobs=torch.where(torch.tensor(mask), MU, 0.0),
+        finish_reason=FinishReason.STOP,
+        policy_version=1,
+        text="",
+        loss_mask=torch.tensor(mask),
+    )
+
+
+EPISODE = [completion([1, 2], [3, 4, 5], [6]), completion([2], [7, 8])]
+SINGLE = completion([4], [5, 6, 7])
+ADVANTAGES = (0.5, -1.5)
+# Tokens that are trained: (token before, token), of each segment of each episode.
+TRAINED = [[[(2, 3), (3, 4), (4, 5), (6, 9)], [(2, 7), (7, 8)]], [[(4, 5), (5, 6), (6, 7)]]]
+
+
+def by_hand(loss: str, theta: torch.Tensor, *, equal_segments: bool) -> torch.Tensor:
+    """The loss in float64, from the definitions: the episode is the sequence."""
+    table = theta.log_softmax(-1)
+    num_tokens = sum(len(segment) for episode in TRAINED for segment in episode)
+    total = torch.zeros((), dtype=torch.float64)
+    for episode, advantage in zip(TRAINED, ADVANTAGES, strict=True):
+        length = sum(map(len, episode))
+        weights = [
+            [length / (len(episode) * len(segment)) if equal_segments else 1.0] * len(segment) for segment in episode
+        ]
+        flat = [w for row in weights for w in row]
+        logs = torch.stack([table[before, token] for segment in episode for before, token in segment])
+        ratios = (logs - MU).exp()
+        if loss == "gspo":
+            # One ratio an episode; its value is that of the mean over all tokens, its gradient is weighed by segment.
+            value = (logs - MU).mean().exp().detach()
+            terms = [value * (1 + log - log.detach()) for log in logs]
+            total = total - advantage * sum(w * t for w, t in zip(flat, terms, strict=True)) / length / len(TRAINED)
+        elif loss == "token_mean":
+            total = total - advantage * sum(w * r for w, r in zip(flat, ratios, strict=True)) / num_tokens
+        elif loss == "seq_mean_token_mean":
+            total = total - advantage * sum(w * r for w, r in zip(flat, ratios, strict=True)) / length / len(TRAINED)
+        else:
+            assert loss == "seq_mean_token_sum_norm"
+            total = total - advantage * sum(w * r for w, r in zip(flat, ratios, strict=True)) / 8 / len(TRAINED)
+    return total
+
+
+def gradient(samples: list[TrainingSample], loss: LossConfig, theta: torch.Tensor, budget: int) -> torch.Tensor:
+    """The gradient of our loss, packed into rows of ``budget`` tokens."""
+    joins = "sequence_ids" in loss.required_inputs
+    packed = Packer(RowShape(), 1, None, equal_rows=False).pack(samples, budget, joins_segments=joins)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in packed.batches:
+        row = add_token_weights(row, packed.totals, loss)
+        logprobs = theta.log_softmax(-1)[row.tokens, row.labels]
+        assert row.rollout_logprobs is not None
+        inputs = LossInputs(
+            logprobs=logprobs,
+            rollout_logprobs=row.rollout_logprobs.double(),
+            advantages=row.advantages,
+            loss_mask=row.loss_mask,
+            sequence_ids=row.sequence_ids,
+            token_weights=row.token_weights,
+        )
+        total = total + policy_loss(inputs, loss).loss_sum
+    (result,) = torch.autograd.grad(total / packed.totals.num_tokens, theta)
+    return result
+
+
+@pytest.mark.parametrize("equal_segments", [False, True])
+@pytest.mark.parametrize("loss", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "gspo"])
+def test_the_gradient_of_an_episode_in_two_segments_is_that_by_hand(
+    loss: str, equal_segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_module, "all_gather_integers", lambda values, group: torch.tensor([values]))
+    wide = {"clip_ratio_low": 0.999, "clip_ratio_high": 1e6}
+    norm = {"horizon": 8} if loss.endswith("norm") else {}
+    settings = (
+        LossConfig(name="gspo", **wide)
+        if loss == "gspo"
+        else LossConfig(name="ppo_clip", aggregation=loss, **wide, **norm)
+    )
+    theta = torch.randn(10, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    rollouts = tuple(Rollout(prompt=TASK, completion=each, reward=0.0) for each in (join_segments(EPISODE, 1), SINGLE))
+    samples = to_samples([RolloutGroup(prompt=TASK, rollouts=rollouts)], [list(ADVANTAGES)])
+    assert group_segments(samples) == [[0, 1], [2]]
+    samples = with_episode_tokens(samples, equal_segments=equal_segments)
+    (expected,) = torch.autograd.grad(by_hand(loss, theta, equal_segments=equal_segments), theta)
+    # All in one row; and the segments of the episode apart, where the loss allows it.
+    for budget in (100, 5):
+        found = gradient(samples, settings, theta, budget)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    if loss == "token_mean" and not equal_segments:
+        # As three rows of a token mean: segments need nothing.
+        rows = [replace(each, segment=0, episode_loss_tokens=None) for each in samples]
+        torch.testing.assert_close(gradient(rows, settings, theta, 100), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_mini_batches_keep_episodes_together() -> None:
+    episodes = [[0, 1, 2], [3], [4, 5], [6]]
+    for epoch in range(3):
+        batches = split_into_mini_batches(len(episodes), 2, seed=1, epoch=epoch)
+        assert sorted(i for batch in batches for e in batch for i in episodes[e]) == list(range(7))
+        assert [len(batch) for batch in batches] == [2, 2]
+
+
+def test_joined_segments_can_be_cut_again() -> None:
+    joined = join_segments(EPISODE, 1)
+    assert joined.segment_lengths == (7, 3) and len(joined.token_ids) == 10
+    for part, original in zip(joined.segments, EPISODE, strict=True):
+        assert same(part.token_ids, original.token_ids) and same(part.loss_mask, original.loss_mask)
+    bounds = list(pairwise([0, 7, 10]))
+    assert json.dumps([joined.token_ids[a:b].tolist() for a, b in bounds]) == json.dumps(
+        [each.token_ids.tolist() for each in EPISODE]
+    )
