@@ -11,6 +11,13 @@ _VERL = {"divergence_threshold_low": 0.2, "divergence_threshold_high": 0.2, "rat
 _TRL = {"divergence_threshold_low": 0.15, "divergence_threshold_high": 0.15, "ratio_cap": 20.0}
 _PRIME_RL_KL = {"form": "ratio", "kl_coef": 0.002, "kl_estimator": "k2", "kl_target": "rollout"}
 _CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+_PAPER = {"form": "ratio", "ratio_cap": "off", "aggregation": "seq_mean_token_sum_norm", "horizon": 8192}
+
+
+def _drpo(delta: float) -> dict[str, Any]:
+    return {"name": "drpo", "divergence_threshold_low": delta, "divergence_threshold_high": delta}
+
+
 _CENTERED_WEIGHTS: Mapping[str, Mapping[str, Any]] = {
     "truncate": {"ratio_cap": 2.0},
     "none": {"ratio_cap": 1.0, "ratio_floor": 1.0},
@@ -38,6 +45,12 @@ LOSS_ALIASES: Mapping[str, Mapping[str, Any]] = {
     "trl/binary_kl": {"name": "dppo_binary_kl", **_TRL},
     "trl/topk_tv": {"name": "dppo_topk_tv", "topk_eviction": True, **_TRL},
     "trl/topk_kl": {"name": "dppo_topk_kl", "topk_eviction": True, **_TRL},
+    "drpo/paper": {**_drpo(12.5), **_PAPER},
+    "drpo/12.5": _drpo(12.5),
+    "drpo/2.5": _drpo(2.5),
+    "drpo/1": _drpo(1.0),
+    "drpo/0.15": _drpo(0.15),
+    "spo/paper": {"name": "spo", "ratio_range": 12.5, **_PAPER},
     "skyrl/default": {
         "name": "dppo_binary_tv",
         "divergence_threshold_low": 0.2,
@@ -87,6 +100,8 @@ ALIAS_VERSIONS: Mapping[str, str] = {
     "trl": "23eedc6, 20 July 2026, the last before its DPPO was removed",
     "skyrl": "0.5, 17 November 2026",
     "prime_rl": "the date in the name",
+    "drpo": "`paper`: its authors' code (UniRL) at 1a7b501, 13 June 2026; the others are values of delta",
+    "spo": "DRPO's paper, as UniRL 1a7b501 of 13 June 2026 states it",
 }
 """Framework (what stands before the slash of an alias) -> version and date that its aliases describe."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.parts.predictive import divergence_rate, predictive_sums
     from megatron_dppo.losses.parts.reduce import BatchTotals, per_sequence, sequence_weight, token_weights
     from megatron_dppo.losses.parts.sequences import prefix_keep_mask, sequence_keep_mask
-    from megatron_dppo.losses.parts.terms import policy_term
+    from megatron_dppo.losses.parts.terms import policy_term, with_value
     from megatron_dppo.losses.parts.tokens import Tokens
     from megatron_dppo.losses.parts.topk import topk_kl, topk_sums, topk_tv
     from megatron_dppo.losses.parts.trust_region import mismatch_keep_mask, ratio_keep_mask
@@ -69,6 +69,7 @@ _MODULES = {
     "topk_tv": "losses.parts.topk",
     "weigh_by_ratio": "losses.parts.decision",
     "with_cosines": "losses.parts.counterfactuals",
+    "with_value": "losses.parts.terms",
 }
 __all__ = [
     "SUPERVISED",
@@ -107,6 +108,7 @@ __all__ = [
     "topk_tv",
     "weigh_by_ratio",
     "with_cosines",
+    "with_value",
 ]
 
 

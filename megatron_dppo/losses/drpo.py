@@ -3,10 +3,14 @@
     loss = sum over t of  - A_t r_t + |A_t| mu_t (r_t - 1)^2 / (2 delta)
     grad = - sum over t of  A_t r_t (1 - sign(A_t) (pi - mu) / delta) grad log pi(a_t | s_t)
 
-Differentiated: log pi of the sampled token
+Differentiated: log pi of the sampled token, with form = "ratio" the ratio r
 Weight: pi / mu, less by how far pi has moved in the direction of the advantage; 0 at the threshold, negative beyond
 Mask: none
-Source: arXiv 2606.09821
+Source: arXiv 2606.09821, equation 8; its authors' code in Tencent-Hunyuan/UniRL
+
+The formula is that of the authors; the default of delta, 0.15, is ours, on the scale of DPPO's total variation. The
+authors' is 12.5, with which the weight stays within 1 +- 0.08 and no update turns around. The alias ``drpo/paper`` has
+all of their settings.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss import Form
 from megatron_dppo.config.loss_groups import DivergenceThresholds, RatioCap
 from megatron_dppo.losses.parts.loss import Loss
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_dppo.losses import Decision, Tokens
+    from megatron_dppo.types import LossInputs
 
 
 class DRPO(DivergenceThresholds, RatioCap, Loss):
@@ -39,7 +45,6 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
     ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
     """Largest whole weight of ``drpo``. null and ``off`` disable the cap."""
 
-    forms: ClassVar[tuple[Form, ...]] = ("reinforce",)
     can_center: ClassVar[bool] = True
 
     @property
@@ -60,3 +65,15 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
         outward = (moved / high).where(tokens.advantages > 0, -moved / low)
         decision = losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
         return decision._replace(weight=decision.weight * (1 - outward))
+
+    def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
+        """Report the value of the loss itself with ``form = "ratio"``."""
+        keep, term = super().terms(inputs, tokens, decision)
+        if self.resolved_form == "reinforce":
+            return keep, term
+        low, high = self.thresholds
+        moved = tokens.logprobs.detach().exp() - tokens.rollout_logprobs.exp()
+        # mu (r - 1)^2 = (pi - mu) (r - 1)
+        penalty = moved * (tokens.ratio - 1) / 2
+        penalty = (penalty / high).where(tokens.advantages > 0, penalty / low)
+        return keep, losses.with_value(term, tokens.advantages.abs() * penalty - tokens.advantages * tokens.ratio, keep)

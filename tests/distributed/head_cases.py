@@ -32,6 +32,7 @@ TOKEN_LOSSES: dict[str, LossConfig] = {
     "score centering, entropy": LossConfig(name="score_centering", topk=5, centering="none", entropy_coef=0.2),
     "dppo_binary_tv centered": LossConfig(name="dppo_binary_tv", topk=5, centering=True),
     "dppo_topk_kl predictive centered": LossConfig(name="dppo_topk_kl", topk=5, direction="predictive", centering=True),
+    "spo": LossConfig(name="spo"),
     "grpo centered": LossConfig(name="grpo", topk=5, centering=True),
     "grpo": LossConfig(name="grpo"),
     "pg_is": LossConfig(name="pg_is"),

@@ -78,7 +78,7 @@ def token_weights(x: LossInputs, c: Keys) -> list[float]:
     lengths = [0] * (max(ids) + 1)
     for i, inside in zip(ids, x.loss_mask.tolist(), strict=True):
         lengths[i] += inside
-    kind = c.aggregation or ("seq_mean_token_mean" if c.name == "gspo" else "token_mean")
+    kind = c.aggregation or ("seq_mean_token_mean" if c.name in ("gspo", "gmpo") else "token_mean")
     by_length = {
         "token_mean": lambda length: 1 / sum(lengths),
         "token_sum_norm": lambda length: 1 / (c.horizon or 1),
@@ -156,7 +156,7 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
     if c.name in ("grpo", "minirl"):
         low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
         outside = pi / old > 1 + high if advantage > 0 else pi / old < 1 - low
-    elif c.name in ("pg_is", "cispo", "drpo", "sapo"):
+    elif c.name in ("pg_is", "cispo", "drpo", "spo", "sapo"):
         outside = False
     elif c.name == "trm":
         outside = not whole_sequence(x, c, t)
@@ -177,7 +177,7 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
     cap = _cap(c)
     if not keep:
         return False, 0 * x.logprobs[t]
-    if c.form == "ratio":
+    if c.form == "ratio" and c.name not in ("drpo", "spo"):
         assert x.rollout_logprobs is not None
         return True, -advantage * (x.logprobs[t] - x.rollout_logprobs[t].double()).exp().clamp(max=cap)
     weight = pi / mu
@@ -185,6 +185,8 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
         steepness = c.gate_temperature_high if advantage > 0 else c.gate_temperature_low
         gate = 1 / (1 + math.exp(-steepness * (weight - 1)))
         weight *= 4 * gate * (1 - gate)
+    if c.name == "spo":
+        weight -= weight * (weight - 1) / c.ratio_range * math.copysign(1, advantage)
     if c.name == "drpo" and advantage:
         limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
         assert limit is not None
@@ -315,8 +317,31 @@ def gspo(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor
     return surrogate((own + sum(ratios) / len(ratios)).exp(), c, advantage)
 
 
+def gmpo(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """exp of the mean of the clipped log ratios of the sequence, with the gradient of this token."""
+    low, high = -c.log_clip_low, c.log_clip_high
+    clipped = [min(r, high) if advantage > 0 else max(r, low) for r in sequence_log_ratios(x, t)]
+    mean = math.exp(sum(clipped) / len(clipped))
+    assert x.rollout_logprobs is not None
+    mine = float(x.logprobs[t].detach() - x.rollout_logprobs[t].double())
+    if advantage and (mine > high if advantage > 0 else mine < low):
+        return False, torch.full_like(x.logprobs[t], -advantage * mean)
+    return True, -advantage * mean * (1 + x.logprobs[t] - x.logprobs[t].detach())
+
+
+def vespo(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """The product of the ratios of the sequence, in a Gamma weight."""
+    s = math.exp(sum(sequence_log_ratios(x, t)))
+    power, decay = c.weight_power_low, c.weight_decay_low
+    if advantage > 0:
+        power, decay = c.weight_power_high, c.weight_decay_high
+    return True, -advantage * s**power * math.exp(decay * (1 - s)) * x.logprobs[t]
+
+
 TERMS: Mapping[str, Callable[[LossInputs, Keys, int, float], tuple[bool, Tensor]]] = {
     "ppo_clip": ppo_clip,
     "ppo_decoupled": ppo_decoupled,
     "gspo": gspo,
+    "gmpo": gmpo,
+    "vespo": vespo,
 }

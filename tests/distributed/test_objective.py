@@ -27,6 +27,6 @@ def test_the_variants_do_drop_tokens() -> None:
     dropped = dropped_shares()
     kept_all = {name for name, share in dropped.items() if not share}
     everything = {"pg_is", "sapo", "cispo", "drpo", "drpo/centered", "score_centering", "own/centered"}
-    everything |= {"own/penalised"}
+    everything |= {"own/penalised", "spo", "vespo"}
     assert kept_all == everything, "a mask that drops nothing tests nothing"
     assert dropped["dppo_topk_tv/predictive"] != dropped["dppo_topk_tv"], "a direction that changes nothing"

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.parts.tokens import Tokens
 
 
+def with_value(term: Tensor, value: Tensor, acts: Tensor) -> Tensor:
+    """Return terms that report ``value`` where they act, with the gradient of ``term``; ``[T]`` all."""
+    return term + (value - term).detach().where(acts, 0.0)
+
+
 def policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossConfig) -> Tensor:
     """Return the value ``-A w M log pi`` (or ``-A w M``) with its gradient, ``[T]``, 0 outside the loss mask.
 

@@ -294,9 +294,12 @@ def test_clip_ratio_defaults_depend_on_the_loss(loss: dict[str, Any], expected: 
 def test_dppo_and_cispo_cap_the_ratio_by_default() -> None:
     caps = {"cispo": 5.0}
     for name in loss_names():
-        floor, cap = -math.inf if name == "drpo" else 0.0, 5.0 if name.startswith("dppo_") else caps.get(name, math.inf)
+        floor, cap = (
+            -math.inf if name in ("drpo", "spo") else 0.0,
+            5.0 if name.startswith("dppo_") else caps.get(name, math.inf),
+        )
         assert LossConfig(name=name).ratio_limits == (floor, cap)
-        if name not in ("gspo", "ppo_clip", "ppo_decoupled"):
+        if name not in ("gspo", "gmpo", "vespo", "ppo_clip", "ppo_decoupled"):
             assert LossConfig(name=name, ratio_cap="off").ratio_limits == (floor, math.inf)
             assert LossConfig(name=name, ratio_cap=3.0).ratio_limits == (floor, 3.0)
     assert LossConfig(name="score_centering").ratio_limits == (0.0, 2.0)

@@ -88,6 +88,10 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
         {"name": "drpo", **LIMIT},
         lambda p, m, a, _: p / m * (1 - math.copysign(1, a) * (p - m) / side(a)),
     ),
+    "spo": (
+        {"name": "spo", "ratio_range": 0.4, "ratio_cap": 1.3},
+        lambda p, m, a, _: min(p / m * (1 - math.copysign(1, a) * (p / m - 1) / 0.4), 1.3),
+    ),
     "ipo": ({"name": "ipo", **LIMIT}, lambda p, m, a, _: 0.0 if abs(p - m) > (HIGH if p > m else LOW) else p / m),
     "grpo": ({"name": "grpo"}, lambda p, m, a, _: clipped(p, m, a)),
     "ppo_clip": (
