@@ -2,9 +2,10 @@
 
     python -m benchmarks.sockets [--ranks 8 16 32] [--compute 128 1024] [--tp 2]
 
-The processes are forked and only create the groups of a run with saves in the background, as on GPUs: Megatron's own
-groups use NCCL there and are fakes here. gloo connects each pair of ranks of a group when the group is created.
-Connections of the stores come on top: two of each rank, to rank 0 under Slurm, to torchrun's process otherwise.
+The processes are forked and create the groups of a run with saves in the background, as on GPUs: Megatron's own groups
+use NCCL there and are fakes here. NCCL's own sockets are not counted. On CPUs Megatron's groups use gloo too, and each
+has connections of its own. Every group is used before the count. Connections of the store come on top: see
+``megatron_dppo.parallel.network.count_store_sockets``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.layout import Layout
+from megatron_dppo.files import write_synced
 from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.parallel.network import count_mesh_sockets
+from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
 
 _MINUTES = 2.0
@@ -34,29 +39,23 @@ def main() -> None:
     parser.add_argument("--compute", type=int, nargs="*", default=[128, 1024])
     parser.add_argument("--tp", type=int, default=2)
     options = parser.parse_args()
-    print(f"| ranks (tp{options.tp}) | counted | computed | of the world | computed, no background saves |")
-    print("|---|---|---|---|---|")
+    print(f"| ranks (tp{options.tp}) | counted | computed | of the world |")
+    print("|---|---|---|---|")
     for world_size in [*options.ranks, *options.compute]:
         counts = set(count(world_size, options.tp)) if world_size in options.ranks else set()
-        expected = compute(world_size, options.tp)
+        expected = count_mesh_sockets(world_size)
         shown = ", ".join(map(str, sorted(counts))) or "-"
-        without = expected - (world_size - 1)
-        print(f"| {world_size} | {shown} | {expected} | {expected / world_size:.2f} | {without} |", flush=True)
-
-
-def compute(world_size: int, tp: int) -> int:
-    """Return the sockets of a rank: one for each other rank of each group over the CPU."""
-    world_and_background = 2 * (world_size - 1)
-    # With tp = 1 the data-parallel group is the world itself.
-    return world_and_background + (world_size // tp - 1 + tp - 1 if tp > 1 else 0)
+        print(f"| {world_size} | {shown} | {expected} | {expected / world_size:.2f} |", flush=True)
 
 
 def count(world_size: int, tp: int) -> list[int]:
     """Return the sockets of each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [partial(_rank_main, rank, world_size, tp, server.port, Path(folder)) for rank in range(world_size)]
+        ranks = [partial(_rank_main, rank, world_size, tp, Path(folder)) for rank in range(world_size)]
         pids = [_fork(rank) for rank in ranks]
+        # After the forks: a process that is forked beside the store's thread may inherit a lock that is never released.
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        write_synced(Path(folder) / "port", str(server.port))
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         if any(codes):
             sys.exit(f"exit codes of the ranks: {codes}")
@@ -75,11 +74,13 @@ def _fork(run: Callable[[], None]) -> int:
     return pid
 
 
-def _rank_main(rank: int, world_size: int, tp: int, port: int, folder: Path) -> None:
+def _rank_main(rank: int, world_size: int, tp: int, folder: Path) -> None:
     from megatron_dppo.mcore import setup
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+    while not (folder / "port").exists():
+        time.sleep(0.05)
+    store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world_size, is_master=False)
     before = _num_connections()
     dist.init_process_group("fake", store=dist.PrefixStore("run", store), rank=rank, world_size=world_size)
     dp = world_size // tp
@@ -91,8 +92,9 @@ def _rank_main(rank: int, world_size: int, tp: int, port: int, folder: Path) -> 
     )
     world = setup.new_host_world(_MINUTES)
     platform = Platform.detect(force_cpu=True)
-    setup.initialize_megatron(layout, platform, seed=1, timeout_minutes=_MINUTES, world=world)
-    setup.new_host_world(_MINUTES, after=world)
+    groups = setup.initialize_megatron(layout, platform, seed=1, timeout_minutes=_MINUTES, world=world)
+    for group in (groups.world, groups.dp, groups.replica, setup.new_background_group(world)):
+        all_gather_objects(rank, group)
     (folder / str(rank)).write_text(str(_num_connections() - before))
     if store.add("done", 1) == world_size:
         store.set("complete", "")

@@ -52,7 +52,8 @@ def _one_backend(_: Assumptions) -> None:
 
     @functools.wraps(new_group)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("backend", None)
+        for name in ("backend", "pg_options"):
+            kwargs.pop(name, None)
         return new_group(*args, **kwargs)
 
     dist.new_group = call

@@ -16,6 +16,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.network import choose_interface, connection_limit
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.parallel.shared_mesh import MessageTag, new_shared_mesh_group
 
 
 def initialize_megatron(
@@ -37,17 +38,16 @@ def initialize_megatron(
         seed: Seed of all random states.
         timeout_minutes: Timeout of collectives in Megatron's groups.
         wait_minutes: Timeout in the CPU groups for objects, where ranks may wait long for one that samples, scores or
-            writes. None means ``timeout_minutes``.
+            writes. None means ``timeout_minutes``. Ignored with ``world``, which has a timeout.
         world: Result of ``new_host_world``. None creates it here.
     """
     if world is not None:
         # One rank may have read files for minutes. The limit on connecting begins when all are here.
         dist.barrier(world)
-    wait_minutes = wait_minutes or timeout_minutes
     with connection_limit(dist.get_rank()):
         build_megatron_groups(layout, distributed_timeout_minutes=max(1, round(timeout_minutes)))
         seed_random_states(seed)
-        world = world or new_host_world(wait_minutes)
+        world = world or new_host_world(wait_minutes or timeout_minutes)
         return ParallelGroups(
             tp=parallel_state.get_tensor_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
@@ -56,9 +56,9 @@ def initialize_megatron(
             ep=parallel_state.get_expert_model_parallel_group(),
             etp=parallel_state.get_expert_tensor_parallel_group(),
             edp=parallel_state.get_expert_data_parallel_group(),
-            # Megatron's groups use NCCL on CUDA. Objects and control data travel through gloo groups of the same ranks.
-            dp=_new_host_group(_data_parallel(), wait_minutes, world),
-            replica=_new_host_group(_replica(world), wait_minutes, world),
+            # Megatron's groups use NCCL on CUDA. Objects and control data travel over the CPU between the same ranks.
+            dp=_new_host_group(_data_parallel(), MessageTag.DATA_PARALLEL, world),
+            replica=_new_host_group(_replica(world), MessageTag.REPLICA, world),
             world=world,
         )
 
@@ -93,32 +93,34 @@ def _data_parallel() -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
 
 
-def new_host_world(wait_minutes: float, after: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def new_host_world(wait_minutes: float) -> dist.ProcessGroup:
     """Create a gloo group of all ranks; a collective. On CUDA the default group uses NCCL for everything.
 
     Args:
         wait_minutes: Timeout of its collectives.
-        after: CPU group of all ranks, in which they wait for each other first. Needed if they may come minutes apart.
     """
-    if after is not None:
-        dist.barrier(after)
     with connection_limit(dist.get_rank()):
         return dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
 
 
-def _new_host_group(ranks: tuple[int, ...], wait_minutes: float, world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create the gloo groups that the ranks request, and return this rank's; a collective of all ranks.
+def new_background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create a group of all ranks for another thread, where collectives do not meet those of ``world``.
 
-    A group of all ranks is ``world``: another one would have as many connections.
+    A collective. The group shares the connections and the timeout of ``world``.
+    """
+    return new_shared_mesh_group(range(dist.get_world_size()), world, MessageTag.BACKGROUND)
+
+
+def _new_host_group(ranks: tuple[int, ...], tag: MessageTag, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the CPU groups that the ranks request, and return this rank's; a collective of all ranks.
+
+    A group of all ranks is ``world``. The others share its connections.
     """
     requested: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(requested, ranks, group=world)
     everyone = tuple(range(dist.get_world_size()))
     # ``new_group`` is a collective of all ranks, members or not, so all create all groups in one order.
-    groups = {
-        members: dist.new_group(list(members), timeout=timedelta(minutes=wait_minutes), backend="gloo")
-        for members in sorted(set(requested) - {everyone})
-    }
+    groups = {members: new_shared_mesh_group(members, world, tag) for members in sorted(set(requested) - {everyone})}
     return world if ranks == everyone else groups[ranks]
 
 

@@ -12,7 +12,7 @@ class ParallelGroups:
     """One group per kind of parallelism that this rank takes part in; None means not sharded.
 
     The first seven are Megatron's, for tensors of the model. The last three carry Python objects and control data: they
-    use the CPU (gloo), never NCCL, and have longer timeouts.
+    use the CPU, never NCCL, and have longer timeouts. The connections of ``world``, a gloo group, serve all three.
     """
 
     tp: ProcessGroup | None = None

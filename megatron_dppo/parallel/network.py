@@ -32,6 +32,8 @@ _IFREQ_BYTES = 40
 _MAX_INTERFACES = 1024
 _IPV6_TABLE = Path("/proc/net/if_inet6")
 _KEY = "megatron_dppo/source/"
+_STORE_CLIENTS = 2
+"""Connections of a rank to the store."""
 
 
 def choose_interface(store: Store, rank: int, world_size: int, other_hosts: Sequence[str] = ()) -> str | None:
@@ -118,6 +120,20 @@ def _interfaces() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6A
         return
     for fields in map(str.split, lines):
         yield fields[5], ipaddress.IPv6Address(bytes.fromhex(fields[0]))
+
+
+def count_mesh_sockets(world_size: int) -> int:
+    """Return the sockets of a rank to other ranks over the CPU, which gloo opens for the group of all ranks.
+
+    All other groups over the CPU share them (``parallel.shared_mesh``). ``benchmarks/sockets.py`` counts them. On GPUs
+    NCCL's come on top, on CPUs those of Megatron's groups.
+    """
+    return world_size - 1
+
+
+def count_store_sockets(world_size: int) -> int:
+    """Return the sockets of the process that holds the store: rank 0 under Slurm, torchrun's process otherwise."""
+    return _STORE_CLIENTS * world_size
 
 
 @contextmanager

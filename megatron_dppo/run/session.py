@@ -209,7 +209,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             engine = None
         # A group of its own: collectives of the saving thread must not meet those of the main thread.
         saves_in_background = config.checkpoint.async_save or config.checkpoint.save_every_minutes is not None
-        background = setup.new_host_world(config.run.wait_minutes, after=world) if saves_in_background else None
+        background = setup.new_background_group(world) if saves_in_background else None
         session = Session(
             config=config,
             inputs=inputs,

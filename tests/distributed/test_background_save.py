@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import DiskError
+from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
 from tests.distributed.parity import Case, HFSide, build_trainer
 from tests.distributed.spawn import run_distributed
@@ -37,10 +38,12 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
     here = Platform.detect(force_cpu=True)
     apply_shims(here)
     from megatron_dppo.mcore.checkpoint.manifest import read_manifest
-    from megatron_dppo.mcore.setup import new_host_world
+    from megatron_dppo.mcore.setup import new_background_group
 
     trainer = build_trainer(Case({}), HFSide(Case()).model, here, "bf16")
-    group, folder = new_host_world(5.0), Path(path)
+    world, folder = trainer.groups.world, Path(path)
+    assert world is not None
+    group = new_background_group(world)
     generator = torch.Generator().manual_seed(rank)
     for tensor in state_of(trainer)[len(list(trainer.models[0].parameters())) :]:
         tensor.data.copy_(torch.rand(tensor.shape, generator=generator))
@@ -51,6 +54,7 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
     spoil(trainer)
     for _ in range(50):  # collectives of training, beside those of the save
         dist.all_reduce(torch.ones(1000))
+        all_gather_objects(rank, world)
     assert read_manifest(saving.wait()) == written, "not the files of a save that nothing disturbs"
     trainer.load(saving.path)
     for result, expected in zip(state_of(trainer), before, strict=True):

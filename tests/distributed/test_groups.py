@@ -41,9 +41,9 @@ def check(rank: int, world_size: int) -> None:
     ranks = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in ("dp", "replica", "world", "tp")}
     pair = [rank - rank % 2, rank - rank % 2 + 1]
     assert ranks == {"dp": [rank % 2, rank % 2 + 2], "replica": pair, "world": [0, 1, 2, 3], "tp": pair}
-    for name in ("dp", "replica", "world"):
-        group = getattr(groups, name)
-        assert dist.get_backend(group) == "gloo" and limit_of(group) == timedelta(minutes=50), name
+    assert dist.get_backend(groups.world) == "gloo" and limit_of(groups.world) == timedelta(minutes=50)
+    for group in (groups.dp, groups.replica):
+        assert dist.get_backend(group) == "shared_mesh", "it has no connections of its own"
     from megatron.core import parallel_state
 
     assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None, "it would have as many connections, and nothing uses it"

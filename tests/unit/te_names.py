@@ -183,7 +183,7 @@ def main() -> None:
     random._set_cuda_rng_state = lambda *a, **k: None
     random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     new_group = dist.new_group
-    dist.new_group = lambda *a, **k: new_group(*a, **k | {"backend": "fake"})  # type: ignore[assignment]
+    dist.new_group = lambda *a, **k: new_group(*a, **k | {"backend": "fake", "pg_options": None})  # type: ignore[assignment]
     dist.all_gather_object = lambda out, value, group=None: out.__setitem__(slice(None), [value] * len(out))
     for case in cases:
         layout, config, chunks = build(case)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_dppo.commands.doctor.combinations import find_bad_combinations
 from megatron_dppo.commands.doctor.job_rank import JobRank
 from megatron_dppo.commands.doctor.machine import PACKAGES, VARIABLES, MachineFacts, inspect_machine
+from megatron_dppo.parallel.network import count_mesh_sockets, count_store_sockets
 
 _EQUAL_ROWS = {
     "python": "pickled objects of the ranks need one minor version",
@@ -27,9 +28,8 @@ _EQUAL_ROWS = {
     "NVTE_FUSED_ATTN": "the ranks compute with different kernels",
 }
 """Rows in which a difference stops a run or changes its numbers, with the reason. Other differences are warnings."""
-_SOCKETS_PER_RANK = 2
-"""Open sockets of a rank for each rank of the job, at most: the mesh of gloo, and room for NCCL's."""
 _OTHER_FILES = 512
+"""Open files beside the sockets over the CPU: NCCL's sockets, libraries, the run's files, connections to servers."""
 _MAX_CLOCK_SKEW = 2.0
 """Seconds. Heartbeats and time limits compare clocks of machines."""
 _MIN_SHARED_MEMORY_GIB = 1.0
@@ -211,7 +211,8 @@ def _host_name_findings(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _limit_findings(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    needed = _SOCKETS_PER_RANK * len(facts) + _OTHER_FILES
+    # Rank 0 may be on any of these nodes in the next job.
+    needed = count_mesh_sockets(len(facts)) + count_store_sockets(len(facts)) + _OTHER_FILES
     low = [rank for rank in facts if 0 <= rank.max_open_files < needed]
     if low:
         yield Finding(

@@ -51,6 +51,13 @@ FAULTS = {
 }
 
 
+def test_the_limit_on_open_files_covers_the_mesh_and_the_store() -> None:
+    # 1,023 sockets to the other ranks, 2 of each rank to the store, and 512 other files.
+    for limit, is_enough in ((3583, True), (3582, False)):
+        findings = list(compare_facts([replace(GOOD, rank=rank, max_open_files=limit) for rank in range(1024)], {}))
+        assert not findings if is_enough else "1024 ranks need up to 3583" in str(findings[0]), findings
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_one_rank_is_named_alone(name: str) -> None:
     other, text, is_fatal = FAULTS[name]
@@ -70,7 +77,7 @@ def test_a_good_job_has_no_finding_and_equal_rows_are_one_line() -> None:
 def test_many_ranks_are_counted() -> None:
     ranks = [replace(OTHER, rank=rank, host=f"n{rank // 8}", max_open_files=1024) for rank in range(1024)]
     text = str(next(compare_facts(ranks, {})))
-    assert "(ranks 0, 1 and 1022 more on n0, n1, n2, n3 and 124 more); 1024 ranks need up to 2560" in text
+    assert "(ranks 0, 1 and 1022 more on n0, n1, n2, n3 and 124 more); 1024 ranks need up to 3583" in text
 
 
 def test_ranks_of_torchrun_and_srun_are_read_and_a_batch_script_is_none() -> None:
