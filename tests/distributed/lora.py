@@ -41,6 +41,11 @@ from tests.distributed.parity import (
 RANK, ALPHA, TOLERANCE = 4, 6.0, 1e-5
 PREFIX = "base_model.model."
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = {
+    "qwen3_next": (*ALL, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "qwen3_5_moe_text": (*ALL, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+}
+"""Every layer that can have an adapter, of families with linear attention."""
 
 
 def adapter_names(weights: dict[str, Tensor], targets: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
@@ -164,7 +169,7 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
             local = len(experts) // dist.get_world_size(groups.ep) if rule.is_expert else 1
             local_experts = experts[local * dist.get_rank(groups.ep) :][:local] if rule.is_expert else [0]
             group = groups.etp if rule.is_expert else groups.tp
-            column = rule.megatron.split(".")[-2] in ("linear_qkv", "linear_fc1")
+            column = rule.megatron.split(".")[-2] in ("linear_qkv", "linear_fc1", "in_proj")
             for projection in {name.split(".")[-2] for name in rule.hf} & adapter.target.targets:
                 template = next(name for name in rule.hf if name.split(".")[-2] == projection)
                 for part in ("A", "B"):
@@ -173,8 +178,12 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
                         module = template.format(layer=layer, expert=expert).removesuffix(".weight")
                         full = values[f"{PREFIX}{module}.lora_{part}.weight"]
                         if column == (part == "B"):
-                            parts = full.chunk(dist.get_world_size(group), 0 if part == "B" else 1)
-                            full = parts[dist.get_rank(group)]
+                            # Queries, keys and values of linear attention in one weight: 16, 16 and 48 rows.
+                            sizes = [16, 16, 48] if projection == "in_proj_qkv" else [len(full)]
+                            dim = 0 if part == "B" else 1
+                            pieces = full.split(sizes) if part == "B" else [full]
+                            shards = [piece.chunk(dist.get_world_size(group), dim) for piece in pieces]
+                            full = torch.cat([shard[dist.get_rank(group)] for shard in shards], dim)
                         rows.append(full)
                     target = adapter.parameter(projection, part).data
                     target.copy_(torch.stack(rows) if rule.is_expert else rows[0])

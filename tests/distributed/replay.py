@@ -77,11 +77,8 @@ def foreign_weights(sample: TrainingSample, model: Any, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 + seed)
     size = (sample.num_tokens, model.config.num_hidden_layers, model.config.num_experts_per_tok)
     weights = torch.randn(size, generator=generator).softmax(-1) * getattr(model.config, "routed_scaling_factor", 1.0)
-    return (
-        weights
-        if getattr(model.config, "norm_topk_prob", True)
-        else weights * torch.rand(size[:2], generator=generator)[..., None]
-    )
+    adds_up = getattr(model.config, "norm_topk_prob", True)
+    return weights if adds_up else weights * torch.rand(size[:2], generator=generator)[..., None]
 
 
 class ForcedRouters:

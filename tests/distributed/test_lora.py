@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.layouts import ALLGATHER, CP, EP, EP4, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
-from tests.distributed.lora import ALL, load, run, save, write_references
+from tests.distributed.lora import ALL, LINEAR, load, run, save, write_references
 from tests.distributed.parity import Case
 from tests.distributed.spawn import run_distributed
 
@@ -21,6 +21,7 @@ CASES = {
         (Case(transformer=FULL), ("down_proj",)),
         (Case(dense_layers=(2,)), SOME),
         (Case(family="glm4_moe"), ALL),
+        (Case(family="qwen3_next"), LINEAR["qwen3_next"]),
     ],
     2: [
         (Case(TP), ALL),
@@ -30,6 +31,7 @@ CASES = {
         (Case(EP, family="glm4_moe"), SOME),
         (Case(TP, family="olmoe"), ALL),
         (Case(TP, family="mixtral"), ATTENTION),
+        (Case(TP, family="qwen3_5_moe_text"), LINEAR["qwen3_5_moe_text"]),
         (Case(CP), ALL),
         (Case(PP, tied=True), ("k_proj", "o_proj")),
         (Case(VPP, transformer=FULL), ALL),
@@ -53,9 +55,13 @@ def test_adapters_equal_transformers_in_float64(processes: int, tmp_path: Path) 
 
 
 def test_checkpoints_of_adapters_continue_on_other_layouts(tmp_path: Path) -> None:
-    write_references(tmp_path, [(Case(), ALL)])
-    run_distributed(save, 2, {"tp": (Case(TP), ALL), "ep": (Case(EP), ALL)}, tmp_path)
-    run_distributed(load, 2, [("tp", (Case(PP), ALL))], tmp_path)
+    # The rows of one projection that tensor parallelism cuts in three sections.
+    linear = ("in_proj_qkv", "in_proj_b", "out_proj")
+    family = {"family": "qwen3_5_moe_text"}
+    write_references(tmp_path, [(Case(), ALL), (Case(**family), linear)])
+    saved = {"tp": (Case(TP), ALL), "ep": (Case(EP), ALL), "linear": (Case(TP, **family), linear)}
+    run_distributed(save, 2, saved, tmp_path)
+    run_distributed(load, 2, [("tp", (Case(PP), ALL)), ("linear", (Case(CP, **family), linear))], tmp_path)
     run_distributed(load, 4, [("ep", (Case(EP4), ALL)), ("ep", (Case(ETP), ALL))], tmp_path)
 
 

@@ -49,28 +49,24 @@ def update(trainer: Any, step: int) -> None:
     trainer.update(batches, policy_objective(LOSS))
 
 
-def case_of(layout: dict[str, Any], dense_layers: tuple[int, ...], family: str) -> Case:
+def case_of(layout: dict[str, Any], model: dict[str, Any]) -> Case:
     """A layout whose dictionary may also split the layers unevenly."""
     split = layer_split(layout)
     parallel = {name: value for name, value in layout.items() if name not in split}
-    return Case(parallel, dense_layers=dense_layers, family=family, transformer=split)
+    return Case(parallel, **model, transformer=split)
 
 
 def save(
-    rank: int,
-    world_size: int,
-    layouts: list[dict[str, Any]],
-    folder: str,
-    dense_layers: tuple[int, ...] = (),
-    family: str = "",
+    rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str, model: dict[str, Any] | None = None
 ) -> None:
-    """Two updates on each layout, then a checkpoint."""
+    """Two updates on each layout, then a checkpoint. ``model`` are fields of ``Case``."""
+    model = model or {}
     here = platform()
     from megatron.core import parallel_state
 
     for i, layout in enumerate(layouts):
-        case = case_of(layout, dense_layers, family)
-        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers, family=family)).model, here, "fp32")
+        case = case_of(layout, model)
+        trainer = build_trainer(case, HFSide(Case(**model)).model, here, "fp32")
         for step in range(STEPS - 1):
             update(trainer, step)
         trainer.save(Path(folder) / f"{world_size}-{i}", STEPS - 1, {}, keep=1)
@@ -83,22 +79,22 @@ def load(
     world_size: int,
     cases: list[tuple[str, dict[str, Any]]],
     folder: str,
-    dense_layers: tuple[int, ...] = (),
-    family: str = "",
+    model: dict[str, Any] | None = None,
 ) -> None:
     """Each checkpoint on each layout: one more update, then all weights against transformers after three."""
+    model = model or {}
     here = platform()
     from megatron.core import parallel_state
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
-    hf = HFSide(Case(dense_layers=dense_layers, family=family))
+    hf = HFSide(Case(**model))
     for _ in range(STEPS):
         hf.backward()
         hf.step()
     for name, layout in cases:
-        case = case_of(layout, dense_layers, family)
-        trainer = build_trainer(case, HFSide(Case(dense_layers=dense_layers, family=family)).model, here, "fp32")
+        case = case_of(layout, model)
+        trainer = build_trainer(case, HFSide(Case(**model)).model, here, "fp32")
         trainer.load(checkpoints(Path(folder) / name)[0], same_layout=False)
         assert trainer.policy_version == STEPS - 1
         update(trainer, STEPS - 1)
@@ -120,15 +116,15 @@ def test_checkpoints_continue_on_other_splits_of_the_layers(tmp_path: Path) -> N
     first = {**PP, "num_layers_in_first_pipeline_stage": 3}
     last = {**PP, "num_layers_in_last_pipeline_stage": 3}
     folder = str(tmp_path)
-    run_distributed(save, 2, [first], folder, (1,))
+    run_distributed(save, 2, [first], folder, {"dense_layers": (1,)})
     table = {**PP, "pipeline_model_parallel_layout": "E|ttttL"}
-    run_distributed(load, 2, [("2-0", last), ("2-0", table), ("2-0", TP)], folder, (1,))
+    run_distributed(load, 2, [("2-0", last), ("2-0", table), ("2-0", TP)], folder, {"dense_layers": (1,)})
 
 
 def test_checkpoints_of_norms_over_heads_continue_on_other_layouts(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    run_distributed(save, 2, [TP, {}], folder, (), "olmoe")
-    run_distributed(load, 2, [("2-0", {}), ("2-1", TP)], folder, (), "olmoe")
+    run_distributed(save, 2, [TP, {}], folder, {"family": "olmoe"})
+    run_distributed(load, 2, [("2-0", {}), ("2-1", TP)], folder, {"family": "olmoe"})
 
 
 @pytest.mark.parametrize("dense_layers", [(2,), (0, 1)])
@@ -136,6 +132,15 @@ def test_checkpoints_of_a_model_with_dense_layers_continue_on_other_layouts(
     dense_layers: tuple[int, ...], tmp_path: Path
 ) -> None:
     folder = str(tmp_path)
-    run_distributed(save, 2, [TP, PP], folder, dense_layers)
-    run_distributed(load, 1, [("2-1", {})], folder, dense_layers)
-    run_distributed(load, 2, [("2-0", PP), ("2-1", TP), ("2-1", PP)], folder, dense_layers)
+    run_distributed(save, 2, [TP, PP], folder, {"dense_layers": dense_layers})
+    run_distributed(load, 1, [("2-1", {})], folder, {"dense_layers": dense_layers})
+    run_distributed(load, 2, [("2-0", PP), ("2-1", TP), ("2-1", PP)], folder, {"dense_layers": dense_layers})
+
+
+# Parts of one weight that are cut separately (linear attention), and weights that no tensor parallelism cuts.
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("qwen3_5_moe_text", marks=pytest.mark.long)])
+def test_checkpoints_of_a_family_continue_on_other_layouts(family: str, tmp_path: Path) -> None:
+    folder, model = str(tmp_path), {"family": family}
+    run_distributed(save, 2, [TP, EP], folder, model)
+    cases = [("2-0", EP), ("2-0", {"context_parallel_size": 2}), ("2-1", TP), ("2-1", PP)]
+    run_distributed(load, 2, cases, folder, model)

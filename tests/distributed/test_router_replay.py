@@ -48,6 +48,8 @@ LAYOUTS = {
         Case(EP),
         Case(EP, transformer=ALLGATHER | FULL),
         Case({}, transformer=SELECTIVE),
+        Case(VPP, family="qwen3_5_moe_text"),
+        Case(TP, family="qwen3_next"),
     ],
     4: [
         Case({**TP, **CP}, transformer=FULL),
@@ -74,6 +76,8 @@ WEIGHTED = {
         Case(VPP, transformer=FULL, micro_batch_tokens=16),
         Case({}, transformer=SELECTIVE),
         Case(EP, transformer=ALLGATHER | FULL),
+        Case(TP, family="qwen3_next"),
+        Case(CP, transformer=FULL, family="qwen3_5_moe_text"),
     ],
     4: LAYOUTS[4],
 }
