@@ -21,7 +21,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import require_regular_files
-from megatron_dppo.hf.families import ALIASES, get_family
+from megatron_dppo.hf.families import ALIASES, FAMILIES, get_family
 from megatron_dppo.hf.families.family import check_sizes
 from megatron_dppo.hf.families.rules import OUTPUT, rename
 from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
@@ -80,11 +80,32 @@ def _load_config(folder: Path) -> Any:
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     alias = ALIASES.get(values.get("model_type"))
     if alias is None:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return _language_model(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     # Such a folder names its class by ``auto_map``: Python code that came with it, which is never run.
     return AutoConfig.for_model(
         **{key: value for key, value in values.items() if key != "auto_map"} | {"model_type": alias}
     )
+
+
+def _language_model(hf_config: Any) -> Any:
+    """Return the configuration of the language model, which is nested in that of a model for images."""
+    text_config = getattr(hf_config, "text_config", None)
+    if text_config is None or text_config.model_type not in FAMILIES:
+        return hf_config
+    text_config.tie_word_embeddings = hf_config.tie_word_embeddings
+    for key in ("quantization_config", "eos_token_id"):
+        value = getattr(hf_config, key, None)
+        if value is not None and getattr(text_config, key, None) is None:
+            setattr(text_config, key, value)
+    return text_config
+
+
+def is_nested_config(path: str | Path) -> bool:
+    """Return True if a folder's config.json holds the language model beside other models."""
+    file = Path(path) / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    nested = values.get("text_config")
+    return isinstance(nested, dict) and nested.get("model_type") in FAMILIES
 
 
 def _add_generation_end_tokens(folder: Path, hf_config: Any) -> None:

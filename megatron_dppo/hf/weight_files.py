@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import is_lfs_pointer
 from megatron_dppo.hf.families.rules import EMBEDDING, OUTPUT
+from megatron_dppo.hf.published_names import StoredWeight, is_carried, stored_weights
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -187,6 +188,7 @@ class FolderWeights:
 
     Attributes:
         buffers: Names of stored buffers that follow from config.json. They are not read.
+        carried: Weights by name that are not trained, and that exported folders get unchanged.
         ignored_files: Names of safetensors files beside the model's.
 
     Raises:
@@ -202,8 +204,17 @@ class FolderWeights:
         for name, file in weight_map.items():
             if name not in stored[file]:
                 raise CheckpointError(f"Expected {name} in {file}, as {INDEX} says, got none. Copy the folder again.")
-        self._files = {name: handles[file] for name, file in weight_map.items() if not is_known_buffer(name)}
-        self.buffers = sorted(weight_map.keys() - self._files.keys())
+        self.buffers = sorted(filter(is_known_buffer, weight_map))
+        self.carried = {n: StoredWeight(handles[file], n) for n, file in weight_map.items() if is_carried(n)}
+        self._files: dict[str, StoredWeight] = {}
+        for stored_name in weight_map.keys() - self.carried.keys() - set(self.buffers):
+            for name, weight in stored_weights(handles[weight_map[stored_name]], stored_name):
+                if name in self._files:
+                    raise CheckpointError(
+                        f"Expected {name} once in {path}, got {self._files[name].name} and {stored_name}. Copy the "
+                        "folder again."
+                    )
+                self._files[name] = weight
         self.ignored_files = selected.ignored
 
     def __getitem__(self, name: str) -> Tensor:
@@ -213,15 +224,13 @@ class FolderWeights:
                 "of this model, with all of its files"
             )
         try:
-            tensor: Tensor = self._files[name].get_tensor(name)
+            return self._files[name].read()
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"weight {name} cannot be read: {error}. Copy the folder again") from error
-        return tensor
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
         """Return a weight's shape and its dtype in safetensors' words (``BF16``) without reading the weight."""
-        header = self._files[name].get_slice(name)
-        return tuple(header.get_shape()), str(header.get_dtype())
+        return self._files[name].describe()
 
     def names(self) -> set[str]:
         """Return all weight names of the model."""
@@ -234,6 +243,9 @@ class FolderWeights:
             parts.append(f"{len(self.buffers)} buffers that follow from config.json ({self.buffers[0]})")
         if self.ignored_files:
             parts.append(f"files beside the model ({', '.join(self.ignored_files[:3])})")
+        if self.carried:
+            first = min(self.carried)
+            parts.append(f"{len(self.carried)} weights that are not trained and go to exported folders ({first}, ...)")
         return f"weights  not read: {'; '.join(parts)}" if parts else None
 
     def stream(self, *, tied: bool) -> Iterator[tuple[str, Tensor]]:

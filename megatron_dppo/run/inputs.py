@@ -23,7 +23,13 @@ from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.hf.families import get_family
-from megatron_dppo.hf.folder import check_weights_fit, model_shape, parameter_count, read_hf_config
+from megatron_dppo.hf.folder import (
+    check_weights_fit,
+    is_nested_config,
+    model_shape,
+    parameter_count,
+    read_hf_config,
+)
 from megatron_dppo.parallel.objects import broadcast_object
 
 
@@ -173,6 +179,14 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     problems.attempt(get_family(hf_config).rope, hf_config)
     if not config.model.random_init:
         problems.attempt(check_weights_fit, path, hf_config)
+    method = config.rollout.weight_sync.method
+    if config.rollout.engine != "local" and method != "disk" and is_nested_config(path):
+        problems.add(
+            ConfigError(
+                f"rollout.weight_sync.method = {method!r} with {path!r}, whose language model is nested in a model for "
+                "images: its weights have other names in the servers. Set it to 'disk'"
+            )
+        )
     if config.loss.is_topk and config.loss.topk > shape.vocab_size:
         problems.add(
             ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from megatron_dppo.errors import DiskError
 from megatron_dppo.files import disk_errors, fsync, usual_rights
-from megatron_dppo.hf.folder import WeightStream, drain, stored_dtype
+from megatron_dppo.hf.folder import WeightStream, drain, is_nested_config, stored_dtype
+from megatron_dppo.hf.published_names import is_carried, published_name
+from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
 from megatron_dppo.weights.quantization import Quantization, is_quantized, quantize_stream
 
@@ -37,6 +39,9 @@ def save_hf_folder(
     quantization: Quantization | None = None,
 ) -> None:
     """Write a Hugging Face folder: config and tokenizer files of ``source``, weights from the stream.
+
+    Names are those of ``source``, one weight for each expert. Weights of ``source`` that are not trained (vision model,
+    layers for further tokens) are copied.
 
     The folder appears complete and synced to disk, by a rename, and replaces an older one of that name. The stream is
     consumed to its end in any case. A rank holds the tensors of one file at a time. Tensors of a stream that is
@@ -61,6 +66,8 @@ def save_hf_folder(
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     writer = _FileWriter(partial, rank, size, dtype, max_shard_bytes)
     stream = iter(weights if quantization is None else quantize_stream(_round_weights(weights, dtype), quantization))
+    if config is None:
+        stream = _complete(stream, Path(source))
     try:
         run_on_leader(lambda: _write_config(target, partial, Path(source), dtype, config), group)
         _run_on_all(lambda: writer.write(stream), target, group)
@@ -73,13 +80,24 @@ def save_hf_folder(
         writer.close()
 
 
+def _complete(weights: WeightStream, source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Stream the weights by their names in ``source``, then those of ``source`` that are not trained."""
+    rename = published_name if is_nested_config(source) else str
+    for name, tensor in weights:
+        yield rename(name), tensor
+    # A folder for ``model.random_init`` has no weights.
+    if any(source.glob("*.safetensors")):
+        for name, weight in FolderWeights(source).carried.items():
+            yield name, weight.read()
+
+
 def _round_weights(weights: WeightStream, dtype: torch.dtype | None) -> WeightStream:
     for name, tensor in weights:
         yield name, tensor.detach().to(_written_dtype(name, tensor, dtype))
 
 
 def _written_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return tensor.dtype if dtype is None or is_quantized(tensor) else stored_dtype(name, dtype)
+    return tensor.dtype if dtype is None or is_quantized(tensor) or is_carried(name) else stored_dtype(name, dtype)
 
 
 def _run_on_all(work: Callable[[], None], target: Path, group: dist.ProcessGroup | None) -> None:
@@ -110,8 +128,11 @@ def _write_config(
                 shutil.copyfile(file, partial / file.name)
         written = dict(json.loads((partial / "config.json").read_text()) if config is None else config)
         if dtype is not None:
-            written.pop("torch_dtype", None)
-            written["dtype"] = str(dtype).removeprefix("torch.")
+            # A nested language model has an entry of its own.
+            for entry in (written, written.get("text_config")):
+                if isinstance(entry, dict):
+                    entry.pop("torch_dtype", None)
+                    entry["dtype"] = str(dtype).removeprefix("torch.")
         (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 

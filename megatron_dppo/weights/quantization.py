@@ -36,10 +36,14 @@ _PACKED = 8
 """INT4 numbers in an int32."""
 
 # w1, w2 and w3 are the experts of Mixtral.
-_LINEAR = re.compile(r".*\.layers\.\d+\..*(_proj(_with_mqa)?|\.w[123])\.weight")
+_LINEAR = re.compile(r".*\.layers\.\d+\..*(_proj(_with_mqa|_qkvz?|_z)?|\.w[123])\.weight")
 _ROUTED_EXPERT = re.compile(r".*\.experts\.\d+\.((gate|up|down)_proj|w[123])\.weight")
-_UNROUNDED = ("lm_head", "embed_tokens", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
-"""Modules that neither format quantizes: output layer, embedding, routers, the gate of a shared expert."""
+_UNROUNDED = (
+    *("lm_head", "embed_tokens", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate"),
+    *("in_proj_ba", "in_proj_b", "in_proj_a", "conv1d"),
+)
+"""Modules that neither format quantizes: output layer, embedding, routers, the gate of a shared expert, and beta, alpha
+and convolution of linear attention, as in Qwen's own FP8 folders."""
 _NOT_EXPERTS = ["lm_head", "re:.*self_attn.*", "re:.*shared_expert.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 """Ignored modules: Kimi-K2's list; the last entry is for layers without experts."""
 _SUFFIX: dict[Format, str] = {"fp8": "_scale_inv", "int4": "_packed"}

@@ -244,7 +244,9 @@ def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Upd
     assert all(torch.equal(after[name], value) for name, value in before.items())
     for weight, a, b in side.names:
         added = ALPHA / RANK * side.adapters[b] @ side.adapters[a]
-        assert 0.15 < float(added.norm() / side.base[weight].norm()) < 0.4, weight
+        # A matrix of 4 rows has few random numbers.
+        low, high = (0.15, 0.4) if min(side.base[weight].shape) > 8 else (0.05, 0.8)
+        assert low < float(added.norm() / side.base[weight].norm()) < high, weight
     worst_apart, moved = 0.0, []
     with torch.no_grad():
         expected, base = side.logprobs(side.weights()), side.logprobs(side.base)

@@ -1,0 +1,134 @@
+"""Folders as Qwen publishes them: nested config.json, prefixed names, fused experts, vision and MTP weights beside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.folder import (
+    build_hf_model,
+    check_weights_fit,
+    copy_into_model,
+    model_shape,
+    read_hf_config,
+    stream_folder,
+    stream_model,
+)
+from megatron_dppo.hf.weight_files import FolderWeights
+from megatron_dppo.run.inputs import _check_model
+from megatron_dppo.weights.hf_folder import save_hf_folder
+from tests.distributed.families import family_config
+from tests.unit.configs import config as run_config
+
+VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+)
+
+
+def published(folder: Path, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny model with a vision part as transformers makes it, and its tensors by the names of released folders."""
+    text = family_config("qwen3_5_moe_text").to_dict()
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=VISION)
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    # The names in memory are those of the released files: experts fused, the language model under its prefix.
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+    tensors["mtp.fc.weight"] = torch.randn(64, 128, generator=generator)
+    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(8, 96, 64, generator=generator)
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model, tensors
+
+
+def test_a_published_folder_is_read_as_its_language_model(tmp_path: Path) -> None:
+    model, tensors = published(tmp_path / "in")
+    assert {"model.language_model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"} <= tensors.keys()
+    hf_config = read_hf_config(tmp_path / "in")
+    assert hf_config.model_type == "qwen3_5_moe_text" and model_shape(hf_config).num_experts == 8
+    check_weights_fit(tmp_path / "in", hf_config)
+    language_model = build_hf_model(hf_config, torch.float32)
+    copy_into_model(language_model, stream_folder(tmp_path / "in", hf_config))
+    tokens = torch.tensor([[5, 9, 30, 2, 77, 41]])
+    with torch.no_grad():
+        assert torch.equal(language_model(tokens).logits, model(input_ids=tokens).logits)
+    note = FolderWeights(tmp_path / "in").note()
+    assert note is not None and "23 weights that are not trained" in note
+
+
+def test_an_exported_folder_has_the_published_names_and_what_is_not_trained(tmp_path: Path) -> None:
+    _, tensors = published(tmp_path / "in")
+    hf_config = read_hf_config(tmp_path / "in")
+    trained = build_hf_model(hf_config, torch.float32, seed=7)
+    save_hf_folder(tmp_path / "out", tmp_path / "in", stream_model(trained), torch.bfloat16, max_shard_bytes=200_000)
+    written = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    others = {name for name in tensors if name.startswith(("mtp.", "model.visual."))}
+    assert len(others) > 5
+    for name in others:  # bit for bit, in their own dtype
+        assert written[name].dtype == torch.float32 and torch.equal(written[name], tensors[name]), name
+    assert not {
+        n for n in written if n.startswith("model.") and not n.startswith(("model.language_model.", "model.vis"))
+    }
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["model_type"] == "qwen3_5_moe" and config["text_config"]["dtype"] == config["dtype"] == "bfloat16"
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == written.keys()
+    # transformers reads it as the whole model, and so do we.
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    second = build_hf_model(read_hf_config(tmp_path / "out"), torch.bfloat16)
+    copy_into_model(second, stream_folder(tmp_path / "out", hf_config))
+    tokens = torch.tensor([[5, 9, 30, 2, 77, 41]])
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, second(tokens).logits)
+        assert torch.equal(second(tokens).logits, trained.bfloat16()(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", ["twice", "short", "missing"])
+def test_fused_experts_that_do_not_fit_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    _, tensors = published(tmp_path / "in")
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    if kind == "twice":
+        tensors["model.language_model.layers.0.mlp.experts.3.gate_proj.weight"] = torch.zeros(48, 64)
+        message = "Expected model.layers.0.mlp.experts.3.gate_proj.weight once"
+    elif kind == "short":
+        tensors[name] = tensors[name][:7].contiguous()
+        message = r"model.layers.0.mlp.experts.7.gate_proj.weight is missing"
+    else:
+        del tensors[name]
+        message = r"model.layers.0.mlp.experts.0.gate_proj.weight is missing \(16 missing"
+    save_file(tensors, tmp_path / "in/model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        check_weights_fit(tmp_path / "in", read_hf_config(tmp_path / "in"))
+
+
+def test_a_quantized_published_folder_is_refused(tmp_path: Path) -> None:
+    published(tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="quantization_config = 'fp8'"):
+        model_shape(read_hf_config(tmp_path / "in"))
+
+
+def test_servers_get_a_published_folder_by_disk_alone(tmp_path: Path) -> None:
+    published(tmp_path / "in")
+    hf_config = read_hf_config(tmp_path / "in")
+    for engine, method in (("sglang", "distributed"), ("vllm", "ipc"), ("sglang", "disk"), ("local", "distributed")):
+        config = run_config(
+            model={"path": str(tmp_path / "in")}, rollout={"engine": engine, "weight_sync": {"method": method}}
+        )
+        messages = ""
+        try:
+            _check_model(config, hf_config, model_shape(hf_config))
+        except Exception as error:
+            messages = str(error)
+        is_refused = "Set it to 'disk'" in messages and repr(method) in messages
+        assert is_refused == (engine != "local" and method != "disk"), messages
