@@ -15,7 +15,8 @@ class AgentConfig(Section):
 
     command: list[str] | None = None
     """Program and arguments, started once per episode. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` are in its
-    environment, the task is JSON on its standard input, with ``base_url`` and ``api_key``. null starts no program."""
+    environment, and the same with ``ANTHROPIC_``. The task is JSON on its standard input, with ``base_url`` and
+    ``api_key``. null starts no program."""
     function: str | None = None
     """Python function instead of a program: ``module:function`` or ``path/to/file.py:function``. It runs in the
     trainer's process with the task as its argument, as a coroutine (``async``) or in a thread. null calls no
@@ -33,7 +34,7 @@ class AgentConfig(Section):
     isolation: Literal["landlock", "none"] = "landlock"
     """``landlock``: a program can neither read environment and memory of processes other than its children, such as
     other agents and the trainer, nor signal them. It needs Linux 5.13. ``none``: nothing of this, and no
-    ``OPENAI_API_KEY`` in the environment: programs read ``api_key`` from the task."""
+    API key in the environment: programs read ``api_key`` from the task."""
     timeout_seconds: float = Field(300.0, gt=0)
     """Time limit of an episode in seconds, without the time it waits for the policy. After that the program is killed
     and the sample counts as failed."""

@@ -264,6 +264,10 @@ class GrowingResponse:
             return False
         return len(self.tokens) == count or self.is_fully_sampled(count, count + 1)
 
+    def logprobs(self, start: int, end: int) -> tuple[float, ...]:
+        """Return the log-probabilities of the tokens from ``start`` to ``end``."""
+        return tuple(self._logprobs.tensor[start:end].tolist())
+
     def num_sampled_tokens(self, start: int) -> int:
         """Return the number of sampled tokens from ``start`` on."""
         return int(self._sampled.tensor[start:].sum())

@@ -181,8 +181,16 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     result: list[Message] = []
     positions: dict[str, int] = {}
     answered: set[str] = set()
-    run_start = 0
+    results: list[Message] = []
+
+    def position(message: Message) -> int:
+        # Results without an id stay where they are, before those with one.
+        return positions.get(message.get("tool_call_id", ""), -1)
+
     for index, message in enumerate(messages):
+        if message["role"] != "tool":
+            result += sorted(results, key=position)
+            results = []
         if message["role"] == "assistant":
             calls = message.get("tool_calls", ())
             positions = {call["id"]: number for number, call in enumerate(calls) if call["id"]}
@@ -191,7 +199,6 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
             answered = set()
         if message["role"] != "tool":
             result.append(message)
-            run_start = len(result)
             continue
         call_id = message.get("tool_call_id", "")
         if call_id and call_id in answered:
@@ -203,12 +210,8 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
                 f"({known:.200}); send the id of the call that the result belongs to"
             )
         answered.add(call_id)
-        result.append(message)
-        # Results without an id stay where they are, before those with one.
-        result[run_start:] = sorted(
-            result[run_start:], key=lambda each: positions.get(each.get("tool_call_id", ""), -1)
-        )
-    return result
+        results.append(message)
+    return result + sorted(results, key=position)
 
 
 def _restore_thoughts(

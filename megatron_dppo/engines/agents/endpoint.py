@@ -1,4 +1,4 @@
-"""HTTP endpoint for agents: OpenAI's chat completions and completions, and rewards, with a key for each episode.
+"""HTTP endpoint for agents: the APIs of ``protocols``, and rewards, with a key for each episode.
 
 Any process on the machine can connect. So everything before a valid key is limited: connections, headers and time; the
 body is not read. A program with a key can spoil its own episode only.
@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -22,8 +23,8 @@ from aiohttp import web
 from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.engines.agents.formats.json_values import inflate, parse_json
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, read_chat, read_completion
-from megatron_dppo.engines.agents.response_bodies import MODEL, response_body, stream_events
+from megatron_dppo.engines.agents.protocols import MESSAGES, PROTOCOLS, Protocol
+from megatron_dppo.engines.agents.request_bodies import MODEL, CallError
 from megatron_dppo.engines.servers.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 
@@ -115,11 +116,12 @@ class Endpoint:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors_as_json])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", lambda request: self._respond(request, read_chat)),
-                web.post("/v1/completions", lambda request: self._respond(request, read_completion)),
+                *(web.post(each.path, partial(self._respond, protocol=each)) for each in PROTOCOLS),
+                web.post(f"{MESSAGES.path}/count_tokens", self._count_tokens),
                 web.post("/v1/reward", self._reward),
                 web.post("/v1/segment", self._segment),
                 web.get("/v1/models", self._models),
+                web.get("/v1/models/{name}", self._models),
             ]
         )
         # No access log: it would contain nothing that a run needs.
@@ -158,8 +160,11 @@ class Endpoint:
     def _authorized(self, request: web.Request) -> Iterator[Episode]:
         """Yield the episode of a request's key, and count the request as long as it is processed."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            # Anthropic's header.
+            key = request.headers.get("x-api-key", "")
         episode = self._episodes.get(_digest(key.strip()))
-        if scheme.lower() != "bearer" or episode is None:
+        if episode is None:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
         assert self._connections is not None
         limit = min(episode.max_calls + _MAX_EXTRA_REQUESTS, self._connections.max_connections // 4)
@@ -175,7 +180,7 @@ class Endpoint:
             if not self._num_requests[episode]:
                 del self._num_requests[episode]
 
-    async def _respond(self, request: web.Request, read: Callable[[object], AgentRequest]) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, protocol: Protocol) -> web.StreamResponse:
         with self._authorized(request) as episode:
             # Before the body is read, so that a call beyond the limit costs no transfer.
             episode.admit_call()
@@ -183,21 +188,31 @@ class Endpoint:
             is_trained = _read_flag(request, _TRAIN_HEADER, default=True)
             digest = hashlib.sha256(f"{request.path} {is_trained} ".encode() + await request.read()).digest()
             # The body is parsed in the episode's threads: a large one must not delay other episodes.
-            call = episode.respond(lambda: read(read_json()), digest=digest, is_trained=is_trained)
+            call = episode.respond(
+                lambda: protocol.read(read_json(), episode.stored_messages), digest=digest, is_trained=is_trained
+            )
             response = await _run_in_episode_loop(episode, call)
+            if protocol.store is not None:
+                protocol.store(response, episode.stored_messages)
             if request.transport is None or request.transport.is_closing():
                 # The client was gone before the response was complete. It may send the same body again.
                 episode.loop.call_soon_threadsafe(episode.keep_undelivered, digest, response)
             if not response.call.stream:
-                return web.json_response(response_body(response))
+                return web.json_response(protocol.body(response))
             # The response is already complete; the stream is only the format that the client asked for.
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             async with asyncio.timeout(_TRANSFER_SECONDS):
                 await stream.prepare(request)
-                for event in stream_events(response):
+                for event in protocol.events(response):
                     await stream.write(event)
                 await stream.write_eof()
             return stream
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        with self._authorized(request) as episode:
+            read_json = await self._read_body(request)
+            count = episode.count_tokens(lambda: MESSAGES.read(read_json(), episode.stored_messages))
+            return web.json_response({"input_tokens": await _run_in_episode_loop(episode, count)})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         with self._authorized(request) as episode:
@@ -228,9 +243,15 @@ class Endpoint:
             return web.json_response(fields)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        with self._authorized(request):
+        with self._authorized(request) as episode:
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_dppo"}
-            return web.json_response({"object": "list", "data": [model]})
+            # Anthropic's fields, and that of vLLM which clients of renderers read.
+            model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+            model |= {"root": MODEL, "parent": None, "max_model_len": episode.max_tokens}
+            if "name" in request.match_info:
+                return web.json_response(model)
+            pages = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+            return web.json_response({"object": "list", "data": [model], **pages})
 
     async def _read_body(self, request: web.Request) -> Callable[[], object]:
         """Receive a body, and return a function that inflates and parses it.
@@ -326,7 +347,9 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         # aiohttp's logger is disabled, so a bug of the endpoint is reported here.
         print(f"warning  agents: {request.method} {request.path!r:.80} failed: {reason}", file=sys.stderr, flush=True)
         rejected = CallError(f"the endpoint failed: {reason}", 500)
-    return web.json_response(rejected.body, status=rejected.status)
+    is_anthropic = request.path.startswith(MESSAGES.path) or "anthropic-version" in request.headers
+    body = MESSAGES.error_body(rejected) if is_anthropic else rejected.body
+    return web.json_response(body, status=rejected.status)
 
 
 def _digest(key: str) -> bytes:

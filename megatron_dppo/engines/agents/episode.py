@@ -34,6 +34,9 @@ from megatron_dppo.rollout.turns import Turn, Turns, TurnsStopped
 from megatron_dppo.types import Completion, FinishReason
 from megatron_dppo.types.segments import join_segments
 
+_COUNTS_PER_CALL = 10
+"""Number of requests that count tokens, for each call that an episode may make."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResponse:
@@ -44,11 +47,25 @@ class AgentResponse:
     """The response as a message of the conversation."""
     token_ids: tuple[int, ...]
     """Sampled tokens."""
+    prompt_token_ids: tuple[int, ...]
+    """Tokens before them."""
+    logprobs: tuple[float, ...] = ()
+    """Log-probabilities of the sampled tokens, if the call asks for them."""
+    token_texts: tuple[str, ...] = ()
+    """Text of each sampled token, if the call asks for log-probabilities."""
     finish_reason: str
     """Finish reason of OpenAI's API: ``stop``, ``length`` or ``tool_calls``."""
-    prompt_tokens: int
-    completion_tokens: int
     name: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the response."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.token_ids)
 
     @property
     def text(self) -> str:
@@ -138,7 +155,11 @@ class Episode:
         self._num_admitted = 0
         self._num_answered = 0
         self._num_repeated = 0
-        self._num_ignored = 0
+        self._num_ignored = Counter[str]()
+        self.stored_messages: dict[str, Sequence[Message]] = {}
+        """Messages up to each response of the Responses API, by its id."""
+        self._num_counted = 0
+        """Number of requests that counted tokens."""
         self._num_malformed = 0
         self._forks = Counter[ForkReason]()
         self._start_time = time.monotonic()
@@ -251,6 +272,38 @@ class Episode:
         # The call goes on for a client that sends it again.
         return await asyncio.shield(task)
 
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a conversation."""
+        return self._turns.params.max_new_tokens
+
+    async def count_tokens(self, read: Callable[[], AgentRequest]) -> int:
+        """Return the number of prompt tokens that a call would have as the first of its conversation.
+
+        Raises:
+            CallError: The call is invalid, or the episode has counted too often.
+        """
+        if self._num_counted >= self.max_calls * _COUNTS_PER_CALL:
+            raise CallError(
+                f"the episode has counted tokens {self._num_counted} times, {_COUNTS_PER_CALL} for each of its calls "
+                "(agent.max_calls)",
+                429,
+                "too_many_requests",
+            )
+        self._num_counted += 1
+        async with self._prepare_lock:
+            return await self.loop.run_in_executor(self.executor, lambda: self._count_tokens(read))
+
+    def _count_tokens(self, read: Callable[[], AgentRequest]) -> int:
+        try:
+            call = read()
+            self._template.check_size(call, self.max_tokens)
+            return len(self._template.opening(call.messages, call.tools))
+        except CallError:
+            raise
+        except BaseException as error:  # see ``_prepare``
+            raise CallError(f"the call cannot be processed: {type(error).__name__}: {error!s:.200}") from error
+
     def keep_undelivered(self, digest: bytes, response: AgentResponse) -> None:
         """Keep a response whose client was gone, for the same body that is sent again."""
         self._undelivered[digest] = response
@@ -342,7 +395,8 @@ class Episode:
                 "agent/untrained/left_out": left_out / sampled,
                 "agent/untrained/shorter": shorter / sampled,
                 "agent/untrained/interrupted": interrupted / sampled,
-                "agent/ignored_settings": self._num_ignored,
+                "agent/ignored_settings": self._num_ignored.total(),
+                **{f"agent/ignored/{name}": number for name, number in self._num_ignored.items()},
                 "agent/malformed_calls": self._num_malformed,
             },
         )
@@ -390,8 +444,8 @@ class Episode:
         """Parse, render and tokenize a call. Runs in a thread and changes no conversation."""
         try:
             call = read()
-            call = replace(call, messages=tuple(order_tool_results(call.messages)))
             self._template.check_size(call, self._turns.params.max_new_tokens)
+            call = replace(call, messages=tuple(order_tool_results(call.messages)))
             self._reader.check(call)
             continuation = find_continuation(
                 call, self._conversations, self._template, self._reader, is_trained=is_trained
@@ -409,13 +463,17 @@ class Episode:
 
     async def _sample_response(self, call: AgentRequest, conversation: Conversation) -> AgentResponse:
         self._num_answered += 1
-        self._num_ignored += call.ignored
+        self._num_ignored.update([*call.ignored, *self._reader.unfollowed_settings(call)])
         branch = conversation.branch
         prompt = branch.token_ids
         turn = await branch.sample(call.limit, self._reader.stop_token_ids(call))
         parsed = self._reader.parse(call, prompt, turn.token_ids) if call.is_chat else None
         message = None if parsed is None else self._reader.message(parsed)
-        response = _build_response(call, turn, len(prompt), message)
+        response = _build_response(call, turn, prompt, message)
+        if call.returns_logprobs:
+            values = branch.response.logprobs(len(prompt), branch.position)
+            texts = tuple(self._turns.tokenizer.decode([token]) for token in turn.token_ids)
+            response = replace(response, logprobs=values, token_texts=texts)
         order = len(self._conversation_by_response)
         conversation.turns.append(TurnSpan(len(prompt), branch.position, order))
         self._conversation_by_response[response.name] = (conversation, order)
@@ -477,7 +535,7 @@ class Episode:
         return ContextLengthError(f"the conversation has {tokens} tokens", self._turns.params.max_new_tokens)
 
 
-def _build_response(call: AgentRequest, turn: Turn, prompt_tokens: int, message: Message | None) -> AgentResponse:
+def _build_response(call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message | None) -> AgentResponse:
     """Return the response to a call; ``message`` is None for completions by text."""
     message = message or {"role": "assistant", "content": turn.text}
     finish_reason = "tool_calls" if "tool_calls" in message else "stop"
@@ -487,7 +545,6 @@ def _build_response(call: AgentRequest, turn: Turn, prompt_tokens: int, message:
         call=call,
         message=message,
         token_ids=turn.token_ids,
+        prompt_token_ids=prompt,
         finish_reason=finish_reason,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=len(turn.token_ids),
     )

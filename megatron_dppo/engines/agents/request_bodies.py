@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_dppo.engines.agents.formats.base import make_tool_call
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_MODEL_NAME = 256
 """Maximum length of the model's name, which each chunk of a stream repeats."""
+MODEL = "policy"
+"""Name of the model if a request names none."""
 _IGNORED_SETTINGS: Mapping[str, Any] = {
     "temperature": None,
     "top_p": None,
@@ -22,14 +24,47 @@ _IGNORED_SETTINGS: Mapping[str, Any] = {
     "logit_bias": None,
     "seed": None,
     "stop": None,
-    "response_format": {"type": "text"},
+    "stop_sequences": None,
+    "repetition_penalty": 1,
     "reasoning_effort": None,
+    "reasoning": None,
+    "thinking": {"type": "disabled"},
+    "verbosity": None,
+    "chat_template_kwargs": None,
     "suffix": None,
+    "prediction": None,
+    "web_search_options": None,
+    "audio": None,
+    "modalities": ["text"],
+    "truncation": "disabled",
+    "max_tool_calls": None,
+    "context_management": None,
+    "output_config": None,
 }
-"""Settings that would change the sampling distribution, with the value besides None that has no effect.
+"""Settings that would change the response, with the value besides None that has no effect.
 
 They are ignored: training computes each token's log-probability under the settings of the run.
 """
+
+
+_COMMON_FIELDS = frozenset(
+    {
+        *("model", "n", "best_of", "logprobs", "top_logprobs", "stream", "stream_options", "max_tokens"),
+        "return_token_ids",
+    }
+)
+_CHAT_FIELDS = _COMMON_FIELDS | {
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_completion_tokens"),
+    *("functions", "function_call"),
+}
+_COMPLETION_FIELDS = _COMMON_FIELDS | {"prompt", "echo"}
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("user", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+        "safety_identifier",
+    }
+)
+"""Fields that change nothing in a response, here as at OpenAI."""
 
 
 class CallError(Exception):
@@ -90,12 +125,20 @@ class AgentRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     reads_tool_calls: bool = False
     """True if tool calls in the response are parsed."""
+    num_instructions: int = 0
+    """Number of messages at the start that are not part of the conversation: instructions of this call alone."""
+    makes_parallel_calls: bool = True
+    """False if a response may have one tool call at most."""
     limit: int | None = None
     """Maximum number of response tokens. None: no limit but those of the run."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response, besides those of the model."""
+    returns_logprobs: bool = False
+    returns_token_ids: bool = False
     stream: bool = False
     stream_usage: bool = False
-    ignored: int = 0
-    """Number of settings that are ignored."""
+    ignored: tuple[str, ...] = ()
+    """Names of the settings that are ignored."""
 
     @property
     def min_tokens(self) -> int:
@@ -122,14 +165,14 @@ def read_chat(data: object) -> AgentRequest:
     Raises:
         CallError: The body is invalid, or asks for something unsupported.
     """
-    body = _require_object(data)
-    common = _read_common(body)
+    body = require_object(data)
+    common = _read_common(body, _CHAT_FIELDS)
+    require_text_format(body.get("response_format"), "response_format")
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise CallError("'messages' is missing, empty or no list")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
+    tools = read_tools(body)
     choice = body.get("tool_choice")
+    logprobs = read_bool(body, "logprobs")
     # ``required`` or a named tool would constrain sampling: ignored and counted, like the settings above.
     is_forced = choice is not None and choice not in ("auto", "none")
     if body.get("functions") or body.get("function_call"):
@@ -139,11 +182,14 @@ def read_chat(data: object) -> AgentRequest:
         is_chat=True,
         tools=tuple(tools),
         reads_tool_calls=bool(tools) and choice != "none",
-        limit=_limit(body, "max_completion_tokens", "max_tokens"),
+        makes_parallel_calls=body.get("parallel_tool_calls") is not False,
+        limit=read_limit(body, "max_completion_tokens", "max_tokens"),
         model=common.model,
         stream=common.stream,
         stream_usage=common.stream_usage,
-        ignored=common.ignored + is_forced,
+        returns_logprobs=logprobs,
+        returns_token_ids=common.returns_token_ids,
+        ignored=common.ignored + (("tool_choice",) if is_forced else ()),
     )
 
 
@@ -153,19 +199,21 @@ def read_completion(data: object) -> AgentRequest:
     Raises:
         CallError: The body is invalid, or asks for something unsupported.
     """
-    body = _require_object(data)
-    common = _read_common(body)
+    body = require_object(data)
+    common = _read_common(body, _COMPLETION_FIELDS)
+    if body.get("logprobs") not in (None, False):
+        raise CallError("'logprobs' are returned by /v1/chat/completions alone; leave them out")
     text = body.get("prompt")
     # OpenAI accepts a list of prompts; a list of one is one prompt.
     if isinstance(text, list) and len(text) == 1 and isinstance(text[0], str | list):
         text = text[0]
-    if isinstance(text, list) and text and all(type(token) is int and token >= 0 for token in text):
+    if is_token_list(text):
         text = tuple(text)
     if not isinstance(text, str | tuple) or not text:
         raise CallError("'prompt' is missing, empty, or not one string or one list of token ids")
     if body.get("echo"):
         raise CallError("'echo' is not supported; leave it out")
-    return AgentRequest(text=text, is_chat=False, limit=_limit(body, "max_tokens"), **vars(common))
+    return AgentRequest(text=text, is_chat=False, limit=read_limit(body, "max_tokens"), **vars(common))
 
 
 @dataclass(frozen=True)
@@ -175,42 +223,127 @@ class _CommonFields:
     model: str
     stream: bool
     stream_usage: bool
-    ignored: int
+    returns_token_ids: bool
+    ignored: tuple[str, ...]
 
 
-def _require_object(data: object) -> dict[str, Any]:
+def require_object(data: object) -> dict[str, Any]:
+    """Return a body.
+
+    Raises:
+        CallError: It is no object.
+    """
     if not isinstance(data, dict):
         raise CallError("the body is no JSON object")
     return data
 
 
-def _read_common(body: Mapping[str, Any]) -> _CommonFields:
+def _read_common(body: Mapping[str, Any], served: frozenset[str]) -> _CommonFields:
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise CallError(
                 f"{name!r} = {body[name]!r:.80} is not supported, since an episode is one sequence; ask again"
             )
-    if body.get("logprobs") not in (None, False) or body.get("top_logprobs"):
-        raise CallError("'logprobs' are not returned; leave them out")
-    model = body.get("model") or ""
-    if not isinstance(model, str) or len(model) > _MAX_MODEL_NAME:
-        raise CallError(f"'model' = {model!r:.80}, expected a string of at most {_MAX_MODEL_NAME} characters")
-    stream = body.get("stream") or False
-    if not isinstance(stream, bool):
-        raise CallError(f"'stream' = {stream!r:.80}, expected true or false")
+    if body.get("top_logprobs"):
+        raise CallError(
+            f"'top_logprobs' = {body['top_logprobs']!r:.80} is not supported; 'logprobs': true returns those of the "
+            "sampled tokens"
+        )
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise CallError(f"'stream_options' = {options!r:.80}, expected an object")
-    ignored = [name for name, neutral in _IGNORED_SETTINGS.items() if body.get(name) not in (None, neutral, [], {})]
     return _CommonFields(
-        model=model,
-        stream=stream,
+        model=read_model(body),
+        stream=read_bool(body, "stream"),
         stream_usage=bool(options.get("include_usage")),
-        ignored=len(ignored),
+        returns_token_ids=read_bool(body, "return_token_ids"),
+        ignored=unfollowed_fields(body, served, _WITHOUT_EFFECT),
     )
 
 
-def _limit(body: Mapping[str, Any], *names: str) -> int | None:
+def unfollowed_fields(
+    body: Mapping[str, Any], served: frozenset[str], without_effect: frozenset[str]
+) -> tuple[str, ...]:
+    """Return the names of a body's fields that are accepted and not followed.
+
+    Args:
+        body: The body.
+        served: Fields that are followed, or refused elsewhere.
+        without_effect: Fields that change nothing in a response.
+
+    Returns:
+        ``unknown_field`` for each field that no API has, because clients choose those names.
+    """
+    fields = [name for name, value in body.items() if value not in (None, [], {})]
+    remaining = [name for name in fields if name not in served and name not in without_effect]
+    return tuple(
+        name if name in _IGNORED_SETTINGS else "unknown_field"
+        for name in remaining
+        if name not in _IGNORED_SETTINGS or body[name] != _IGNORED_SETTINGS[name]
+    )
+
+
+def require_text_format(output_format: Any, name: str) -> None:
+    """Check that a response may be any text.
+
+    Raises:
+        CallError: A form is asked for.
+    """
+    kind = output_format.get("type") if isinstance(output_format, dict) else output_format
+    if kind not in (None, "text"):
+        raise CallError(
+            f"{name!r} = {kind!r:.80} is not supported, since a grammar would change the probabilities of the tokens; "
+            "describe the form in a message, or give a tool for it"
+        )
+
+
+def is_token_list(value: object) -> TypeGuard[list[int]]:
+    """Return True for a list of token ids that is not empty."""
+    return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
+
+
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools; empty if there are none.
+
+    Raises:
+        CallError: They are no list of objects.
+    """
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
+    return tools
+
+
+def read_model(body: Mapping[str, Any]) -> str:
+    """Return the name of the model; empty if there is none.
+
+    Raises:
+        CallError: It is no string, or too long.
+    """
+    model = body.get("model") or ""
+    if not isinstance(model, str) or len(model) > _MAX_MODEL_NAME:
+        raise CallError(f"'model' = {model!r:.80}, expected a string of at most {_MAX_MODEL_NAME} characters")
+    return model
+
+
+def read_bool(body: Mapping[str, Any], name: str) -> bool:
+    """Return a flag; False if it is missing.
+
+    Raises:
+        CallError: It is no boolean.
+    """
+    value = body.get(name) or False
+    if not isinstance(value, bool):
+        raise CallError(f"{name!r} = {value!r:.80}, expected true or false")
+    return value
+
+
+def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the lowest of some limits; None if there is none.
+
+    Raises:
+        CallError: One is no whole number above 0.
+    """
     limits = [(name, body[name]) for name in names if body.get(name) is not None]
     for name, value in limits:
         if type(value) is not int or value < 1:
@@ -240,13 +373,24 @@ def _read_message(message: Any, index: int) -> Message:
 
 
 def _read_content(content: Any, index: int) -> str:
-    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise CallError(f"messages[{index}].content = {content!r:.200}, expected a string or a list of parts")
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise CallError(f"messages[{index}].content has a part that is no text; the policy reads text alone")
-    return "".join(part["text"] for part in parts)
+    return text_of_parts(content, ["text"], f"messages[{index}].content")
+
+
+def text_of_parts(content: Any, types: Collection[str], name: str) -> str:
+    """Return the text of a content: a string, or a list of parts of some types.
+
+    Raises:
+        CallError: A part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise CallError(f"{name} = {content!r:.200}, expected a string or a list of parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in types or not isinstance(part.get("text"), str):
+            raise CallError(f"{name} has a part that is no text (type {kind!r:.80}); the policy reads text alone")
+    return "".join(part["text"] for part in content)
 
 
 def _read_tool_call(call: Any, index: int) -> dict[str, Any]:

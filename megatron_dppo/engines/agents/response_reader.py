@@ -42,11 +42,16 @@ class ResponseReader:
         return self._token_ids(self._format.stop_tokens)
 
     def check(self, call: AgentRequest) -> None:
-        """Check that the model's format has tool calls, if the call has tools.
+        """Check that the model has what a call needs: stop tokens, and a form of tool calls if the call has tools.
 
         Raises:
-            CallError: It has none.
+            CallError: It has not.
         """
+        if call.stop_token_ids and max(call.stop_token_ids) >= len(self._tokenizer):
+            raise CallError(
+                f"'stop_token_ids': there is no token {max(call.stop_token_ids)!r:.80}; the tokenizer has "
+                f"{len(self._tokenizer)}"
+            )
         if call.reads_tool_calls and self._format.name == "none":
             names = ", ".join(name for name in FORMATS if name != "none")
             raise CallError(
@@ -55,8 +60,22 @@ class ResponseReader:
             )
 
     def stop_token_ids(self, call: AgentRequest) -> tuple[int, ...]:
-        """Return the tokens that end the response to a call, besides the model's own end tokens."""
-        return self._stop_token_ids
+        """Return the tokens that end the response to a call, besides the model's own end tokens.
+
+        Where one tool call is allowed, the tag behind it ends the response.
+        """
+        call_end = self._call_end if call.reads_tool_calls and not call.makes_parallel_calls else ()
+        return (*self._stop_token_ids, *call_end, *call.stop_token_ids)
+
+    def unfollowed_settings(self, call: AgentRequest) -> tuple[str, ...]:
+        """Return the names of settings that the model's format or tokenizer cannot follow."""
+        is_limited = call.reads_tool_calls and not call.makes_parallel_calls
+        return ("parallel_tool_calls",) if is_limited and not self._call_end else ()
+
+    @cached_property
+    def _call_end(self) -> tuple[int, ...]:
+        tag = self._format.call_end()
+        return self._token_ids([tag] if tag is not None else [])
 
     def parse(self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int]) -> ParsedResponse:
         """Split sampled tokens.

@@ -87,9 +87,9 @@ class ProgramAgent:
         """See ``Agent``."""
         environment = {
             name: value for name, value in os.environ.items() if name in self._names or name.startswith("LC_")
-        } | {"OPENAI_BASE_URL": task.base_url}
+        } | {"OPENAI_BASE_URL": task.base_url, "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1")}
         if self._is_isolated:
-            environment["OPENAI_API_KEY"] = task.api_key
+            environment |= {"OPENAI_API_KEY": task.api_key, "ANTHROPIC_API_KEY": task.api_key}
         output = bytearray()
         try:
             process = await self._start(environment)

@@ -55,6 +55,13 @@ class Attacker:
         ):
             return response.status, await response.text()
 
+    async def messages(
+        self, body: Any, *, path: str = "/messages", gzip: bool = False, key: str | None = None
+    ) -> tuple[int, str]:
+        """Send a body of Anthropic's Messages with the key in its own header."""
+        headers = {"Authorization": "none", "x-api-key": self.task.api_key if key is None else key}
+        return await self.post(body, path=path, headers=headers | ({"Content-Encoding": "gzip"} if gzip else {}))
+
     async def raw(self, *parts: bytes, pause: float = 0.0) -> tuple[int, str]:
         """Send bytes on a connection, and return the status and text of all that comes back; 0 if nothing does."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -171,6 +178,14 @@ CHUNKED = "Transfer-Encoding: chunked"
 GZIP_BOMB = bomb(zlib.compressobj(9, wbits=31))
 DEEP_CALL = {"id": "c", "function": {"name": "f", "arguments": "[" * 3000}}
 DIGITS = int("9" * 400)
+GENERATE = "/../inference/v1/generate"
+COUNT = "/messages/count_tokens"
+QUESTION = {"role": "user", "content": "x"}
+NOTE = {"role": "system", "content": "x" * 40}
+CALL_OF_5 = {"type": "tool_use", "id": "x", "name": "f", "input": 5}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+LONG_THOUGHT = {"role": "assistant", "content": [{"type": "thinking", "thinking": "x" * 10**6, "signature": ""}]}
+STOPS = {"token_ids": [7], "sampling_params": {"stop_token_ids": [DIGITS]}}
 SLOW_ATTACKS = [
     Attack("half a request line", lambda a: a.raw(b"POST /v1/ch"), 0),
     Attack("half of the headers", lambda a: a.raw(a.head()[:-2]), 0),
@@ -237,6 +252,7 @@ ATTACKS = [
     Attack("half a character", lambda a: a.post(message(content="\ud800")), 400, "cannot be encoded"),
     Attack("a long text", lambda a: a.post(message(content="x" * 1_900_000)), 400, "context_length_exceeded"),
     Attack("long tools", lambda a: a.post(message() | {"tools": [{"a": "x" * 1_000_000}]}), 400, "context_length"),
+    Attack("many results of tools", lambda a: a.post({"messages": [{"role": "tool"}] * 90_000}), 400, "context_length"),
     Attack("many messages", lambda a: a.post({"messages": [{"role": "user"}] * 90_000}), 400, "context_length"),
     # With a key: rewards.
     Attack("a reward beyond float32", lambda a: a.post({"reward": 1e39}, path="/reward"), 400, "fit into float32"),
@@ -245,6 +261,34 @@ ATTACKS = [
     Attack("an infinite reward", lambda a: a.post(b'{"reward": 1e999}', path="/reward"), 400, "too large"),
     Attack("a text as a reward", lambda a: a.post({"reward": "1"}, path="/reward"), 400, "NUMBER"),
     Attack("a list as a reward", lambda a: a.post([1], path="/reward"), 400, "NUMBER"),
+    # The other APIs, without a key and with one.
+    Attack("a wrong key in Anthropic's header", lambda a: a.messages({}, key="sk-x"), 401, "authentication_error"),
+    Attack("a body of Messages without a key", lambda a: a.messages(GZIP_BOMB, gzip=True, key=""), 401),
+    Attack("a count without a key", lambda a: a.messages({}, path="/messages/count_tokens", key="x"), 401),
+    Attack("items without a key", lambda a: a.post({}, path="/responses", key="sk-none"), 401),
+    Attack("tokens without a key", lambda a: a.post({}, path=GENERATE, key="sk-none"), 401),
+    Attack("a bomb for Messages", lambda a: a.messages(GZIP_BOMB, gzip=True), 413, "request_too_large"),
+    Attack("a bomb for a count", lambda a: a.messages(GZIP_BOMB, gzip=True, path=COUNT), 413, "agent.max_body_bytes"),
+    Attack("deep blocks", lambda a: a.messages(nested(900_000)), 400, "nested more than 64 levels"),
+    Attack("a number as a block", lambda a: a.messages(message(content=[5])), 400, "list of blocks"),
+    Attack("a list as a block's type", lambda a: a.messages(message(content=[{"type": []}])), 400, "is no text"),
+    Attack("an input of 5", lambda a: a.messages(message(role="assistant", content=[CALL_OF_5])), 400, "an object"),
+    Attack("a number as tools of Messages", lambda a: a.messages(message() | {"tools": 5}), 400, "'tools' = 5"),
+    Attack("a long system text", lambda a: a.messages(message() | {"system": "x" * 10**6}), 400, "prompt is too long"),
+    Attack("a long thought", lambda a: a.messages({"messages": [LONG_THOUGHT, QUESTION]}), 400, "prompt is too long"),
+    Attack("a long count", lambda a: a.messages(message(content="x" * 10**6), path=COUNT), 400, "prompt is too long"),
+    Attack("many notes", lambda a: a.messages({"messages": [QUESTION, *[NOTE] * 25_000]}), 400, "prompt is too long"),
+    Attack("many blocks", lambda a: a.messages({"messages": [QUESTION] * 50_000}), 400, "prompt is too long"),
+    Attack("a number as items", lambda a: a.post({"input": 5}, path="/responses"), 400, "'input' is missing"),
+    Attack("a number as an item", lambda a: a.post({"input": [5]}, path="/responses"), 400, "the type None"),
+    Attack("a list as a type", lambda a: a.post({"input": [{"type": []}]}, path="/responses"), 400, "the type []"),
+    Attack("a list as an id", lambda a: a.post({"previous_response_id": []}, path="/responses"), 400, "no response of"),
+    Attack("many items", lambda a: a.post({"input": [QUESTION] * 50_000}, path="/responses"), 400, "context_length"),
+    Attack("calls in a row", lambda a: a.post({"input": [CALL_ITEM] * 20_000}, path="/responses"), 400, "context"),
+    Attack("huge tokens", lambda a: a.post({"token_ids": [DIGITS]}, path=GENERATE), 400, "no token 999"),
+    Attack("many tokens", lambda a: a.post({"token_ids": [7] * 300_000}, path=GENERATE), 400, "context_length"),
+    Attack("a token below 0", lambda a: a.post({"token_ids": [-1]}, path=GENERATE), 400, "'token_ids' is"),
+    Attack("a stop token of 400 digits", lambda a: a.post(STOPS, path=GENERATE), 400, "'stop_token_ids'"),
     # With a key: load.
     Attack("a stream that nobody reads", drop_stream, 0),
     Attack("too many requests at once", lambda a: a.at_once(80, data=chunks(1, 5), path="/reward"), 429),

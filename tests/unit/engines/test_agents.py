@@ -373,7 +373,8 @@ def test_invalid_tool_calls_stay_text() -> None:
         ([], "no JSON object"),
         ({}, "'messages' is missing"),
         ({"messages": [user("a")], "n": 2}, "'n' = 2 is not supported"),
-        ({"messages": [user("a")], "logprobs": True}, "'logprobs' are not returned"),
+        ({"messages": [user("a")], "top_logprobs": 2}, "'top_logprobs' = 2 is not supported"),
+        ({"messages": [user("a")], "response_format": {"type": "json_schema"}}, "'response_format' = 'json_schema'"),
         ({"messages": [user("a")], "max_tokens": 0}, "'max_tokens' = 0, expected a whole number above 0"),
         ({"messages": [{"role": "robot"}]}, r"messages\[0\] has the role 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is no text"),
@@ -387,8 +388,9 @@ def test_invalid_requests_are_rejected(body: Any, words: str) -> None:
 
 def test_different_sampling_settings_are_counted() -> None:
     body = {"messages": [user("a")], "temperature": 0.3, "top_p": None, "stop": [], "frequency_penalty": 0.0}
-    assert read_chat(body).ignored == 1
-    assert read_chat(body | {"tools": TOOLS, "tool_choice": "required", "stop": "x"}).ignored == 3
+    assert read_chat(body).ignored == ("temperature",)
+    forced = body | {"tools": TOOLS, "tool_choice": "required", "stop": "x"}
+    assert read_chat(forced).ignored == ("temperature", "stop", "tool_choice")
     assert not read_chat(body | {"tools": TOOLS, "tool_choice": "none"}).reads_tool_calls
     assert read_chat(body | {"max_tokens": 9, "max_completion_tokens": 4}).limit == 4
     with pytest.raises(CallError, match="'prompt' is missing"):
@@ -409,7 +411,7 @@ def test_keys_are_valid_only_during_their_episode_and_rewards_count(world: World
         assert status == 400 and 'expected {"reward": NUMBER}' in body["error"]["message"]
         status, body = await post(task, "/chat/completions", {"messages": [user("a" * 3000)]})
         assert status == 413 and "Maximum request body size 2000 exceeded" in body["error"]["message"]
-        status, body = await post(task, "/responses", {})
+        status, body = await post(task, "/nothing", {})
         assert status == 404 and body["error"]["type"] == "invalid_request_error"
         status, body = await post(task, "/chat/completions", {"messages": [user("\ud800")]})
         assert status == 400 and "cannot be encoded" in body["error"]["message"]
@@ -684,11 +686,14 @@ def test_a_program_gets_a_clean_environment_and_cannot_read_other_processes(
         (completion,) = engine.generate([task], SamplingParams(max_new_tokens=100))
         failures[isolation] = completion.reward
         key, environment = json.loads(file.read_text())
-        own = {"OPENAI_BASE_URL"} | ({"OPENAI_API_KEY"} if isolation == "landlock" else set())
+        own = {"OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"}
+        own |= {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"} if isolation == "landlock" else set()
         passed = {"PATH", "HOME", "LC_TIME", "WANTED", *own}
         assert passed <= set(environment) and not set(environment) & {"RANK", "WANDB_API_KEY", "MY_SERVERS"}
         assert set(environment) <= {*passed, *_ENVIRONMENT, "LC_CTYPE"}, "PEP 538: Python sets LC_CTYPE itself"
-        assert key.startswith("sk-") and environment.get("OPENAI_API_KEY") == (key if "OPENAI_API_KEY" in own else None)
+        keys = {environment.get(name) for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")}
+        assert key.startswith("sk-") and keys == {key if "OPENAI_API_KEY" in own else None}
+        assert environment["OPENAI_BASE_URL"] == environment["ANTHROPIC_BASE_URL"] + "/v1"
     # Without isolation the same program reads the environment of this process.
     assert failures == {"landlock": 1.0, "none": 0.0}
 

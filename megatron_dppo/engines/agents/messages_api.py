@@ -1,0 +1,227 @@
+"""Anthropic's Messages: requests as messages of a chat, and responses as content blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from megatron_dppo.engines.agents.episode import AgentResponse
+from megatron_dppo.engines.agents.formats.base import make_tool_call
+from megatron_dppo.engines.agents.protocol_record import Protocol, StoredMessages, named_event
+from megatron_dppo.engines.agents.request_bodies import (
+    MODEL,
+    AgentRequest,
+    CallError,
+    Message,
+    read_bool,
+    read_limit,
+    read_model,
+    read_tools,
+    require_object,
+    text_of_parts,
+    unfollowed_fields,
+)
+
+_SERVED = frozenset({"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream"})
+_WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
+"""Fields that change nothing in a response, here as there."""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+_NOTE = "note"
+"""Role of system messages behind the first messages, until they are folded."""
+_SIGNATURE = "unsigned"
+"""Clients expect one in each block of thoughts. Nothing checks it."""
+
+
+def read_messages(data: object, _: StoredMessages | None = None) -> AgentRequest:
+    """Read a body of ``/v1/messages``.
+
+    Raises:
+        CallError: The body is invalid, or asks for something unsupported.
+    """
+    body = require_object(data)
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise CallError("'messages' is missing, empty or no list")
+    output = body.get("output_format") or body.get("output_config")
+    if isinstance(output, dict) and (output.get("format") or output.get("type")):
+        raise CallError(
+            "an output format is not supported, since it would change the probabilities of the tokens; describe the "
+            "format in a message, or give a tool"
+        )
+    system = text_of_parts(body.get("system"), ["text"], "'system'")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for index, message in enumerate(body["messages"]):
+        messages += _read_message(message, f"messages[{index}]")
+    messages = _fold_notes(messages)
+    if messages[-1]["role"] == "assistant":
+        raise CallError("the last message is the assistant's; the beginning of a response cannot be given")
+    tools = [_read_tool(tool, index) for index, tool in enumerate(read_tools(body))]
+    choice = body.get("tool_choice") or {}
+    if not isinstance(choice, dict) or choice.get("type", "auto") not in ("auto", "any", "tool", "none"):
+        raise CallError(f"'tool_choice' = {choice!r:.200}, expected an object with the type auto, any, tool or none")
+    ignored = unfollowed_fields(body, _SERVED | {"output_format", "output_config"}, _WITHOUT_EFFECT)
+    # A forced call would constrain sampling.
+    ignored += ("tool_choice",) if choice.get("type") in ("any", "tool") else ()
+    return AgentRequest(
+        model=read_model(body),
+        messages=tuple(messages),
+        is_chat=True,
+        tools=tuple(tools),
+        reads_tool_calls=bool(tools) and choice.get("type") != "none",
+        makes_parallel_calls=choice.get("disable_parallel_tool_use") is not True,
+        limit=read_limit(body, "max_tokens"),
+        stream=read_bool(body, "stream"),
+        ignored=ignored,
+    )
+
+
+def _read_tool(tool: Any, index: int) -> Mapping[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or kind not in (None, "custom") or not isinstance(tool.get("name"), str):
+        raise CallError(
+            f"tools[{index}] has the type {kind!r:.80}; only tools of your own are served, with name and input_schema"
+        )
+    function = {"name": tool["name"], "description": tool.get("description") or ""}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema") or {"type": "object"}}}
+
+
+def _fold_notes(messages: list[Message]) -> list[Message]:
+    """Return messages whose notes are a part of the user's message before them, or else a user's message.
+
+    Clients add notes in the middle of a conversation, where few templates accept a system message.
+    """
+    result: list[Message] = []
+    for is_note, group in groupby(messages, lambda message: message["role"] == _NOTE):
+        if not is_note:
+            result += group
+            continue
+        texts = [message["content"] for message in group]
+        if result and result[-1]["role"] == "user":
+            texts.insert(0, result.pop()["content"])
+        result.append({"role": "user", "content": "\n\n".join(texts)})
+    return result
+
+
+def _read_message(message: Any, name: str) -> list[Message]:
+    """Return the messages of the chat that one message stands for."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise CallError(f"{name} has the role {role!r:.80}; expected user or assistant")
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise CallError(f"{name}.content = {content!r:.200}, expected a string or a list of blocks")
+    if role == "assistant":
+        return [_read_assistant(blocks, name)]
+    results = [_read_result(block, name) for block in blocks if block.get("type") == "tool_result"]
+    texts = [block for block in blocks if block.get("type") != "tool_result"]
+    text = text_of_parts(texts, ["text"], f"{name}.content")
+    if role == "system":
+        return [{"role": _NOTE, "content": text}]
+    return [*results, {"role": "user", "content": text}] if texts or not results else results
+
+
+def _read_result(block: Mapping[str, Any], name: str) -> Message:
+    call_id = block.get("tool_use_id")
+    if not isinstance(call_id, str):
+        raise CallError(f"{name} has a tool_result without tool_use_id")
+    content = text_of_parts(block.get("content"), ["text"], f"{name}.content[tool_result].content")
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def _read_assistant(blocks: list[dict[str, Any]], name: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
+            if not isinstance(block.get("input", {}), dict):
+                raise CallError(f"{name} has a tool_use whose input is {block['input']!r:.80}; expected an object")
+            calls.append(make_tool_call(block["id"], block["name"], block.get("input", {})))
+        elif kind != "redacted_thinking":
+            raise CallError(f"{name} has a block of type {kind!r:.80}; expected text, thinking or tool_use")
+    message: Message = {"role": "assistant", "content": "".join(texts)}
+    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _blocks(response: AgentResponse) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if response.reasoning:
+        blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": _SIGNATURE})
+    if response.text or not response.tool_calls:
+        blocks.append({"type": "text", "text": response.text})
+    for call in response.tool_calls:
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
+    return blocks
+
+
+def message_body(response: AgentResponse) -> dict[str, Any]:
+    """Return the complete body of a response."""
+    return {
+        "id": f"msg_{response.name}",
+        "type": "message",
+        "role": "assistant",
+        "model": response.call.model or MODEL,
+        "content": _blocks(response),
+        "stop_reason": _STOP_REASONS[response.finish_reason],
+        "stop_sequence": None,
+        "usage": {"input_tokens": response.prompt_tokens, "output_tokens": response.completion_tokens},
+    }
+
+
+def message_events(response: AgentResponse) -> Iterator[bytes]:
+    """Yield the server-sent events of a complete response."""
+    body = message_body(response)
+    blocks = body.pop("content")
+    usage = body.pop("usage")
+    started = {**body, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    yield named_event("message_start", {"message": started})
+    for index, block in enumerate(blocks):
+        empty, deltas = _block_deltas(block)
+        yield named_event("content_block_start", {"index": index, "content_block": empty})
+        for delta in deltas:
+            yield named_event("content_block_delta", {"index": index, "delta": delta})
+        yield named_event("content_block_stop", {"index": index})
+    delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    yield named_event("message_delta", {"delta": delta, "usage": {"output_tokens": usage["output_tokens"]}})
+    yield named_event("message_stop", {})
+
+
+def _block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block as its stream begins, and the deltas that complete it."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+        return {**block, "thinking": "", "signature": ""}, [
+            thought,
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+    text = json.dumps(block["input"])
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+
+
+def error_body(error: CallError) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's form."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    # Clients recognize a conversation that is too long by these words.
+    prefix = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{prefix}{error}"}}
+
+
+MESSAGES = Protocol("/v1/messages", read_messages, message_body, message_events, error_body)

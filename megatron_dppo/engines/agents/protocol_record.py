@@ -1,0 +1,41 @@
+"""The record of a protocol, and what several protocols share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.engines.agents.episode import AgentResponse
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
+
+StoredMessages = MutableMapping[str, Sequence[Message]]
+"""Messages of an episode's earlier responses by their ids, for ``previous_response_id``."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One API of the endpoint."""
+
+    path: str
+    read: Callable[[object, StoredMessages], AgentRequest]
+    """Reads a body. Raises ``CallError``."""
+    body: Callable[[AgentResponse], dict[str, Any]]
+    """Returns the body of a response."""
+    events: Callable[[AgentResponse], Iterator[bytes]]
+    """Yields the server-sent events of a complete response."""
+    error_body: Callable[[CallError], dict[str, Any]]
+    """Returns the body of an error, as the clients of the API read it."""
+    store: Callable[[AgentResponse, StoredMessages], None] | None = None
+    """Keeps the messages up to a response. None: the API has no conversations of its own."""
+
+
+def named_event(name: str, fields: dict[str, Any]) -> bytes:
+    """Return a server-sent event with its name, both as a line of its own and as the field ``type``."""
+    return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n".encode()
+
+
+def arguments_text(call: dict[str, Any]) -> str:
+    """Return the arguments of a tool call as JSON."""
+    return json.dumps(call["function"]["arguments"])
