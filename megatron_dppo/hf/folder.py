@@ -163,6 +163,7 @@ def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | No
         topk=hf_config.num_experts_per_tok,
         dense_layers=frozenset(shape.dense_layers),
         weights=weights,
+        has_sigmoid=shape.has_router_bias,
         # A family without the key always normalizes.
         weights_add_to_one=getattr(hf_config, "norm_topk_prob", True),
         weights_scale=getattr(hf_config, "routed_scaling_factor", 1.0),

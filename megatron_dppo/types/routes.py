@@ -54,6 +54,8 @@ class RoutingShape:
     """Indices of layers without a router, from 0. Their rows are missing."""
     weights: bool = False
     """True if rows also hold the k combine weights."""
+    has_sigmoid: bool = False
+    """True if routers weigh experts by sigmoids of their logits, else by a softmax."""
     weights_add_to_one: bool = True
     """True if the combine weights of a token add up to one (``norm_topk_prob`` of the model), else to at most one."""
     weights_scale: float = 1.0

@@ -50,7 +50,7 @@ def in_float64(model: Any) -> Any:
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, m=module: _norm(m, x)
         elif type(module).__name__.lower().endswith("topkrouter"):
-            module.forward = lambda x, m=module: _route(m, x)
+            module.forward = lambda x, *bias, m=module: _route(m, x, *bias)
     return copy
 
 
@@ -100,19 +100,21 @@ def _norm(module: Any, x: Tensor) -> Tensor:
     return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
 
 
-def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(module: Any, x: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
-    scores, order = router_scores(module, logits)
+    scores, order = router_scores(module, logits, *bias)
     indices = order.topk(module.top_k, dim=-1).indices
     return logits, combined(module, scores, indices), indices
 
 
-def router_scores(module: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+def router_scores(module: Any, logits: Tensor, block_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``[tokens, experts]`` by which a router of transformers weighs experts, and by which it chooses them."""
-    bias = getattr(module, "e_score_correction_bias", None)
+    bias = getattr(module, "e_score_correction_bias", block_bias)
     if bias is None:
         return logits.softmax(-1), logits.softmax(-1)
     scores = logits.sigmoid()
+    if block_bias is not None:  # MiniMax-M2 has no groups
+        return scores, scores + bias
     grouped = (scores + bias).unflatten(-1, (module.num_group, -1))
     ranks = grouped.topk(2, -1).values.sum(-1).argsort(-1, descending=True)
     losers = ranks[:, module.topk_group :, None].expand(-1, -1, grouped.shape[-1])

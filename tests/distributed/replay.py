@@ -93,7 +93,7 @@ class ForcedRouters:
         """by layer, ``[tokens, experts]`` of its own, of the experts that were used"""
         for i, layer in enumerate(model.model.layers):
             if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.forward = lambda x, m=layer.mlp.gate, i=i: self._route(m, i, x)
+                layer.mlp.gate.forward = lambda x, *bias, m=layer.mlp.gate, i=i: self._route(m, i, x, *bias)
 
     @contextmanager
     def using(self, routes: Tensor | None, weights: Tensor | None = None) -> Iterator[None]:
@@ -102,9 +102,9 @@ class ForcedRouters:
         yield
         self._routes = self._weights = None
 
-    def _route(self, module: Any, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, module: Any, layer: int, x: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
-        weights, order = router_scores(module, logits)
+        weights, order = router_scores(module, logits, *bias)
         chosen = self.live[layer] = order.topk(module.top_k, dim=-1).indices
         if self._routes is not None:
             given = self._routes[:, layer]

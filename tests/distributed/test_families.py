@@ -69,6 +69,7 @@ SAMPLED: dict[int, list[Case]] = {
         Case(TP, family="qwen3_next"),
         Case(PP, family="qwen3_next", transformer=FULL),
         Case(CP, family="qwen3_5_moe_text", transformer=SELECTIVE),
+        Case(TP, family="minimax_m2"),
     ],
     4: [
         Case({**TP, **CP}, family="llama"),

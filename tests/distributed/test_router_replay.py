@@ -68,6 +68,7 @@ WEIGHTED = {
         Case(transformer=BLOCK),
         Case(family="glm4_moe"),
         Case(family="olmoe"),
+        Case(family="minimax_m2"),
     ],
     2: [
         Case(CP),

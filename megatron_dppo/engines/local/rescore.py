@@ -43,7 +43,7 @@ class ForcedRoutes:
         """
         handles = [
             router.register_forward_hook(
-                lambda router, _, output, layer=routes[:, i]: self._replace(router, output, layer)
+                lambda _router, _inputs, output, layer=routes[:, i]: self._replace(output, layer)
             )
             for i, router in self._routers.items()
         ]
@@ -53,16 +53,14 @@ class ForcedRoutes:
             for handle in handles:
                 handle.remove()
 
-    def _replace(
-        self, router: Any, output: tuple[Tensor, Tensor, Tensor], layer_routes: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _replace(self, output: tuple[Tensor, Tensor, Tensor], layer_routes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the router's ``(logits [T, E], weights [T, k], experts [T, k])`` with ``layer_routes [T, width]``."""
         logits, live_weights, live = output
         recorded = select_experts(layer_routes, self._shape).to(live.device)
         is_recorded = recorded != MISSING_EXPERT[recorded.dtype]
         experts = torch.where(is_recorded, recorded.to(live.dtype), live)
         # Recorded experts get the live router's weights, unless weights are recorded too (NaN = not recorded).
-        weights = combine_weights(router, logits, experts)
+        weights = combine_weights(self._shape, logits, experts)
         weights = torch.where(is_recorded, weights.to(live_weights.dtype), live_weights)
         if self._shape.weights:
             values = select_weights(layer_routes, self._shape).to(live.device)

@@ -177,21 +177,20 @@ class RouteRecorder:
         return routes
 
 
-def combine_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return the combine weights of given experts by the router's own rule, fp32 [tokens, k].
+def combine_weights(shape: RoutingShape, logits: Tensor, experts: Tensor) -> Tensor:
+    """Return the combine weights of given experts by the model's rule, fp32 [tokens, k].
 
     A router with a bias (``e_score_correction_bias``) chooses experts with the bias, and weighs them by sigmoids
     without it.
 
     Args:
-        router: A router of the model.
-        logits: Its logits, [tokens, E].
+        shape: Rule of the weights.
+        logits: Logits of a router, [tokens, E].
         experts: Ids of the experts, [tokens, k].
     """
     scores = logits.float()
-    scores = scores.sigmoid() if hasattr(router, "e_score_correction_bias") else scores.softmax(-1)
+    scores = scores.sigmoid() if shape.has_sigmoid else scores.softmax(-1)
     weights = scores.gather(1, experts.long())
-    # A router without the attribute always normalizes.
-    if getattr(router, "norm_topk_prob", True):
+    if shape.weights_add_to_one:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights * getattr(router, "routed_scaling_factor", 1.0)
+    return weights * shape.weights_scale

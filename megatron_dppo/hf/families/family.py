@@ -201,6 +201,16 @@ def default_rope(hf_config: Any) -> Rope:
     return Rope(parameters["rope_theta"])
 
 
+def partial_rope(hf_config: Any) -> Rope:
+    """Return the rotary embedding of the first dimensions of a head, without scaling.
+
+    Raises:
+        CheckpointError: The embedding is scaled.
+    """
+    parameters = rope_parameters(hf_config, "default")
+    return Rope(parameters["rope_theta"], percent=parameters.get("partial_rotary_factor", 1.0))
+
+
 def common_shape(hf_config: Any, kinds: Sequence[str] = ("full_attention",), **family_fields: Any) -> ModelShape:
     """Return the sizes that all families name alike in config.json, with ``family_fields`` of one family.
 

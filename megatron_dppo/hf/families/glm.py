@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.hf.families.family import Family, Published, Rope, grouped_fields, rope_parameters
+from megatron_dppo.hf.families.family import Family, Published, grouped_fields, partial_rope
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
 
@@ -16,11 +16,6 @@ def _shape(hf_config: Any) -> ModelShape:
 
 def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return grouped_fields(hf_config, shape) | sigmoid_fields(hf_config, shape)
-
-
-def _rope(hf_config: Any) -> Rope:
-    parameters = rope_parameters(hf_config, "default")
-    return Rope(parameters["rope_theta"], percent=parameters.get("partial_rotary_factor", 1.0))
 
 
 FAMILIES = (
@@ -40,7 +35,7 @@ FAMILIES = (
         published=(Published("GLM-4.5-Air", {"attention_bias": True, "head_dim": 128}, 106.9),),
         shape=_shape,
         fields=_fields,
-        rope=_rope,
+        rope=partial_rope,
         attention=grouped_attention,
         dense=DENSE_MLP,
         experts=SIGMOID_EXPERTS,

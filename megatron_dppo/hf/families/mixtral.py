@@ -17,7 +17,14 @@ from megatron_dppo.hf.families.family import (
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, grouped_attention, rename
 
-_DISK_NAMES = ((".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3."))
+MIXTRAL_NAMES = (
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj.", ".w1."),
+    (".down_proj.", ".w2."),
+    (".up_proj.", ".w3."),
+)
+"""Parts of names: ``(in other families, on disk)``."""
+MIXTRAL_EXPERTS = tuple(replace(rule, hf=tuple(rename(name, MIXTRAL_NAMES) for name in rule.hf)) for rule in EXPERTS)
 
 
 def _shape(hf_config: Any) -> ModelShape:
@@ -51,7 +58,7 @@ FAMILIES = (
         rope=default_rope,
         attention=grouped_attention,
         dense=DENSE_MLP,
-        experts=tuple(replace(rule, hf=tuple(rename(name, _DISK_NAMES) for name in rule.hf)) for rule in EXPERTS),
-        disk_names=_DISK_NAMES,
+        experts=MIXTRAL_EXPERTS,
+        disk_names=MIXTRAL_NAMES,
     ),
 )

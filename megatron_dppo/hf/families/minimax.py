@@ -1,0 +1,80 @@
+"""MiniMax-M2: sigmoid routers with a bias, OLMoE's norms over all heads, Mixtral's names, half of a head rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_dppo.config.layout import ModelShape
+from megatron_dppo.hf.families.family import (
+    Family,
+    Published,
+    common_shape,
+    expert_fields,
+    grouped_fields,
+    partial_rope,
+    raise_unsupported,
+    require_values,
+)
+from megatron_dppo.hf.families.mixtral import MIXTRAL_EXPERTS, MIXTRAL_NAMES
+from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule, grouped_attention
+
+_BIAS = Rule(M + "mlp.router.expert_bias", (H + "block_sparse_moe.e_score_correction_bias",))
+
+
+def _shape(hf_config: Any) -> ModelShape:
+    require_values(hf_config, sliding_window=None, router_jitter_noise=0.0, attention_bias=False)
+    # Keys of the published config.json that transformers does not read.
+    require_values(
+        hf_config,
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        shared_intermediate_size=0,
+        attn_type_list=[1] * hf_config.num_hidden_layers,
+    )
+    if hf_config.num_experts_per_tok < 2:
+        raise_unsupported(hf_config, "num_experts_per_tok", 1, "2 or more (Megatron does not normalize a single score)")
+    return common_shape(
+        hf_config,
+        num_experts=hf_config.num_local_experts,
+        has_qk_norm=True,
+        has_qk_norm_over_heads=True,
+        has_router_bias=True,
+    )
+
+
+def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+    routers = dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        # Megatron's default of 1e-3 would move the bias by load.
+        moe_router_bias_update_rate=0.0,
+    )
+    return grouped_fields(hf_config, shape) | expert_fields(hf_config, shape) | routers
+
+
+FAMILIES = (
+    Family(
+        model_type="minimax_m2",
+        hf_class="MiniMaxM2ForCausalLM",
+        models="MiniMax-M2",
+        features="sigmoid routers with a bias, norms over all heads, half of a head rotated, names of Mixtral",
+        tiny={
+            "head_dim": 24,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+        },
+        published=(Published("MiniMax-M2", {}, 228.7),),
+        shape=_shape,
+        fields=_fields,
+        rope=partial_rope,
+        attention=grouped_attention,
+        dense=DENSE_MLP,
+        experts=(*MIXTRAL_EXPERTS, _BIAS),
+        disk_names=MIXTRAL_NAMES,
+    ),
+)
