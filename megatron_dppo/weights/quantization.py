@@ -44,7 +44,13 @@ _UNROUNDED = (
 )
 """Modules that neither format quantizes: output layer, embedding, routers, the gate of a shared expert, and beta, alpha
 and convolution of linear attention, as in Qwen's own FP8 folders."""
-_NOT_EXPERTS = ["lm_head", "re:.*self_attn.*", "re:.*shared_expert.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+_NOT_EXPERTS = [
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*linear_attn.*",
+    "re:.*shared_expert.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+]
 """Ignored modules: Kimi-K2's list; the last entry is for layers without experts."""
 _SUFFIX: dict[Format, str] = {"fp8": "_scale_inv", "int4": "_packed"}
 
