@@ -149,7 +149,7 @@ if [ "$mode" = start ] && [ "$server_nodes" = 0 ]; then
     serving_nodes=("${nodes[0]}")
     serve_options+=(--skip-gpus "$nproc")
 fi
-# A server may span nodes (nnodes in [rollout.sglang]): then each of its nodes has a rank, and they meet at the first one.
+# A server may span nodes (nnodes in [rollout.sglang] or [rollout.vllm]): then each of its nodes has a rank, and they meet at the first one.
 declare -A node_options=()
 if [ "$mode" = start ]; then
     spanned=$(ask nodes serve "${given[@]}" --print-nodes)

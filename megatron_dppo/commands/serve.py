@@ -106,7 +106,7 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     visible = visible_gpus(os.environ)
     node = _server_node(options)
     plans = plan_servers(config.rollout, server, os.environ, visible, options.skip_gpus, node)
-    network = _network_variables(config)
+    network = _network_variables(config, node)
     plans = [replace(plan, env=plan.env | network) for plan in plans]
     if options.dry_run:
         for plan in plans:
@@ -147,15 +147,24 @@ def _server_node(options: argparse.Namespace) -> ServerNode | None:
     return ServerNode(rank=options.node_rank, address=options.dist_init_addr)
 
 
-def _network_variables(config: Config) -> dict[str, str]:
-    """Return the network interface for the group of trainer and servers: the one of ``rollout.servers.host``."""
+def _network_variables(config: Config, node: ServerNode | None) -> dict[str, str]:
+    """Return the variables of the network of ``rollout.servers.host``.
+
+    They name its interface, for the group of trainer and servers, and this node's address in a vLLM server over nodes.
+    """
     from megatron_dppo.engines.serving.environment import shares_communicator
     from megatron_dppo.parallel.network import find_interface, interface_variables, is_loopback, source_address
 
     source = source_address(config.rollout.servers.host)
-    if source is None or is_loopback(source) or not shares_communicator(config.rollout):
+    if source is None or is_loopback(source):
         return {}
-    return interface_variables(find_interface(source), os.environ)
+    variables = {}
+    if node is not None and config.rollout.engine == "vllm" and "VLLM_HOST_IP" not in os.environ:
+        # vLLM would take the address of the route to the internet.
+        variables["VLLM_HOST_IP"] = source
+    if shares_communicator(config.rollout):
+        variables |= interface_variables(find_interface(source), os.environ)
+    return variables
 
 
 def _attach(config: Config, urls_file: Path | None) -> int:

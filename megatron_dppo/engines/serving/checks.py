@@ -259,11 +259,7 @@ def _sglang_problems(url: str, needs: ServerRequirements, key: str | None, timeo
             f"--disaggregation-mode is {mode}: it answers only together with others, through a router that passes on "
             "no weight updates; start it without"
         )
-    if needs.weight_sync == "ipc" and int(info.get("nnodes") or 1) > 1:
-        yield (
-            f"--nnodes {info['nnodes']}: rollout.weight_sync.method = 'ipc' shares the memory of one node; set it to "
-            "'distributed' or 'disk'"
-        )
+    yield from _node_problems(needs, info.get("nnodes"))
     if needs.weight_sync != "disk":
         for name, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
             if int(info.get(name) or 1) > 1 and not (name == "dp_size" and info.get("enable_dp_attention")):
@@ -311,10 +307,19 @@ def _vllm_problems(url: str, needs: ServerRequirements, key: str | None, timeout
         max_rank = lora.get("max_lora_rank") if isinstance(lora, Mapping) else None
         has_lora = lora is not None or "lora_config" not in config
         yield from _adapter_problems(has_lora, max_rank, needs.adapter_rank)
+    yield from _node_problems(needs, parallel.get("nnodes"))
     if needs.weight_sync not in ("disk", "adapter") and parallel.get("worker_extension_cls") != _EXTENSION:
         yield (
             f"runs without our worker extension, which rollout.weight_sync.method = {needs.weight_sync!r} needs; start "
             "it with megatron-dppo serve, or as docs/engines.md says"
+        )
+
+
+def _node_problems(needs: ServerRequirements, nodes: object) -> Iterator[str]:
+    if needs.weight_sync == "ipc" and isinstance(nodes, int) and nodes > 1:
+        yield (
+            f"--nnodes {nodes}: rollout.weight_sync.method = 'ipc' shares the memory of one node; set it to "
+            "'distributed' or 'disk'"
         )
 
 

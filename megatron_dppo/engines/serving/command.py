@@ -14,7 +14,13 @@ from typing import Any
 from megatron_dppo.config.model import LoraConfig, ModelConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.engines.serving.environment import transfer_variables
-from megatron_dppo.engines.serving.nodes import ServerNode, count_nodes, node_arguments
+from megatron_dppo.engines.serving.nodes import (
+    ServerNode,
+    answers_requests,
+    count_nodes,
+    headless_command,
+    node_arguments,
+)
 from megatron_dppo.errors import ConfigError
 
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
@@ -26,6 +32,10 @@ _RESERVED_OPTIONS = {
     "api-key": "name an environment variable in rollout.servers.api_key_env: a key in a file is saved with the run",
     "admin-api-key": "name an environment variable in rollout.servers.admin_api_key_env",
     **dict.fromkeys(("node-rank", "dist-init-addr"), "nodes differ in it: pass it to `megatron-dppo serve` on each"),
+    **dict.fromkeys(
+        ("master-addr", "master-port", "headless"),
+        "pass --node-rank and --dist-init-addr to `megatron-dppo serve` on each node, which sets it",
+    ),
     **dict.fromkeys(
         ("disaggregation-mode", "kv-transfer-config"),
         "servers for prefill and for decoding answer only together, through a router, which passes on no weight "
@@ -52,9 +62,10 @@ _VLLM_EXTENSION = Path(__file__).parent / "vllm_extension"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """Command line and environment of one server."""
+    """Command line and environment of one server, or of its part on this node."""
 
     url: str
+    """Its address. That of node 0 for a part that does not listen."""
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict, repr=False)
     """Variables that are added to this process's environment."""
@@ -62,6 +73,8 @@ class ServerPlan:
     """Options that must not appear in the process list; they are passed in a file, as ``--config FILE``."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
     """API keys, which are masked when a part of the log is shown."""
+    listens: bool = True
+    """False for the other nodes of a vLLM server, which answer no requests: it is healthy when node 0 is."""
 
 
 def plan_servers(
@@ -102,6 +115,11 @@ def plan_servers(
         if rollout.weight_sync.method == "adapter":
             env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     command = servers.command or [sys.executable, "-m", _MODULES[rollout.engine]]
+    urls = servers.resolved_urls
+    listens = answers_requests(rollout.engine, node)
+    if node is not None and not listens:
+        command = headless_command(command)
+        urls = [f"http://{node.host}:{servers.port}"]
     return [
         ServerPlan(
             url=url,
@@ -117,8 +135,9 @@ def plan_servers(
             env=env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus_by_server[i])} if gpus_by_server else {}),
             config_file=keys.config_file,
             secrets=keys.secrets,
+            listens=listens,
         )
-        for i, url in enumerate(servers.resolved_urls)
+        for i, url in enumerate(urls)
     ]
 
 

@@ -1,14 +1,20 @@
-"""Servers whose GPUs are on several nodes: each node runs ``megatron-dppo serve`` with its own rank."""
+"""Servers whose GPUs are on several nodes: each node runs ``megatron-dppo serve`` with its own rank.
+
+SGLang answers health checks on every node. With vLLM only node 0 listens; the others run ``vllm serve --headless``
+(vllm/entrypoints/cli/serve.py, 0.32), whose workers are ready when node 0 is healthy.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import ConfigError
+
+_API_SERVER = "vllm.entrypoints.openai.api_server"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +25,16 @@ class ServerNode:
     """Index of the node. Node 0 answers requests."""
     address: str
     """``HOST:PORT`` of node 0, where the nodes meet."""
+
+    @property
+    def host(self) -> str:
+        """Host of node 0, an IPv6 address in brackets."""
+        return self.address.rpartition(":")[0]
+
+    @property
+    def port(self) -> str:
+        """Port where the nodes meet."""
+        return self.address.rpartition(":")[2]
 
 
 def count_nodes(engine: str, options: Mapping[str, Any]) -> int:
@@ -52,29 +68,44 @@ def node_arguments(rollout: RolloutConfig, options: Mapping[str, Any], node: Ser
                 "remove --node-rank and --dist-init-addr"
             )
         return ()
-    if problem := _spanning_problem(rollout):
+    if problem := _spanning_problem(rollout, options):
         raise ConfigError(f"[rollout.{rollout.engine}] nnodes = {nodes}: {problem}")
     if node is None:
         raise ConfigError(
-            f"[rollout.sglang] nnodes = {nodes}: start `megatron-dppo serve` on each of these nodes, with --node-rank "
-            f"0 to {nodes - 1} and the same --dist-init-addr HOST:PORT, a free port of node 0"
+            f"[rollout.{rollout.engine}] nnodes = {nodes}: start `megatron-dppo serve` on each of these nodes, with "
+            f"--node-rank 0 to {nodes - 1} and the same --dist-init-addr HOST:PORT, a free port of node 0"
         )
     if not 0 <= node.rank < nodes:
         raise ConfigError(f"--node-rank {node.rank}: expected 0 to {nodes - 1}, because nnodes = {nodes}")
     if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\s\[\]]+):\d{1,5}", node.address):
         raise ConfigError(f"--dist-init-addr {node.address}: expected HOST:PORT of node 0")
-    return ("--node-rank", str(node.rank), "--dist-init-addr", node.address)
+    rank = ("--node-rank", str(node.rank))
+    if rollout.engine == "sglang":
+        return (*rank, "--dist-init-addr", node.address)
+    headless = () if answers_requests(rollout.engine, node) else ("--headless",)
+    return (*rank, "--master-addr", node.host.strip("[]"), "--master-port", node.port, *headless)
 
 
-def _spanning_problem(rollout: RolloutConfig) -> str | None:
-    if rollout.engine == "vllm":
-        return (
-            "the other nodes of a vLLM server run `vllm serve --headless`, which answers no health check. Start it by "
-            "hand, and name node 0 in rollout.servers.urls"
-        )
+def answers_requests(engine: str, node: ServerNode | None) -> bool:
+    """Return True if a server's part on this node listens: every part but those of vLLM after node 0."""
+    return engine == "sglang" or node is None or node.rank == 0
+
+
+def headless_command(command: Sequence[str]) -> list[str]:
+    """Return the command of a vLLM node that does not listen: vLLM's older module ignores ``--headless``."""
+    if _API_SERVER not in command:
+        return list(command)
+    index = list(command).index(_API_SERVER)
+    return [*command[:index], "vllm.entrypoints.cli.main", "serve", *command[index + 1 :]]
+
+
+def _spanning_problem(rollout: RolloutConfig, options: Mapping[str, Any]) -> str | None:
+    if rollout.engine == "vllm" and any(options.get(name, 1) != 1 for name in ("data-parallel-size", "dp-size", "dp")):
+        return "replicas of a vLLM server (data-parallel-size) do not span nodes; start one server for each"
     if rollout.servers.colocated:
         return (
-            "rollout.servers.colocated = true needs each server on the GPUs of one node; lower tp-size, or leave it out"
+            "rollout.servers.colocated = true needs each server on the GPUs of one node; lower its tensor parallel "
+            "size, or leave it out"
         )
     if rollout.weight_sync.method == "ipc":
         return "weight_sync.method = 'ipc' shares the memory of one node; set it to 'distributed' or 'disk'"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_dppo.engines.serving.command import ServerPlan
-from megatron_dppo.engines.serving.server_process import ServerProcess, require_free
+from megatron_dppo.engines.serving.server_process import ServerProcess, refuses_connections, require_free
 
 _POLL_SECONDS = 0.5
 _HEALTH_SECONDS = 5.0
@@ -80,7 +80,8 @@ class ServerGroup:
         try:
             # All before the first start, so that a port in use shows at once.
             for plan in self._plans:
-                require_free(plan.url)
+                if plan.listens:
+                    require_free(plan.url)
             self._log_dir.mkdir(parents=True, exist_ok=True)
             for index, plan in enumerate(self._plans):
                 log_file = self._log_dir / f"server_{index}.log"
@@ -148,6 +149,7 @@ class _SupervisedServer:
         self._restarts = 0
         """Restarts since the server was last healthy."""
         self._started = time.monotonic()
+        self._waits_for_node_0 = False
 
     def require_running(self) -> None:
         """Raise ServerError if the process exited, or did not become healthy in its time."""
@@ -157,7 +159,12 @@ class _SupervisedServer:
     def keep_running(self) -> None:
         """Restart the server if it exited or did not become healthy in its time; otherwise check its health."""
         if (problem := self._problem()) is not None:
-            self._restart(problem)
+            # What is left of the server keeps its group until node 0 has ended too; a new part could not join.
+            if self.process.plan.listens or refuses_connections(self.process.plan.url):
+                self._restart(problem)
+            elif not self._waits_for_node_0:
+                self._waits_for_node_0 = True
+                self._log(f"{self.process.plan.url}: {problem} on this node; it is restarted when node 0 has ended too")
         elif not self.is_healthy:
             self.check_health()
 
@@ -173,6 +180,9 @@ class _SupervisedServer:
             return f"the server exited ({status})"
         if not self.is_healthy and time.monotonic() > self._started + self._timeout:
             return f"not healthy after {self._timeout:g} seconds (--start-timeout)"
+        if self.is_healthy and not self.process.plan.listens and refuses_connections(self.process.plan.url):
+            # vLLM's other nodes wait forever for a node 0 that has ended.
+            return "node 0 of the server ended"
         return None
 
     def _restart(self, problem: str) -> None:
@@ -185,6 +195,7 @@ class _SupervisedServer:
         )
         self.process.restart()
         self.is_healthy = False
+        self._waits_for_node_0 = False
         self._started = time.monotonic()
 
 

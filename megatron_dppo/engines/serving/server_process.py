@@ -18,6 +18,7 @@ from megatron_dppo.errors import ConfigError, ServerError
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 16384
+_CONNECT_SECONDS = 5.0
 _PORT_SECONDS = 20.0
 """Time that a restart waits for the port of the dead server to become free."""
 
@@ -48,7 +49,7 @@ class ServerProcess:
         """
         self.kill()
         end = time.monotonic() + _PORT_SECONDS
-        while not _is_free(self.plan.url) and time.monotonic() < end:
+        while self.plan.listens and not _is_free(self.plan.url) and time.monotonic() < end:
             time.sleep(0.1)
         self._process = self._start()
 
@@ -133,6 +134,18 @@ def require_free(url: str) -> None:
             "If your own server runs there, name it in rollout.servers.urls; otherwise set rollout.servers.port, or "
             "host to an address of this machine"
         ) from error
+
+
+def refuses_connections(url: str) -> bool:
+    """Return True if nothing listens at an address. A host that does not answer at all gives False."""
+    address = urlsplit(url)
+    try:
+        with socket.create_connection((str(address.hostname), address.port), timeout=_CONNECT_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 def _is_free(url: str) -> bool:
