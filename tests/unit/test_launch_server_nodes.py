@@ -37,7 +37,9 @@ esac
 """
 
 
-def run_job(folder: Path, server_nodes: int, *overrides: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def run_job(
+    folder: Path, server_nodes: int, *overrides: str, example: str = "qwen3_30b_a3b/dppo.toml"
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run the script on five nodes and return the calls of srun."""
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("squeue", "#!/bin/sh\n"), ("scancel", "#!/bin/sh\n")):
         (folder / name).write_text(text)
@@ -47,7 +49,7 @@ def run_job(folder: Path, server_nodes: int, *overrides: str) -> tuple[subproces
     (folder / "calls").touch()
     (folder / "shared").mkdir()
     script = [str(ROOT / "launch/qwen3_moe_dppo.sh"), "--server-nodes", str(server_nodes), "--shared", "shared"]
-    config = str(ROOT / "examples/qwen3_30b_a3b/dppo.toml")
+    config = str(ROOT / "examples" / example)
     result = subprocess.run(
         ["bash", *script, config, "--rollout.servers.count", "1", *overrides],
         cwd=folder,
@@ -59,8 +61,15 @@ def run_job(folder: Path, server_nodes: int, *overrides: str) -> tuple[subproces
     return result, (folder / "calls").read_text().splitlines()
 
 
-def test_each_node_of_a_server_has_its_rank_and_the_address_of_the_first(tmp_path: Path) -> None:
-    result, calls = run_job(tmp_path, 4, "--rollout.sglang.tp-size", "16", "--rollout.sglang.nnodes", "2")
+@pytest.mark.parametrize(
+    ("engine", "size", "example"),
+    [("sglang", "tp-size", "qwen3_30b_a3b/dppo.toml"), ("vllm", "tensor-parallel-size", "chain_sum/vllm.toml")],
+)
+def test_each_node_of_a_server_has_its_rank_and_the_address_of_the_first(
+    engine: str, size: str, example: str, tmp_path: Path
+) -> None:
+    spanning = (f"--rollout.{engine}.{size}", "16", f"--rollout.{engine}.nnodes", "2")
+    result, calls = run_job(tmp_path, 4, *spanning, example=example)
     started = {
         call.split("--nodelist=")[1].split()[0]: call.split("--node-rank ")[1].split(" --urls-file")[0]
         for call in calls

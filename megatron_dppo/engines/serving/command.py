@@ -101,8 +101,8 @@ def plan_servers(
     servers = rollout.servers
     if servers.colocated and gpus:  # without GPUs nothing can be released, and the engines reject the flags
         options = _MEMORY_RELEASE_OPTIONS[rollout.engine] | options
-    gpus_by_server = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
     node_options = node_arguments(rollout, options, node)
+    gpus_by_server = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
     keys = _read_keys(rollout, environ)
     env = keys.env | transfer_variables(rollout, environ)
     if keys.config_file and "config" in options:

@@ -294,11 +294,70 @@ def test_a_server_over_nodes_that_cannot_be_is_refused(
         spanning(node, **rollout)
 
 
-def test_a_vllm_server_over_nodes_is_refused_with_the_reason() -> None:
-    made = config_of("vllm", rollout={"vllm": {"tensor-parallel-size": 16, "nnodes": 2}})
+VLLM_NODES = {"tensor-parallel-size": 16, "nnodes": 2}
+
+
+def vllm_part(rank: int, address: str, command: list[str] | None = None, **rollout: Any) -> ServerPlan:
+    servers = {"host": f"10.0.0.{rank}", "port": 30000} | ({} if command is None else {"command": command})
+    made = config_of("vllm", rollout={"vllm": VLLM_NODES, "servers": servers} | rollout)
     server = server_options(made.rollout, made.model, made.lora, routed_experts=False, topk_logprobs=0)
-    with pytest.raises(ConfigError, match="headless`, which answers no health check"):
-        plan_servers(made.rollout, server, {}, [], 0, ServerNode(rank=0, address="a:1"))
+    node = ServerNode(rank=rank, address=address)
+    (plan,) = plan_servers(made.rollout, server, {}, [str(i) for i in range(8)], 0, node)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "url"),
+    [
+        ("10.0.0.0:28500", "10.0.0.0", "http://10.0.0.0:30000"),
+        ("[fd00::1]:28500", "fd00::1", "http://[fd00::1]:30000"),
+    ],
+)
+def test_only_node_0_of_a_vllm_server_listens_and_the_others_ask_its_health(address: str, host: str, url: str) -> None:
+    first, second = (vllm_part(rank, address) for rank in (0, 1))
+    for rank, plan in enumerate((first, second)):
+        line = shlex.join(plan.argv)
+        assert "--tensor-parallel-size 16 --nnodes 2" in line and f"--node-rank {rank} --master-addr {host}" in line
+        assert "--master-port 28500" in line and plan.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert first.listens and first.url == "http://10.0.0.0:30000" and "--headless" not in first.argv
+    assert not second.listens and second.url == url and second.argv[-1] == "--headless"
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "second"),
+    [
+        (None, [sys.executable, "-m", "vllm.entrypoints.openai.api_server"], None),
+        (["/e/bin/python", "-m", "vllm.entrypoints.openai.api_server"], None, "/e/bin/python"),
+        (["vllm", "serve"], None, ["vllm", "serve"]),
+        (["/wrap.sh", "serve", "0.32.0"], None, ["/wrap.sh", "serve", "0.32.0"]),
+    ],
+)
+def test_a_node_that_does_not_listen_needs_the_command_that_knows_headless(
+    command: list[str] | None, first: list[str] | None, second: list[str] | str | None
+) -> None:
+    """vLLM 0.32: ``openai.api_server`` ignores --headless and starts a second API; ``vllm serve`` takes it."""
+    expected = command or first or []
+    argv = vllm_part(0, "a:1", command).argv
+    assert list(argv[: len(expected)]) == expected and argv[len(expected)] == "--host"
+    if not isinstance(second, list):
+        second = [second or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    argv = vllm_part(1, "a:1", command).argv
+    assert list(argv[: len(second)]) == second and argv[len(second)] == "--host"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"vllm": VLLM_NODES | {"data-parallel-size": 2}}, "replicas of a vLLM server .* start one server for each"),
+        ({"weight_sync": {"method": "ipc"}}, "'ipc' shares the memory of one node"),
+        ({"servers": {"colocated": True}, "weight_sync": {"method": "disk"}}, "GPUs of one node"),
+        ({"servers": {"count": 2}}, "set count = 1"),
+        ({"vllm": VLLM_NODES | {"nnodes": 3}}, "nnodes = 3 does not divide the 16 GPUs"),
+    ],
+)
+def test_a_vllm_server_over_nodes_that_cannot_be_is_refused(rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vllm_part(0, "a:1", **rollout)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +367,8 @@ def test_a_vllm_server_over_nodes_is_refused_with_the_reason() -> None:
         ("vllm", {"kv-transfer-config": {"kv_role": "kv_both"}}, "answer only together, through a router"),
         ("sglang", {"node-rank": 1}, "pass it to `megatron-dppo serve` on each"),
         ("sglang", {"dist_init_addr": "a:1"}, "pass it to `megatron-dppo serve` on each"),
+        ("vllm", {"master_addr": "a"}, "pass --node-rank and --dist-init-addr to `megatron-dppo serve` on each"),
+        ("vllm", {"headless": True}, "pass --node-rank and --dist-init-addr to `megatron-dppo serve` on each"),
     ],
 )
 def test_options_of_parts_of_a_server_are_refused(engine: str, option: dict[str, Any], message: str) -> None:

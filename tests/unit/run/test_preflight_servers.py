@@ -193,3 +193,14 @@ def test_a_server_with_another_nccl_is_refused_where_weights_are_broadcast(
     assert problems_of("vllm", servers({**vllm(), **fits}), **prompts) == []
     # An older extension has no such call; the versions are then those that vLLM pins.
     assert problems_of("vllm", servers(vllm()), **prompts) == []
+
+
+def test_memory_of_one_node_is_refused_for_servers_over_two(servers: Any) -> None:
+    ipc = {"data__max_prompt_tokens": "200", "rollout__weight_sync__method": "ipc"}
+    extension = {"worker_extension_cls": "megatron_dppo_vllm.WorkerExtension"}
+    for engine, answers in (
+        ("sglang", lambda nodes: sglang(nnodes=nodes)),
+        ("vllm", lambda nodes: vllm(parallel_config=extension | {"nnodes": nodes})),
+    ):
+        assert not any("--nnodes" in text for text in problems_of(engine, servers(answers(1)), **ipc))
+        assert sum("--nnodes 2: " in text for text in problems_of(engine, servers(answers(2)), **ipc)) == 1, engine
