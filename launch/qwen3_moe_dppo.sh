@@ -25,9 +25,10 @@
 #   PYTHON                   interpreter with megatron_dppo, the same path on all nodes (default python3)
 #   MEGATRON_DPPO_API_KEY    key of the servers (default: a new random one for each start of the job)
 #
-# Before the time limit (#SBATCH --signal), at `scancel --signal=TERM --batch JOBID` and at preemption the trainer
-# finishes its step and saves; then the job queues itself again and resumes from there. When it does not get so far in
-# time, the job is queued again all the same and resumes from the last checkpoint. At preemption the servers get SIGTERM
+# The trainer saves after the last step that fits before the time limit, as long as its steps take; then the job queues
+# itself again and resumes from there. At the signal before the limit (#SBATCH --signal), at `scancel --signal=TERM
+# --batch JOBID` and at preemption the trainer finishes its step and saves, too. When it does not get so far in time, the
+# job is queued again all the same and resumes from the last checkpoint. At preemption the servers get SIGTERM
 # too, and serve until the trainer has ended: the partition needs a GraceTime for a step, an evaluation and a checkpoint.
 # At `scancel --signal=USR1 --batch JOBID` the trainer finishes its step and saves, too, and the job ends for good.
 # After a crash of the trainer the job queues itself again, too; exit codes 2 and 3 end it: a restart would repeat them.
@@ -123,6 +124,11 @@ signal_steps() {
         if [ "$name" = "$2" ]; then scancel --signal="$1" "$id" || true; fi
     done
 }
+seconds_left() { # before the time limit; nothing if there is none
+    local end
+    end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9][^ ]*\).*/\1/p') || true
+    [ -z "$end" ] || echo $(($(date -d "$end" +%s) - $(date +%s)))
+}
 job_has() { scontrol -o show job "$SLURM_JOB_ID" | grep -q " $1"; }
 preempted() { job_has 'PreemptTime=[0-9]'; }
 
@@ -166,6 +172,7 @@ if [ "$mode" = colocated ]; then serving_nodes=("${nodes[@]}") mode=start; fi
 
 declare -A servers=() starts=()
 trainer="" stopping="" ending="" last_call=""
+last_seconds=90 # of the job, for queueing it again
 
 ended_within() { # SECONDS PID...
     local end=$((SECONDS + $1)) pid
@@ -200,14 +207,13 @@ finish() {
 # shellcheck disable=SC2329
 stop() { # SIGNAL
     stopping=1
-    local end left=""
-    end=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([0-9][^ ]*\).*/\1/p') || true
-    [ -z "$end" ] || left=$(($(date -d "$end" +%s) - $(date +%s)))
+    local left
+    left=$(seconds_left)
     [ "${left:-0}" -gt 0 ] || left="" # the job is over: it was cancelled
     say "$1: the trainer finishes its step and saves${left:+; the job has $left seconds left}"
     signal_steps TERM trainer
     # Slurm does not queue a job again that has reached its time limit.
-    [ -z "$left" ] || { sleep $((left > 90 ? left - 90 : 0)) & last_call=$!; }
+    [ -z "$left" ] || { sleep $((left > last_seconds ? left - last_seconds : 0)) & last_call=$!; }
 }
 requeue() { # the exit CODE where that cannot be
     end_servers
@@ -321,13 +327,18 @@ rank() { # FOLDER COMMAND...
     [ "$RANK" = 0 ] || exec >>"$1/rank_$RANK.log" 2>&1
     trap : TERM INT HUP # for the trainer, whose exit code is to be noted: that of the step may be another rank's
     "${@:2}" || code=$?
+    # Saved and stopped before the time limit. Another code than 0 would have srun kill ranks that are still ending.
+    [ "$code" != 6 ] || { touch "$1/stopped" && code=0; }
     [ "$code" = 0 ] || echo "$code" >"$1/code_$RANK"
     exit "$code"
 }
 MASTER_PORT=$(free_port $((20000 + SLURM_JOB_ID % 10000)))
 export MASTER_PORT LOCAL_WORLD_SIZE=$nproc WORLD_SIZE=$((${#trainer_nodes[@]} * nproc))
 mkdir -p "$logs"
-rm -f "$logs"/code_*
+rm -f "$logs"/code_* "$logs/stopped"
+left=$(seconds_left)
+# The trainer stops by itself where its next step would end later.
+[ -z "$left" ] || export MEGATRON_DPPO_END_TIME=$(($(date +%s) + left - last_seconds))
 say "training on ${#trainer_nodes[@]} nodes (${trainer_nodes[*]}) with $nproc ranks each; the output of ranks other than 0 is in $logs"
 step trainer "$rank_cpus" --nodes="${#trainer_nodes[@]}" --ntasks="$WORLD_SIZE" --ntasks-per-node="$nproc" \
     --nodelist="$(list "${trainer_nodes[@]}")" --distribution=block \
@@ -345,7 +356,7 @@ while true; do
         trainer=""
         [ "$code" = 0 ] || after_crash "$code" --logs "$logs"
         # At preemption Slurm signals the steps and not this script.
-        if [ -n "$stopping" ] || preempted; then after_stop; fi
+        if [ -n "$stopping" ] || [ -e "$logs/stopped" ] || preempted; then after_stop; fi
         exit 0
         ;;
     "$last_call")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,6 +77,7 @@ class Checkpoints:
 
     Attributes:
         timer: Decides about saves by time, and measures all saves.
+        save_seconds: Seconds from the start of the last save until it was complete. None before the first.
 
     Args:
         config: Configuration of the run.
@@ -112,6 +114,8 @@ class Checkpoints:
         self._saving: CheckpointSave | None = None
         self.folder = checkpoints_folder(Path(config.run.output_dir))
         self.timer = SaveTimer(config.checkpoint.save_every_minutes)
+        self.save_seconds: float | None = None
+        self._save_began = 0.0
         # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
         self._contents = contents
         self._served = served
@@ -166,6 +170,7 @@ class Checkpoints:
         """
         # One save at a time: the previous one may still be writing in the background.
         self.finish(wait=True)
+        self._save_began = time.monotonic()
         config = self._config
         contents = self._stream.stored_rollouts() if self._has_engine else []
         record = {
@@ -212,6 +217,7 @@ class Checkpoints:
         with PROGRESS.part("save"):
             path = saving.wait()
         self._saving = None
+        self.save_seconds = saving.end_time - self._save_began
         self._say(f"saved    {path}" if saving.is_finite else f"saved    {path} {_NOT_FINITE}")
 
     def close(self) -> None:

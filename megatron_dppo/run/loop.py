@@ -20,13 +20,15 @@ from megatron_dppo.run.run_records import first_agent_error, request_metrics, st
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
+from megatron_dppo.run.time_limit import TimeLimit
 
 
 def run(config: Config) -> int:
     """Train with ``config`` and return the exit code.
 
-    The code is 0, also when a signal stopped the run after it saved a checkpoint.
+    The code is 0, also when a signal stopped the run after it saved a checkpoint. The job's time limit gives 6.
     """
+    limit = TimeLimit.from_environment(os.environ)
     with no_orphans(), StopSignal() as stop:
         stop_when_torchrun_dies()
         try:
@@ -34,15 +36,16 @@ def run(config: Config) -> int:
                 session.begin()
                 # From here on a signal lets the current step end and be saved.
                 stop.deferring = True
-                _train(session, stop)
+                _train(session, stop, limit)
         except Stopped as reason:
             # The session's console is closed, so this line needs one of its own.
             Console(enabled=os.environ["RANK"] == "0" and config.log.progress).print(f"stopped  {reason}")
+            return reason.exit_code
     return 0
 
 
-def _train(session: Session, stop: StopSignal) -> None:
-    """Train until the last step, the target accuracy or a signal, then export the model."""
+def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
+    """Train until the last step, the target accuracy, a signal or the time limit, then export the model."""
     config = session.config
     state = session.state
     trainer = session.trainer
@@ -65,6 +68,7 @@ def _train(session: Session, stop: StopSignal) -> None:
     records.console.start("training", config.run.num_steps, state.step)
     while state.step < config.run.num_steps and not state.has_reached(config.eval.stop_at_accuracy):
         PROGRESS.enter("loop", state.step)
+        limit.begin_step()
         clock = Clock()
 
         # Collect: the engine samples, the reward functions score.
@@ -118,7 +122,11 @@ def _train(session: Session, stop: StopSignal) -> None:
         agents_failed = metrics.get("rollout/agent/failed_fraction", 0.0)
         records.log(state.step, metrics, first_agent_error(collected.groups, agents_failed, session.groups.world))
 
-        # Save. `stop.requested` is a collective: all ranks agree on whether a signal came in this step.
+        # Save. `stop.requested` is a collective: all ranks agree on whether to stop after this step.
+        has_next = state.step < config.run.num_steps
+        evaluates_next = config.eval.is_due(state.step + 1, config.run.num_steps)
+        if has_next and limit.leaves_no_step(save_seconds=checkpoints.save_seconds, evaluates_next=evaluates_next):
+            stop.request_by_time_limit()
         is_stopping = stop.requested()
         is_stuck = state.skipped_in_a_row >= config.train.max_skipped_updates
         is_best = state.is_new_best(metrics.get("eval/accuracy")) and config.checkpoint.keep_best
@@ -139,7 +147,10 @@ def _train(session: Session, stop: StopSignal) -> None:
         if failures_error is not None:
             raise failures_error
         if is_stopping:
-            raise Stopped(f"by {stop.name} after step {state.step}. Rerun the same command to resume")
+            raise Stopped(
+                f"by {stop.name} after step {state.step}. Rerun the same command to resume", exit_code=stop.exit_code
+            )
+        limit.end_step(has_evaluated=is_evaluating)
 
     # Finish: wait for the last checkpoint, export the model, write the summary.
     checkpoints.finish(wait=True)

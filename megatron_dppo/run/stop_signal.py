@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as a request to stop after the current step."""
+"""SIGTERM, SIGINT, SIGHUP and the job's time limit as a request to stop after the current step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,28 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.run import time_limit
+
 STOPPED_BY_HAND = 130
 """Exit code after a second SIGINT."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_TIME_LIMIT = 1000
+"""Number of the request by the time limit, beside those of signals."""
 _SAME_REQUEST_SECONDS = 1.0
 """Seconds in which a further SIGINT counts as the same one: a launcher may forward what the terminal sent to all."""
 
 
 class Stopped(Exception):
-    """End of a run after a stop signal; the message says from which step it resumes."""
+    """End of a run after a request to stop; the message says from which step it resumes.
+
+    Args:
+        message: Reason.
+        exit_code: Exit code of the process.
+    """
+
+    def __init__(self, message: str, exit_code: int = 0) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class StopSignal:
@@ -34,7 +47,8 @@ class StopSignal:
     Attributes:
         deferring: True if a signal waits for ``requested``. While it is False, a signal ends the process at once with
             exit code 0: there is nothing to save yet.
-        name: Signal that ``requested`` has reported, such as ``SIGTERM``. Empty before.
+        name: Reason that ``requested`` has reported, such as ``SIGTERM``. Empty before.
+        exit_code: Exit code of a run that stops for this reason.
     """
 
     def __init__(self) -> None:
@@ -42,6 +56,7 @@ class StopSignal:
         self._interrupted = 0.0
         self.deferring = False
         self.name = ""
+        self.exit_code = 0
 
     def __enter__(self) -> StopSignal:
         # Ignored signals stay ignored: nohup, and SIGINT for a background job.
@@ -70,13 +85,20 @@ class StopSignal:
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
+    def request_by_time_limit(self) -> None:
+        """Request a stop because the job's time limit leaves no time for another step."""
+        self._number = _TIME_LIMIT
+
     def requested(self) -> bool:
-        """Return True if any rank received a stop signal; a collective of all ranks."""
+        """Return True if any rank received a stop signal or has no time left; a collective of all ranks."""
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         number = torch.tensor(self._number, device=device)
-        # The largest number, so that all ranks name the same signal.
+        # The largest number, so that all ranks name the same reason.
         dist.all_reduce(number, dist.ReduceOp.MAX)
-        if number:
+        if number == _TIME_LIMIT:
+            self.name = "the job's time limit"
+            self.exit_code = time_limit.EXIT_CODE
+        elif number:
             self.name = signal.Signals(int(number)).name
         return bool(number)
 

@@ -189,6 +189,31 @@ def test_sigterm_saves_and_the_next_run_continues(run_flags: list[str], uninterr
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+def test_a_job_that_ends_before_another_step_fits_is_saved_and_the_next_one_continues(
+    run_flags: list[str], uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No signal comes. The limit has passed, so each start does one step."""
+    arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run", checkpoint__save_every=100)]
+    monkeypatch.setenv("MEGATRON_DPPO_END_TIME", "1")
+    for step in (1, 2):
+        result = train(arguments, processes=2)
+        assert result.returncode == 1, "torchrun's code for any other than 0"
+        assert f"stopped  by the job's time limit after step {step}. Rerun" in result.stdout, result.stdout
+        assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1] == f"step_{step:06d}"
+    monkeypatch.setenv("MEGATRON_DPPO_END_TIME", str(time.time() + 86400))
+    result = train(arguments, processes=2)
+    assert result.returncode == 0 and "stopped" not in result.stdout, result.stdout + result.stderr
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+    # A process of its own shows the code. The last step has no next one that must fit.
+    alone = [
+        *run_flags,
+        *flags(run__output_dir=tmp_path / "alone", run__num_steps=2, parallel__expert_model_parallel_size=1),
+    ]
+    monkeypatch.setenv("MEGATRON_DPPO_END_TIME", "1")
+    assert [train(alone).returncode for _ in range(2)] == [6, 0]
+
+
 @pytest.mark.long
 def test_a_fork_at_a_step_is_the_run_from_there_on(run_flags: list[str], uninterrupted: Path, tmp_path: Path) -> None:
     """With the same settings bit for bit; with other settings and prompts from the same weights; the source stays."""

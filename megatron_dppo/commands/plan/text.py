@@ -352,8 +352,8 @@ def _stop_lines(step: StepPlan) -> list[str]:
     ]
     if needed > LAUNCH_SIGNAL_SECONDS:
         lines.append(
-            f"         WARNING: launch/qwen3_moe_dppo.sh gives {LAUNCH_SIGNAL_SECONDS} s. Without --signal a stop "
-            "loses the steps since the last checkpoint"
+            f"         NOTE: launch/qwen3_moe_dppo.sh signals {LAUNCH_SIGNAL_SECONDS} s before its limit, and stops "
+            "after the last step that fits. Preemption needs all of this time"
         )
     return lines
 

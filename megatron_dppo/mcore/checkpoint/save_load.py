@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
@@ -54,6 +55,9 @@ NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its
 class CheckpointSave:
     """A save of a checkpoint, which may go on in a background thread.
 
+    Attributes:
+        end_time: Time at which this rank finished writing (``time.monotonic``). Valid after ``wait``.
+
     Args:
         path: Folder of the complete checkpoint.
         is_finite: True if the weights and the optimizer state are finite.
@@ -68,12 +72,15 @@ class CheckpointSave:
         self.is_finite = is_finite
         self._error: BaseException | None = None
         self._thread: Thread | None = None
+        self.end_time = 0.0
         if work is not None and in_background:
             # A daemon thread: a process that ends with an error does not wait for ranks that have died.
             self._thread = Thread(target=self._run, args=(work,), name=f"save {path.name}", daemon=True)
             self._thread.start()
-        elif work is not None:
-            work()
+        else:
+            if work is not None:
+                work()
+            self.end_time = time.monotonic()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -81,6 +88,7 @@ class CheckpointSave:
         # torch's CheckpointException is a BaseException, not an Exception.
         except BaseException as error:
             self._error = error
+        self.end_time = time.monotonic()
 
     @property
     def is_done(self) -> bool:

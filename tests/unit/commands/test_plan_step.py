@@ -227,11 +227,11 @@ def test_the_lines_on_a_step_warn_where_a_stop_takes_longer_than_the_script_give
     plan = planned(servers=16)
     text = format_plan(plan)
     assert "16 servers of 2 h100" in text and "--signal=B:TERM@" in text
-    assert "WARNING: launch/qwen3_moe_dppo.sh gives 600 s" not in text
+    assert "NOTE: launch/qwen3_moe_dppo.sh signals 600 s" not in text
     slow = replace(plan.step, updates=1389.0)
     needed = int(re.findall(r"--signal=B:TERM@(\d+)", "\n".join(format_step(slow, plan)))[0])
     assert slow.stop_seconds <= needed < slow.stop_seconds + 60
-    assert "WARNING: launch/qwen3_moe_dppo.sh gives 600 s" in "\n".join(format_step(slow, plan))
+    assert "NOTE: launch/qwen3_moe_dppo.sh signals 600 s" in "\n".join(format_step(slow, plan))
     assert "MORE than the 2048.00 GiB of a h100 node" in "\n".join(format_step(replace(slow, host=3 << 40), plan))
     local = replace(plan.step, rollout=None, servers=0)
     assert "rollouts of the local engine are not planned" in "\n".join(format_step(local, plan))

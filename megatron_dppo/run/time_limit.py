@@ -1,0 +1,84 @@
+"""A stop after the last step that fits before the job's time limit.
+
+A signal before the limit comes at a fixed time, and a step may take longer than what is left then. This module measures
+the steps instead, so that a run saves in time whatever a step takes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from megatron_dppo.errors import ConfigError
+
+VARIABLE = "MEGATRON_DPPO_END_TIME"
+"""Environment variable with the time at which the run must have ended, in seconds since 1970."""
+EXIT_CODE = 6
+"""Exit code of a run that has stopped for this reason: it is saved, and the job must be started again."""
+_SLOWER = 1.2
+"""Time that is kept for the next step, relative to the longest so far."""
+
+
+class TimeLimit:
+    """Measures steps and decides whether another one fits.
+
+    Args:
+        end: Time at which the run must have ended, in seconds since 1970. None means no limit.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, end: float | None, clock: Callable[[], float] = time.time) -> None:
+        self._end = end
+        self._clock = clock
+        self._began = clock()
+        self._longest = 0.0
+        self._has_evaluated = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> TimeLimit:
+        """Return the limit that ``VARIABLE`` sets.
+
+        Raises:
+            ConfigError: Its value is not such a number.
+        """
+        text = environ.get(VARIABLE, "")
+        if not text:
+            return cls(None)
+        try:
+            end = float(text)
+        except ValueError:
+            end = math.nan
+        if not 0 <= end < math.inf:
+            raise ConfigError(f"{VARIABLE} = {text!r}: expected seconds since 1970, as `date +%s` prints them")
+        return cls(end)
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._began = self._clock()
+
+    def end_step(self, *, has_evaluated: bool) -> None:
+        """Note that a step has ended, with its save.
+
+        Args:
+            has_evaluated: True if the step's time contains an evaluation.
+        """
+        self._longest = max(self._longest, self._clock() - self._began)
+        self._has_evaluated |= has_evaluated
+
+    def leaves_no_step(self, *, save_seconds: float | None, evaluates_next: bool) -> bool:
+        """Return True if another step and its save may not fit; call it before the save of a step.
+
+        Args:
+            save_seconds: Time of a save. None: none was measured, and it may take as long as a step.
+            evaluates_next: True if the next step has an evaluation. One that was not measured may take as long as a
+                step.
+        """
+        if self._end is None:
+            return False
+        now = self._clock()
+        longest = max(self._longest, now - self._began)
+        save = longest if save_seconds is None else save_seconds
+        evaluation = longest if evaluates_next and not self._has_evaluated else 0.0
+        # This step's save is still to come, and the save after the next one.
+        return now + _SLOWER * longest + evaluation + 2 * save > self._end
