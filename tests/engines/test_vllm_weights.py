@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_dppo.commands.doctor.servers import inspect_servers
 from megatron_dppo.engines.serving.checks import fetch_versions
 from megatron_dppo.errors import CheckpointError, ServerError
 from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.rollout.shared_memory import DeviceHandle, SharedBucket
+from megatron_dppo.run.server_checks import required_server_features
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.transfer_group import flatten_bucket
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference, difference
 from tests.engines.updates import Update, by_broadcast, by_handle, from_disk, off, receive, vanishing_trainer
+from tests.unit import configs
 
 
 @pytest.fixture
@@ -209,6 +213,21 @@ def test_it_reports_the_versions_that_a_communicator_depends_on(vllm: Engine) ->
     versions = fetch_versions(vllm.url, "vllm", None, 30.0)
     assert str(versions.torch).startswith("2.13.0") and versions.nccl is None and versions.source == ""
     assert versions.variables.keys() == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
+
+
+def test_doctor_names_the_variables_in_which_the_server_and_a_trainer_differ(
+    vllm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``serve`` would have set both to 0, but did not start this server. Of the trainer, only its GPU is made up."""
+    config = configs.config(rollout={"engine": "vllm", "servers": {"urls": [vllm.url]}})
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        gpu.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+        needs = required_server_features(config, None)
+    (report,) = inspect_servers([vllm.url], needs, None)
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        expected = f"{name} is {os.environ.get(name, 'not set')} in the server and 0 in the trainer"
+        assert [expected in str(problem) for problem in report.problems].count(True) == 1, report
 
 
 def test_an_update_without_a_pause_is_rejected(vllm: Engine) -> None:
