@@ -163,7 +163,7 @@ def _shape(hf_config: Any) -> ModelShape:
     require_values(hf_config, attention_bias=False, attn_output_gate=True)
     layers = range(hf_config.num_hidden_layers)
     # Qwen3.5 has experts in every layer, and no such keys.
-    step, listed = getattr(hf_config, "decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", ())
+    step, listed = getattr(hf_config, "decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", None) or ()
     return common_shape(
         hf_config,
         kinds=("full_attention", "linear_attention"),
@@ -173,6 +173,12 @@ def _shape(hf_config: Any) -> ModelShape:
         has_shared_expert=True,
         linear=_linear_shape(hf_config),
     )
+
+
+def _shape_3_5(hf_config: Any) -> ModelShape:
+    # transformers ignores these keys, and servers may not.
+    require_values(hf_config, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=([], None))
+    return _shape(hf_config)
 
 
 def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
@@ -227,7 +233,6 @@ _QWEN3_5_397B = dict(
 )
 _family = partial(
     Family,
-    shape=_shape,
     fields=_fields,
     rope=_rope,
     attention=lambda shape: _ATTENTION,
@@ -238,6 +243,7 @@ FAMILIES = (
     _family(
         model_type="qwen3_next",
         hf_class="Qwen3NextForCausalLM",
+        shape=_shape,
         models="Qwen3-Next-80B-A3B",
         features="gated delta nets (linear attention), every fourth layer gated full attention; a shared expert behind "
         "a gate, a quarter of a head rotated",
@@ -249,6 +255,7 @@ FAMILIES = (
     _family(
         model_type="qwen3_5_moe_text",
         hf_class="Qwen3_5MoeForCausalLM",
+        shape=_shape_3_5,
         models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B (text)",
         features="as Qwen3-Next, experts in every layer",
         tiny=_TINY,

@@ -115,6 +115,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim = 0"),
     ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate = False.*supported: True"),
     ("qwen3_5_moe_text", {"use_sliding_window": True}, "use_sliding_window = True"),
+    ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob = False.*supported: True"),
+    ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
     ("qwen3_5_moe_text", {"layer_types": ["full_attention"]}, "layer_types = .*each of the 4 layers"),
     (
         "deepseek_v3",
