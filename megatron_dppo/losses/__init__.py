@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.parts.terms import policy_term, with_value
     from megatron_dppo.losses.parts.tokens import Tokens
     from megatron_dppo.losses.parts.topk import topk_kl, topk_sums, topk_tv
-    from megatron_dppo.losses.parts.trust_region import mismatch_keep_mask, ratio_keep_mask
+    from megatron_dppo.losses.parts.trust_region import adapted_limits, mismatch_keep_mask, ratio_keep_mask
     from megatron_dppo.losses.parts.user_functions import call_user_loss
 
 _MODULES = {
@@ -39,6 +39,7 @@ _MODULES = {
     "Objective": "losses.parts.objective",
     "SUPERVISED": "losses.parts.objective",
     "Tokens": "losses.parts.tokens",
+    "adapted_limits": "losses.parts.trust_region",
     "advantages_by": "losses.parts.advantages",
     "binary_kl": "losses.parts.divergence",
     "binary_tv": "losses.parts.divergence",
@@ -78,6 +79,7 @@ __all__ = [
     "Loss",
     "Objective",
     "Tokens",
+    "adapted_limits",
     "advantages_by",
     "binary_kl",
     "binary_tv",

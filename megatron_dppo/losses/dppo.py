@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss_groups import DivergenceThresholds, RatioCap
+from megatron_dppo.config.loss_groups import AdaptiveThresholds, DivergenceThresholds, RatioCap
 from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.losses.parts.loss import Loss
 
@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
 
 def divergence_keep_mask(
-    divergence: Tensor, direction: Tensor, advantages: Tensor, threshold_low: float, threshold_high: float
+    divergence: Tensor,
+    direction: Tensor,
+    advantages: Tensor,
+    threshold_low: float | Tensor,
+    threshold_high: float | Tensor,
 ) -> Tensor:
     """Return the trust-region mask of DPPO, False = masked (arXiv 2602.04879, equation 12).
 
@@ -127,7 +131,7 @@ class DPPOConfig(DivergenceThresholds, RatioCap, Loss):
         return self.kind == "tv"
 
 
-class BinaryDPPO(DPPOConfig):
+class BinaryDPPO(AdaptiveThresholds, DPPOConfig):
     """DPPO on the two events "the sampled token" and "any other token".
 
     Example:
@@ -147,11 +151,12 @@ class BinaryDPPO(DPPOConfig):
         """Mask outward updates of tokens that are beyond the threshold of their side."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
         divergence = measure(tokens.logprobs, tokens.rollout_logprobs)
-        keep = divergence_keep_mask(divergence, tokens.log_ratio, tokens.advantages, *self.thresholds)
+        limits = losses.adapted_limits(self.thresholds, tokens, self)
+        keep = divergence_keep_mask(divergence, tokens.log_ratio, tokens.advantages, *limits)
         return losses.weigh_by_ratio(tokens, divergence, keep)
 
 
-class TopKDPPO(DPPOConfig):
+class TopKDPPO(AdaptiveThresholds, DPPOConfig):
     """DPPO on the rollout's Top-K ids, the sampled id, and one bucket for all other ids.
 
     Example:
@@ -207,7 +212,8 @@ class TopKDPPO(DPPOConfig):
     def decide(self, tokens: Tokens) -> Decision:
         """Mask outward updates of tokens that are beyond the threshold of their side."""
         divergence = tokens.topk_set.divergence(self.kind).to(tokens.log_ratio.dtype)
-        keep = divergence_keep_mask(divergence, self._direction(tokens), tokens.advantages, *self.thresholds)
+        limits = losses.adapted_limits(self.thresholds, tokens, self)
+        keep = divergence_keep_mask(divergence, self._direction(tokens), tokens.advantages, *limits)
         return losses.weigh_by_ratio(tokens, divergence, keep)
 
     def _direction(self, tokens: Tokens) -> Tensor:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss_groups import RatioCap, RatioClipping
+from megatron_dppo.config.loss_groups import AdaptiveThresholds, RatioCap, RatioClipping
 from megatron_dppo.losses.parts.loss import Loss
 
 if TYPE_CHECKING:
     from megatron_dppo.losses import Decision, Tokens
 
 
-class GRPO(RatioClipping, RatioCap, Loss):
+class GRPO(AdaptiveThresholds, RatioClipping, RatioCap, Loss):
     """GRPO; group-relative advantages are ``train.advantage``.
 
     Example:
@@ -38,5 +38,6 @@ class GRPO(RatioClipping, RatioCap, Loss):
 
     def decide(self, tokens: Tokens) -> Decision:
         """Mask tokens whose ratio is beyond the limit of their side."""
-        keep = losses.ratio_keep_mask(tokens.log_ratio, tokens.advantages, *self.clip_ratios)
+        limits = losses.adapted_limits(self.clip_ratios, tokens, self)
+        keep = losses.ratio_keep_mask(tokens.log_ratio, tokens.advantages, *limits)
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs), keep)

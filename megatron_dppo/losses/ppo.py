@@ -17,7 +17,7 @@ from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
-from megatron_dppo.config.loss_groups import RatioClipping
+from megatron_dppo.config.loss_groups import AdaptiveThresholds, RatioClipping
 from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.losses.parts.loss import Loss
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_dppo.losses import Decision, Tokens
 
 
-class PPO(RatioClipping, Loss):
+class PPO(AdaptiveThresholds, RatioClipping, Loss):
     """PPO on the ratio pi / mu.
 
     Example:
@@ -46,7 +46,8 @@ class PPO(RatioClipping, Loss):
     def decide(self, tokens: Tokens) -> Decision:
         """Clip the ratio."""
         divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
-        return losses.clipped_surrogate(tokens, tokens.log_ratio, divergence, self.clip_ratios, self.dual_clip)
+        limits = losses.adapted_limits(self.clip_ratios, tokens, self)
+        return losses.clipped_surrogate(tokens, tokens.log_ratio, divergence, limits, self.dual_clip)
 
 
 class DecoupledPPO(RatioClipping, Loss):

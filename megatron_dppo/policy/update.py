@@ -195,7 +195,26 @@ class Updater:
             if is_needed or with_routes:
                 with clock.part("recompute"):
                     result = self._recompute(result, field if is_needed else None, with_routes=with_routes)
+        if "mismatch_scale" in self._recomputed:
+            with clock.part("recompute"):
+                result = self._add_mismatch_scale(result)
         return result
+
+    def _add_mismatch_scale(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+        """Add the median of |log pi - log mu| over the loss tokens of all data-parallel ranks; a collective.
+
+        It takes a forward pass with the weights that the step starts with.
+        """
+        differences = [
+            (sample.recomputed_logprobs - sample.rollout_logprobs)[sample.loss_mask].abs()
+            for sample in self._recompute(list(samples), "recomputed_logprobs", with_routes=False)
+            if sample.recomputed_logprobs is not None and sample.rollout_logprobs is not None
+        ]
+        # Pipeline stages that compute no loss have no log-probabilities. They need no scale either.
+        local = torch.cat(differences) if differences else torch.zeros(0)
+        values = torch.cat(all_gather_objects(local, self._trainer.groups.dp))
+        scale = float(values.median()) if values.numel() else 0.0
+        return [replace(sample, mismatch_scale=torch.full((sample.num_tokens,), scale)) for sample in samples]
 
     def _recompute(
         self, samples: list[TrainingSample], field: str | None, *, with_routes: bool
@@ -234,6 +253,8 @@ class Updater:
 
     def _pack(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], PackedBatch]:
         """Return the samples that this rank trains on, and their packing; a collective."""
+        if "ages" in self._recomputed:
+            samples = [replace(s, ages=token_ages(s, self._trainer.policy_version)) for s in samples]
         group = self._trainer.groups.dp
         samples = with_episode_tokens(samples, equal_segments=self._equal_segments)
         bins = None
@@ -284,6 +305,14 @@ class Updater:
             num_received += sizes[i]
         bins = [[n for i in row for n in local_indices[i]] for row in assignment[rank]]
         return all_to_all_objects(outgoing, group), bins
+
+
+def token_ages(sample: TrainingSample, policy_version: int) -> torch.Tensor:
+    """Return the age of each token in updates, float32 [T]; 0 where the weights that sampled it are not known."""
+    ages = torch.zeros(sample.num_tokens)
+    for span in sample.sources:
+        ages[max(span.start, 0) : span.end] = policy_version - span.policy_version
+    return ages
 
 
 def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:

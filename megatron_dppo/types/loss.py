@@ -107,6 +107,10 @@ class LossInputs:
     """Log pi'(a_t|s_t), recomputed by the trainer at the rollout's weights. Shape [T]. Only some losses read it."""
     reference_logprobs: Tensor | None = None
     """Log-probabilities of the labels under a frozen reference policy, for the KL penalty. Shape [T]."""
+    ages: Tensor | None = None
+    """Age of each token: optimizer updates between the weights that sampled it and the policy. Shape [T]."""
+    mismatch_scale: Tensor | None = None
+    """Median of |log pi - log mu| over the tokens of the whole step, at its start. Shape [T], one number."""
     sequence_ids: Tensor | None = None
     """Index of each token's sequence, from 0, for sequence-level losses. Int64, shape [T]. Sequences must be
     complete."""

@@ -35,6 +35,10 @@ class TokenFields:
     """Log pi', recomputed by the trainer at the start of the step. Float32, shape [T]."""
     reference_logprobs: Tensor | None = None
     """Log-probabilities under the reference policy. Float32, shape [T]."""
+    ages: Tensor | None = None
+    """Age of each token: optimizer updates between the weights that sampled it and the policy. Float32, shape [T]."""
+    mismatch_scale: Tensor | None = None
+    """Median of |log pi - log mu| over the tokens of the whole step, at its start. Float32, shape [T], one number."""
 
 
 @dataclass(frozen=True, kw_only=True)

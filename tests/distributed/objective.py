@@ -22,7 +22,7 @@ from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
-from megatron_dppo.types import LossInputs, SamplingMask, TrainingSample
+from megatron_dppo.types import LossInputs, SamplingMask, TrainingSample, VersionSpan
 from tests.distributed.families import in_float64
 from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
 from tests.distributed.plain_losses import plain_loss
@@ -56,10 +56,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "score_centering/mask_sequence": {"topk": TOPK, "centering": "none", "mismatch": "mask_sequence"},
     "dppo_topk_kl/seq_mean": _DPPO | {"topk": TOPK, "aggregation": "seq_mean_token_mean"},
+    "dppo_binary_tv/age": {"threshold_age": 2.0, "divergence_threshold_low": 0.1, "divergence_threshold_high": 0.1},
+    "grpo/age+knee": {"threshold_age": 3.0, "threshold_knee": 1.2, "threshold_floor": 0.2},
     "dppo_recompute_binary_tv": _DPPO,
     "dppo_recompute_binary_kl": _DPPO,
     "drpo": {"divergence_threshold_low": 0.3, "divergence_threshold_high": 0.4, "ratio_cap": 1.2},
-    "spo": {"ratio_range": 0.5, "ratio_cap": 1.4},
+    "spo": {"ratio_range": 1.5, "ratio_cap": 1.4},
     "vespo": {"weight_power_low": 1.0, "weight_decay_high": 1.0},
     "gmpo": {"log_clip_low": 0.05, "log_clip_high": 0.1},
     "ipo": _DPPO | {"form": "ratio"},
@@ -176,11 +178,27 @@ def make_samples(model: Any, *, filtered: bool = False) -> list[TrainingSample]:
                 rollout_topk_ids=torch.cat([top, torch.where(outside, labels[first:, None], -1)], 1).int(),
                 rollout_topk_logprobs=torch.cat([values, at_label], 1).float(),
                 sampling_mask=sampling_mask,
+                # The policy has version 0. The first half of every third response was sampled one update earlier.
+                sources=_spans(-(i % 4), first, tokens.numel(), changes=i % 3 == 0),
+                mismatch_scale=torch.full((tokens.numel(),), 0.4),
                 recomputed_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
                 reference_logprobs=near(log_p, 0.8).gather(1, labels[:, None])[:, 0].float(),
             )
         )
     return result
+
+
+def _spans(version: int, first: int, end: int, *, changes: bool) -> tuple[VersionSpan, ...]:
+    middle = (first + end) // 2
+    if not changes:
+        return (VersionSpan(version, first, end),)
+    return (VersionSpan(version - 1, first, middle), VersionSpan(version, middle, end))
+
+
+def ages_of(sample: TrainingSample) -> Tensor:
+    """Token by token, 0 outside the response."""
+    versions = [[s.policy_version for s in sample.sources if s.start <= t < s.end] for t in range(sample.num_tokens)]
+    return torch.tensor([-each[0] if each else 0 for each in versions], dtype=torch.float64)
 
 
 def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
@@ -213,6 +231,8 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
         topk_other_square=torch.where(used, 0.0, log_p.detach().exp()).square().sum(-1),
         recomputed_logprobs=joined("recomputed_logprobs"),
         reference_logprobs=joined("reference_logprobs"),
+        ages=torch.cat([ages_of(sample) for sample in samples]),
+        mismatch_scale=joined("mismatch_scale"),
         sequence_ids=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows])),
     )
 
@@ -283,7 +303,7 @@ def write_references(folder: Path, work: list[tuple[Case, list[str]]]) -> Path:
 
 def read_reference(folder: Path, case: Case) -> Reference:
     """What ``write_references`` made for the model of ``case``."""
-    with torch.serialization.safe_globals([SamplingMask, Reference, TrainingSample]):
+    with torch.serialization.safe_globals([SamplingMask, Reference, TrainingSample, VersionSpan]):
         actual: Reference = torch.load(_file(folder, case), weights_only=True)
     return actual
 

@@ -25,6 +25,8 @@ KEYS_OF_SOME = {
     "ratio_cap": None,
     "ratio_floor": None,
     "dual_clip": None,
+    "threshold_age": None,
+    "threshold_knee": None,
 }
 """Keys that not every loss has -> what the formulas read where a loss has none."""
 
@@ -154,7 +156,8 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
     pi, mu, recomputed = probabilities(x, t)
     old = recomputed if "recompute" in c.name or c.name == "minirl" else mu
     if c.name in ("grpo", "minirl"):
-        low, high = c.clip_ratio_low or CLIP[0], c.clip_ratio_high or CLIP[1]
+        shrunk = threshold_factor(x, c, t)
+        low, high = (c.clip_ratio_low or CLIP[0]) * shrunk, (c.clip_ratio_high or CLIP[1]) * shrunk
         outside = pi / old > 1 + high if advantage > 0 else pi / old < 1 - low
     elif c.name in ("pg_is", "cispo", "drpo", "spo", "sapo"):
         outside = False
@@ -169,6 +172,7 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
     else:
         limit = c.divergence_threshold_high if advantage > 0 else c.divergence_threshold_low
         assert limit is not None
+        limit *= threshold_factor(x, c, t)
         outward = pi - old if c.direction == "sampled" else divergence_slope(x, c, t)
         outside = advantage * outward > 0 and divergence(x, c, t) > limit
     keep = advantage == 0 or not outside
@@ -192,6 +196,20 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
         assert limit is not None
         weight -= weight * (pi - mu) / limit * math.copysign(1, advantage)
     return True, -advantage * max(min(weight, cap), c.ratio_floor or -math.inf) * x.logprobs[t]
+
+
+def threshold_factor(x: LossInputs, c: Keys, t: int) -> float:
+    """1 / (1 + age / threshold_age), times min(1, max(floor, knee / u)) with u the mismatch over that of the batch."""
+    factor = 1.0
+    if c.threshold_age is not None:
+        assert x.ages is not None
+        factor /= 1 + float(x.ages[t]) / c.threshold_age
+    if c.threshold_knee is not None:
+        assert x.mismatch_scale is not None
+        pi, mu, _ = probabilities(x, t)
+        u = abs(math.log(pi / mu)) / float(x.mismatch_scale[t])
+        factor *= min(1.0, max(c.threshold_floor, c.threshold_knee / u))
+    return factor
 
 
 def weight_of_id(c: Keys, advantage: float, p: float, m: float, on_set: float) -> float:

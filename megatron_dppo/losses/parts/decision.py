@@ -68,7 +68,7 @@ def clipped_surrogate(
     tokens: Tokens,
     log_ratio: Tensor,
     divergence: Tensor,
-    clip_ratios: tuple[float, float],
+    clip_ratios: tuple[float | Tensor, float | Tensor],
     dual_clip: float | None = None,
 ) -> Decision:
     """Return PPO's ``max(-A r, -A clip(r))``, at most ``-A c`` for A < 0 with dual clip (arXiv 1707.06347, 1912.09729).
@@ -85,7 +85,7 @@ def clipped_surrogate(
     low, high = clip_ratios
     ratio = log_ratio.exp()
     keep = ratio_keep_mask(log_ratio, tokens.advantages, low, high)
-    clipped = ratio.clamp(1 - low, 1 + high)
+    clipped = ratio.clamp(min=1 - low).clamp(max=1 + high)
     if dual_clip is not None:
         # For A < 0 the value -A r grows with r without limit. Dual clip replaces it by the constant -A c.
         beyond = (tokens.advantages < 0) & (ratio > dual_clip)

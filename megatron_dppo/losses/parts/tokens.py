@@ -28,6 +28,8 @@ _ADVICE = {
     "vocab_size": "give V, or set tail to 'aggregated'",
     "recomputed_logprobs": "recompute them in the trainer at the rollout's weights, before the first update",
     "sequence_ids": "give each token the index of its sequence",
+    "ages": "count the updates since the weights that sampled each token, or remove threshold_age",
+    "mismatch_scale": "take the median of |log pi - log mu| over all tokens of the step, or remove threshold_knee",
     "reference_logprobs": "compute them with the reference policy, or set kl_coef to 0",
     "entropy": "pass the entropy of pi with its gradient, or set entropy_coef to 0",
     "token_weights": "compute them with losses.token_weights, or use aggregation token_mean",
@@ -100,6 +102,10 @@ class Tokens:
     recomputed_logprobs: Tensor | None
     sequence_ids: Tensor | None
     topk: TopK | None
+    ages: Tensor | None = None
+    """Age in updates."""
+    mismatch_scale: Tensor | None = None
+    """Median of |log pi - log mu| over the batch."""
 
     @property
     def ratio(self) -> Tensor:
@@ -175,6 +181,8 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         recomputed_logprobs=None if inputs.recomputed_logprobs is None else constant(inputs.recomputed_logprobs),
         sequence_ids=inputs.sequence_ids,
         topk=_topk(inputs, mask, config) if config.is_topk else None,
+        ages=None if inputs.ages is None else constant(inputs.ages),
+        mismatch_scale=None if inputs.mismatch_scale is None else constant(inputs.mismatch_scale),
     )
 
 

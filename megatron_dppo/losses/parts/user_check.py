@@ -168,4 +168,6 @@ def made_up_inputs(k: int) -> LossInputs:
         reference_logprobs=at_label((log_m + normal(count, vocab_size)).log_softmax(-1)),
         sequence_ids=torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)),
         token_weights=torch.ones(count),
+        ages=(position % 4).float(),
+        mismatch_scale=torch.full((count,), 0.5),
     )

@@ -184,6 +184,8 @@ LIMITS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "sequence_mean": ("trm", (1e-3, 2.0), (0, -0.5)),
     "gate_temperature_low": ("sapo", (0.5, 9.0), (0, -0.5)),
     "gate_temperature_high": ("sapo", (0.5, 9.0), (0, -0.5)),
+    "threshold_age": ("dppo_binary_tv", (0.5, 9.0), (0, -0.5)),
+    "threshold_knee": ("ppo_clip", (0.5, 9.0), (0, -0.5)),
     "ratio_range": ("spo", (0.1, 12.5), (0, -0.5)),
     "weight_power_low": ("vespo", (0, 3.0), (-0.5,)),
     "weight_power_high": ("vespo", (0, 3.0), (-0.5,)),
