@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.data.chat import load_tokenizer, token_texts
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.losses import policy_loss
 from megatron_dppo.report.page.build import ReportedRun
 from megatron_dppo.report.steps.files import recorded_steps
-from megatron_dppo.report.steps.tokens import Decode
+from megatron_dppo.report.steps.tokens import Decode, StepTokens
 from megatron_dppo.run.starts import load_run_config
+from megatron_dppo.types import LossInputs
+
+_RECORDED_INPUTS = {"rollout_logprobs", "sequence_ids", "token_weights"}
+"""Inputs of a loss that a recorded step has."""
 
 
 def open_run(folder: Path, name: str = "") -> ReportedRun:
@@ -24,7 +37,40 @@ def open_run(folder: Path, name: str = "") -> ReportedRun:
     """
     if not folder.is_dir():
         raise ConfigError(f"{str(folder)!r} is not a folder; expected the folder of a run (run.output_dir)")
-    return ReportedRun(folder, _decoder(folder), name)
+    loss = _loss(folder)
+    cap = math.inf if loss is None else loss.ratio_limits[1]
+    return ReportedRun(folder, _decoder(folder), name, cap, partial(other_masks, None if loss is None else loss.name))
+
+
+def other_masks(name: str | None, step: StepTokens) -> dict[str, NDArray[np.bool_]]:
+    """Return which tokens ``[N]`` each loss but ``name`` would have masked with its defaults.
+
+    Losses that need more than pi, mu, A and the sequences are left out: a recorded step has no pi at other ids, and
+    no pi'.
+    """
+    known = step.trained & (step.mu > 0)
+    inputs = LossInputs(
+        logprobs=torch.from_numpy(step.pi).log(),
+        rollout_logprobs=torch.from_numpy(np.where(known, step.mu, 1.0)).log(),
+        advantages=torch.from_numpy(step.advantages),
+        loss_mask=torch.from_numpy(known),
+        sequence_ids=torch.from_numpy(step.sample).long(),
+        token_weights=torch.ones(len(step.ids)),
+    )
+    result = {}
+    for other in loss_names():
+        config = LossConfig(name=other)
+        if other != name and config.required_inputs <= _RECORDED_INPUTS:
+            result[other] = known & ~policy_loss(inputs, config).keep_mask.numpy()
+    return result
+
+
+def _loss(folder: Path) -> LossConfig | None:
+    """Return the loss of the run; None if its configuration cannot be read."""
+    try:
+        return load_run_config(folder, []).loss
+    except UserError:
+        return None
 
 
 def _decoder(folder: Path) -> Decode | None:

@@ -22,7 +22,8 @@ from megatron_dppo.report.page.charts import build_charts, remaining_charts
 from megatron_dppo.report.page.steps import Budget, step_view
 from megatron_dppo.report.records import Record, read_metrics
 from megatron_dppo.report.steps.files import recorded_steps
-from megatron_dppo.report.steps.tokens import Decode
+from megatron_dppo.report.steps.masks import MaskCounts, OtherMasks
+from megatron_dppo.report.steps.tokens import Decode, read_tokens
 
 FILE = "report.html"
 _FORMAT = 1
@@ -37,6 +38,10 @@ class ReportedRun(NamedTuple):
     """Function that decodes token ids. None shows ids, if there is no tokenizer."""
     name: str = ""
     """Name on the page. Empty uses the name of the folder."""
+    cap: float = math.inf
+    """Cap C of the loss's weight min(r, C)."""
+    other_masks: OtherMasks | None = None
+    """Decisions of other losses on the tokens of a step. None leaves them out."""
 
     @property
     def title(self) -> str:
@@ -67,11 +72,14 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
             )
         recorded = recorded_steps(run.folder)
         masked: list[Record] = []
+        counts = MaskCounts()
         for step, file in recorded.items():
-            view = step_view(file, run.decode, budget.per_step(len(recorded)))
+            tokens = read_tokens(file)
+            counts.add(tokens, run.decode, run.cap, run.other_masks)
+            view = step_view(tokens, run.decode, budget.per_step(len(recorded)))
             masked += view["masked"]
             steps.append(_element(f"step-{index}-{step}", view))
-        views.append(_run_view(run, records, list(recorded), masked))
+        views.append({**_run_view(run, records, list(recorded), masked), "masks": counts.view()})
     data = {
         "format": _FORMAT,
         "runs": views,

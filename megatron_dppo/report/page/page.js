@@ -132,6 +132,26 @@ function openSteps() {
   const steps = data.runs[state.run].recorded;
   choose(steps[steps.length - 1]);
 }
+/* Counts of all recorded steps: kinds of tokens, ages, the share of the gradient, and other losses on the same tokens. */
+function showMasks() {
+  const percent = (part, whole) => whole ? `${(100 * part / whole).toFixed(2)} %` : "-";
+  const box = byId("masks").querySelector("div");
+  for (const run of data.runs) {
+    const masks = run.masks;
+    if (!masks) continue;
+    byId("masks").hidden = false;
+    if (data.runs.length > 1) box.append(el("h3", { text: run.name }));
+    const removed = masks.gradient === null ? "" : `, ${(100 * masks.gradient).toFixed(2)} % of the gradient (sum of |A| min(r, C))`;
+    box.append(el("p", { class: "hint", text: `${masks.masked} of ${masks.tokens} tokens with an advantage were masked${removed}.` }));
+    const kinds = masks.kinds.map(([kind, up, ofUp, down, ofDown]) => ({ cells: [kind, `${up} of ${ofUp}`, percent(up, ofUp), `${down} of ${ofDown}`, percent(down, ofDown)] }));
+    box.append(el("div", { class: "scroll" }, table(["kind", "A > 0", "share", "A < 0", "share"], kinds, [0])));
+    const ages = masks.ages.map(([age, part, whole]) => ({ cells: [age, `${part} of ${whole}`, percent(part, whole)] }));
+    box.append(el("div", { class: "scroll" }, table(["age in steps", "masked", "share"], ages, [])));
+    if (!masks.others.length) continue;
+    const others = masks.others.map(([name, all, both]) => ({ cells: [name, percent(all, masks.tokens), percent(both, all)] }));
+    box.append(el("div", { class: "scroll" }, table(["other loss, its defaults", "would have masked", "of these masked here"], others, [0])));
+  }
+}
 function showLedger() {
   if (!data.ledger) return;
   const section = byId("ledger"), ledger = data.ledger;
@@ -141,6 +161,6 @@ function showLedger() {
     table(["cause", "part", "share"], rows, []),
     ...ledger.absent.map(([cause, why]) => el("p", { class: "hint", text: `${cause}: ${why}` })));
 }
-about(); showFindings(); showComparison(); showCurves(); openSteps(); showLedger();
+about(); showFindings(); showComparison(); showCurves(); showMasks(); openSteps(); showLedger();
 document.documentElement.dataset.ready = "yes";
 if (data.refresh) setTimeout(() => location.reload(), 1000 * data.refresh);

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.report.steps.tokens import Decode, StepTokens, masked_tokens, read_tokens
+from megatron_dppo.report.steps.tokens import Decode, StepTokens, masked_tokens
 
 _TOKENS = 240_000
 """Tokens of the page, about 20 bytes each. A browser reads them in a second."""
@@ -41,18 +40,14 @@ class Budget:
         return max(200, _TOKENS // parts), min(_MAX_STEP_POINTS, max(60, _POINTS // parts))
 
 
-def step_view(file: Path, decode: Decode | None, budget: tuple[int, int]) -> dict[str, Any]:
+def step_view(step: StepTokens, decode: Decode | None, budget: tuple[int, int]) -> dict[str, Any]:
     """Return the data of one step, with rounded numbers and each token's text once in ``vocabulary``.
 
     Args:
-        file: File of the step.
+        step: Tokens of the step.
         decode: Function that decodes token ids. None shows the ids.
         budget: Numbers of tokens and points.
-
-    Raises:
-        DataError: The file cannot be read.
     """
-    step = read_tokens(file)
     most_masked = masked_tokens(step, _MAX_MASKED_TOKENS)
     rows = _chosen(step, budget[0])
     points = _points(step, rows, budget[1])

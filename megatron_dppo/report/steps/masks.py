@@ -1,0 +1,116 @@
+"""Counts of what a run's mask removed: by kind of token, by sign of the advantage, by age, and against other losses.
+
+All counts are over tokens of the loss mask with an advantage. They add up over steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.report.steps.tokens import Decode, StepTokens
+
+OtherMasks = Callable[[StepTokens], Mapping[str, NDArray[np.bool_]]]
+"""Function that returns which tokens ``[N]`` each other loss would have masked."""
+ENDS = 3
+"""Number of tokens at both ends of a response that count as first and last tokens."""
+KINDS = ("end token", "first tokens", "last tokens", "digits", "words", "format", "not decoded")
+"""Kinds of tokens; a token is of the first that fits. ``format`` is markup (a backslash, a brace, a
+bracket), and text without a letter or a digit."""
+_END_REASON = "stop"
+
+
+@dataclass
+class MaskCounts:
+    """Counts of one run. Each value is ``[masked, all]``."""
+
+    kinds: dict[str, list[int]] = field(default_factory=dict)
+    """By kind and sign, such as ``digits +``."""
+    ages: dict[int, list[int]] = field(default_factory=dict)
+    """By the age of the group in steps."""
+    gradient: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Sums of |A| min(r, C), the size of a token's gradient by its log-probability."""
+    others: dict[str, list[int]] = field(default_factory=dict)
+    """By loss: tokens that it would have masked, and those of them that the run masked too."""
+    masked: int = 0
+    tokens: int = 0
+
+    def add(self, step: StepTokens, decode: Decode | None, cap: float, other_masks: OtherMasks | None) -> None:
+        """Add the tokens of a step.
+
+        Args:
+            step: The tokens.
+            decode: Function that decodes token ids. None: kinds by position only.
+            cap: Cap C of the loss's weight; infinity if it has none.
+            other_masks: Decisions of other losses. None leaves them out.
+        """
+        acts = step.trained & (step.advantages != 0)
+        self.masked += int((step.masked & acts).sum())
+        self.tokens += int(acts.sum())
+        signs = np.where(step.advantages > 0, " +", " -")
+        names = np.char.add(token_kinds(step, decode), signs)
+        _count(self.kinds, names[acts].tolist(), step.masked[acts])
+        ages = np.array([row["age"] or 0 for row in step.rows], dtype=np.int64)
+        _count(self.ages, ages[step.sample[acts]].tolist(), step.masked[acts])
+        known = acts & (step.mu > 0)
+        ratio = np.minimum(step.pi[known].astype(float) / step.mu[known], cap)
+        sizes = np.abs(step.advantages[known]) * ratio
+        self.gradient[0] += float(sizes[step.masked[known]].sum())
+        self.gradient[1] += float(sizes.sum())
+        for name, mask in ({} if other_masks is None else other_masks(step)).items():
+            entry = self.others.setdefault(name, [0, 0])
+            entry[0] += int((mask & acts).sum())
+            entry[1] += int((mask & acts & step.masked).sum())
+
+    def view(self) -> dict[str, object] | None:
+        """Return the data of the page; None without tokens."""
+        if not self.tokens:
+            return None
+        kinds = [
+            [kind, *self.kinds.get(f"{kind} +", [0, 0]), *self.kinds.get(f"{kind} -", [0, 0])]
+            for kind in KINDS
+            if f"{kind} +" in self.kinds or f"{kind} -" in self.kinds
+        ]
+        removed, total = self.gradient
+        return {
+            "masked": self.masked,
+            "tokens": self.tokens,
+            "kinds": kinds,
+            "ages": [[age, *self.ages[age]] for age in sorted(self.ages)],
+            "gradient": round(removed / total, 4) if total else None,
+            "others": [[name, *counts] for name, counts in self.others.items()],
+        }
+
+
+def token_kinds(step: StepTokens, decode: Decode | None) -> NDArray[np.str_]:
+    """Return the kind of each token, [N] of ``KINDS``."""
+    unique, index = np.unique(step.ids, return_inverse=True)
+    texts = None if decode is None else decode(unique.tolist())
+    by_id = ["not decoded"] * len(unique) if texts is None else [_kind(text) for text in texts]
+    kinds = np.array(by_id, dtype="U16")[index] if len(unique) else np.empty(0, dtype="U16")
+    for row, begin, end in zip(step.rows, step.starts[:-1], step.starts[1:], strict=True):
+        kinds[max(begin, end - ENDS) : end] = "last tokens"
+        kinds[begin : min(end, begin + ENDS)] = "first tokens"
+        if end > begin and row["finish_reason"] == _END_REASON:
+            kinds[end - 1] = "end token"
+    return kinds
+
+
+def _kind(text: str) -> str:
+    if re.search(r"[\\{}<>\[\]]", text):
+        return "format"
+    if re.search(r"\d", text):
+        return "digits"
+    return "words" if re.search(r"[^\W\d_]", text) else "format"
+
+
+def _count(counts: dict[Any, list[int]], keys: list[Any], masked: NDArray[np.bool_]) -> None:
+    for key, is_masked in zip(keys, masked.tolist(), strict=True):
+        entry = counts.setdefault(key, [0, 0])
+        entry[0] += is_masked
+        entry[1] += 1

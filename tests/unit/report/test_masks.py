@@ -1,0 +1,87 @@
+"""Counts of what a mask removed, by hand, and the masks of other losses against their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from megatron_dppo.report.steps.masks import MaskCounts, token_kinds
+from megatron_dppo.report.steps.tokens import StepTokens
+from megatron_dppo.run.reported_run import other_masks
+
+TEXTS = {0: "<end>", 1: " 42", 2: "word", 3: "\\boxed{", 4: " = ", 5: "é", 6: "x1"}
+
+
+def decode(ids: Sequence[int]) -> list[str]:
+    return [TEXTS[i] for i in ids]
+
+
+def a_step() -> StepTokens:
+    """Two responses: ten tokens that end with the end token, and five that the limit cut."""
+    ids = np.array([2, 2, 2, 1, 2, 4, 3, 5, 1, 0, 2, 2, 6, 4, 2], dtype=np.int32)
+    masked = np.zeros(15, dtype=bool)
+    masked[[3, 5, 9, 12]] = True
+    pi = np.full(15, 0.5, dtype=np.float32)
+    mu = np.full(15, 0.5, dtype=np.float32)
+    mu[[3, 5]], mu[9], mu[12] = 0.25, 0.05, 0.9
+    rows = [{"finish_reason": "stop", "age": 0, "reward": 1.0}, {"finish_reason": "length", "age": 2, "reward": 0.0}]
+    return StepTokens(
+        ids=ids,
+        sample=np.array([0] * 10 + [1] * 5, dtype=np.int32),
+        trained=np.array([True] * 14 + [False]),
+        masked=masked,
+        pi=pi,
+        mu=mu,
+        advantages=np.array([1.0] * 10 + [-2.0] * 5, dtype=np.float32),
+        starts=np.array([0, 10, 15]),
+        rows=rows,  # type: ignore[arg-type]
+    )
+
+
+def test_kinds_are_by_position_first_and_then_by_text() -> None:
+    first, last = ["first tokens"] * 3, ["last tokens"] * 3
+    middle = ["digits", "words", "format", "format"]
+    assert token_kinds(a_step(), decode).tolist() == [
+        *(*first, *middle, *last[:2], "end token"),
+        *(*first, *last[:2]),
+    ]
+    assert token_kinds(a_step(), None).tolist()[3:7] == ["not decoded"] * 4
+
+
+def test_counts_of_two_steps_add_up() -> None:
+    counts = MaskCounts()
+    for _ in range(2):
+        counts.add(a_step(), decode, 5.0, None)
+    view = counts.view()
+    assert view is not None
+    assert (view["masked"], view["tokens"]) == (8, 28)  # the last token was not trained
+    assert view["kinds"] == [
+        ["end token", 2, 2, 0, 0],
+        ["first tokens", 0, 6, 2, 6],
+        ["last tokens", 0, 4, 0, 2],
+        ["digits", 2, 2, 0, 0],
+        ["words", 0, 2, 0, 0],
+        ["format", 2, 4, 0, 0],
+    ]
+    assert view["ages"] == [[0, 6, 20], [2, 2, 8]]
+    # Masked: 2 and 2 of ratio 2, one of ratio 10 that the cap limits to 5, and 2 * .5 / .9 with A = -2.
+    removed = 2 + 2 + 5 + 2 * 0.5 / 0.9
+    assert view["gradient"] == pytest.approx(removed / (removed + 7 + 3 * 2), abs=1e-4)
+    assert MaskCounts().view() is None
+
+
+def test_other_losses_are_judged_on_the_same_tokens() -> None:
+    step = a_step()
+    masks = other_masks("dppo_binary_tv", step)
+    assert "dppo_binary_tv" not in masks and "dppo_topk_tv" not in masks and "minirl" not in masks
+    grpo = [(p / m > 1.28 if a > 0 else p / m < 0.8) for p, m, a in zip(step.pi, step.mu, step.advantages, strict=True)]
+    assert masks["grpo"].tolist() == [bool(x) and bool(t) for x, t in zip(grpo, step.trained, strict=True)]
+    ipo = (np.abs(step.pi - step.mu) > 0.3) & step.trained
+    assert masks["ipo"].tolist() == ipo.tolist()
+    assert not masks["pg_is"].any()
+    assert masks["gspo"].tolist()[:10] == [True] * 10, "the first sequence has gone up by more than 4e-4"
+    counts = MaskCounts()
+    counts.add(step, decode, 5.0, lambda each: other_masks("dppo_binary_tv", each))
+    assert counts.others["grpo"] == [int(masks["grpo"].sum()), int((masks["grpo"] & step.masked).sum())]
