@@ -35,7 +35,7 @@ class MaskCounts:
     """By the age of the group in steps."""
     gradient: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Sums of |A| min(r, C), the size of a token's gradient by its log-probability."""
-    others: dict[str, list[int]] = field(default_factory=dict)
+    other_losses: dict[str, list[int]] = field(default_factory=dict)
     """By loss: tokens that it would have masked, and those of them that the run masked too."""
     masked: int = 0
     tokens: int = 0
@@ -63,7 +63,7 @@ class MaskCounts:
         self.gradient[0] += float(sizes[step.masked[known]].sum())
         self.gradient[1] += float(sizes.sum())
         for name, mask in ({} if other_masks is None else other_masks(step)).items():
-            entry = self.others.setdefault(name, [0, 0])
+            entry = self.other_losses.setdefault(name, [0, 0])
             entry[0] += int((mask & acts).sum())
             entry[1] += int((mask & acts & step.masked).sum())
 
@@ -83,7 +83,7 @@ class MaskCounts:
             "kinds": kinds,
             "ages": [[age, *self.ages[age]] for age in sorted(self.ages)],
             "gradient": round(removed / total, 4) if total else None,
-            "others": [[name, *counts] for name, counts in self.others.items()],
+            "others": [[name, *counts] for name, counts in self.other_losses.items()],
         }
 
 

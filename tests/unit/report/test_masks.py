@@ -84,4 +84,4 @@ def test_other_losses_are_judged_on_the_same_tokens() -> None:
     assert masks["gspo"].tolist()[:10] == [True] * 10, "the first sequence has gone up by more than 4e-4"
     counts = MaskCounts()
     counts.add(step, decode, 5.0, lambda each: other_masks("dppo_binary_tv", each))
-    assert counts.others["grpo"] == [int(masks["grpo"].sum()), int((masks["grpo"] & step.masked).sum())]
+    assert counts.other_losses["grpo"] == [int(masks["grpo"].sum()), int((masks["grpo"] & step.masked).sum())]
