@@ -226,7 +226,7 @@ def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) 
             f"agent.credit = 'turn' with agent.reward = {agent.reward!r}: only an agent that sends its rewards rewards "
             "single responses. Set agent.reward = 'call', or remove agent.credit"
         )
-    if is_function_name(train.advantage):
+    if train.advantage == "opo" or is_function_name(train.advantage):
         raise ValueError(
             f"agent.credit = 'turn' with train.advantage = {train.advantage!r}: the advantage of a single response is "
             "known for mean, std, leave_one_out and none alone. Set one of them, or remove agent.credit"

@@ -94,8 +94,9 @@ class TrainConfig(Section):
     """Assign samples to data-parallel ranks so that the i-th micro-batches of all ranks take about the same time."""
     advantage: BuiltInAdvantage | str = "mean"
     """Advantage estimator. ``mean``: reward minus the group's mean. ``std``: the same, divided by the group's standard
-    deviation (GRPO). ``leave_one_out``: reward minus the mean of the other responses (RLOO). ``none``: the reward
-    itself. Or a user function, ``path/to/file.py:function`` (docs/loss.md)."""
+    deviation (GRPO). ``leave_one_out``: reward minus the mean of the other responses (RLOO). ``opo``: reward minus the
+    group's mean weighted by lengths (OPO). ``none``: the reward itself. Or a user function,
+    ``path/to/file.py:function`` (docs/loss.md)."""
     advantage_normalization: Literal["none", "batch"] = "none"
     """``batch`` normalizes advantages over all tokens of the step: minus their mean, divided by their standard
     deviation. With ``advantage = "none"`` this is REINFORCE++, with ``mean`` its variant with a baseline."""

@@ -15,6 +15,7 @@ _ADVANTAGES = {
     "grpo_vectorized": "std",
     "rloo": "leave_one_out",
     "rloo_vectorized": "leave_one_out",
+    "opo": "opo",
     "reinforce_plus_plus": "none",
     "reinforce_plus_plus_baseline": "mean",
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_dppo.config.user_functions import UserFunction, get_user_function
 from megatron_dppo.errors import FunctionError, UserError
 from megatron_dppo.functions import has_parameter, is_function_name
+from megatron_dppo.losses.parts.length_baseline import length_weighted_advantages, sampled_lengths
 from megatron_dppo.types import RolloutGroup
 
 _DEVIATION_FLOOR = 1e-4
@@ -107,7 +108,7 @@ def advantages_by(
 ) -> Tensor:
     """Compute the advantages that ``train.advantage`` names.
 
-    The name is a mode of ``group_relative_advantages``, a user-defined function, or ``none`` for the rewards
+    The name is a mode of ``group_relative_advantages``, ``opo``, a user-defined function, or ``none`` for the rewards
     themselves.
 
     A user's function is called as ``f(rewards, valid, **options)``, and gets ``groups`` by name where it has a
@@ -126,10 +127,14 @@ def advantages_by(
 
     Raises:
         FunctionError: A user's function raised, or returned something else than one finite number a sample.
-        ValueError: As ``group_relative_advantages``.
+        ValueError: As ``group_relative_advantages``, or ``opo`` without groups.
     """
     if name == "none":
         return torch.where(valid, rewards, 0.0)
+    if name == "opo":
+        if groups is None:
+            raise ValueError("advantage 'opo' weighs rewards by the lengths of their responses. Fix: pass groups")
+        return length_weighted_advantages(rewards, sampled_lengths(groups), valid)
     if not is_function_name(name):
         return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
     function, given = get_user_function(name, "train.advantage"), dict(options or {})

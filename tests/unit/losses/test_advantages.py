@@ -8,8 +8,9 @@ import statistics
 import pytest
 import torch
 
-from megatron_dppo.losses import group_relative_advantages
+from megatron_dppo.losses import advantages_by, group_relative_advantages
 from megatron_dppo.losses.parts.returns import Moments
+from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, -1.0, 2.0]]
 
@@ -83,3 +84,35 @@ def test_whitening_of_equal_values_is_zero_also_where_rounding_makes_the_varianc
     parts = Moments.of(spread[:1]) + Moments.of(spread[1:])
     assert parts.whiten(spread).tolist() == pytest.approx(expected, abs=1e-7)
     assert Moments.of(spread[:1]).whiten(spread[:1]).tolist() == [0.0]
+
+
+def test_opo_weighs_the_baseline_by_the_sampled_tokens() -> None:
+    """Of 30, 10 and 4 sampled tokens (the third has 9, five of them a tool's); the fourth reward failed."""
+    lengths = (30, 10, 9, 50)
+    masks = (None, None, [True] * 4 + [False] * 5, None)
+    rewards = [2.0, 0.0, 1.0, math.nan]
+    prompt = Prompt(prompt_id="p", text="", token_ids=(1,), label="")
+    rollouts = tuple(
+        Rollout(
+            prompt=prompt,
+            completion=Completion(
+                token_ids=torch.zeros(n, dtype=torch.int32),
+                logprobs=torch.zeros(n),
+                finish_reason=FinishReason.STOP,
+                policy_version=0,
+                text="",
+                loss_mask=None if mask is None else torch.tensor(mask),
+            ),
+            reward=reward,
+        )
+        for n, mask, reward in zip(lengths, masks, rewards, strict=True)
+    )
+    group = RolloutGroup(prompt=prompt, rollouts=rollouts)
+    valid = torch.tensor([[True, True, True, False]])
+    result = advantages_by("opo", torch.tensor([rewards], dtype=torch.float64), valid, groups=[group])
+    baseline = (30 * 2.0 + 10 * 0.0 + 4 * 1.0) / 44
+    assert result.tolist() == [pytest.approx([2 - baseline, -baseline, 1 - baseline, 0.0], abs=1e-12)]
+    equal = advantages_by("opo", torch.full((1, 4), 0.1), valid, groups=[group])
+    assert equal.tolist() == [[0.0] * 4]
+    with pytest.raises(ValueError, match="pass groups"):
+        advantages_by("opo", torch.ones(1, 4), valid)
