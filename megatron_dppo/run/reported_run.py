@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
@@ -42,18 +41,19 @@ def open_run(folder: Path, name: str = "") -> ReportedRun:
     return ReportedRun(folder, _decoder(folder), name, cap, partial(other_masks, None if loss is None else loss.name))
 
 
-def other_masks(name: str | None, step: StepTokens) -> dict[str, NDArray[np.bool_]]:
+def other_masks(name: str | None, step: StepTokens) -> dict[str, Any]:
     """Return which tokens ``[N]`` each loss but ``name`` would have masked with its defaults.
 
     Losses that need more than pi, mu, A and the sequences are left out: a recorded step has no pi at other ids, and
     no pi'.
     """
-    known = step.trained & (step.mu > 0)
+    mu = torch.from_numpy(step.mu)
+    known = torch.from_numpy(step.trained) & (mu > 0)
     inputs = LossInputs(
         logprobs=torch.from_numpy(step.pi).log(),
-        rollout_logprobs=torch.from_numpy(np.where(known, step.mu, 1.0)).log(),
+        rollout_logprobs=mu.where(known, 1.0).log(),
         advantages=torch.from_numpy(step.advantages),
-        loss_mask=torch.from_numpy(known),
+        loss_mask=known,
         sequence_ids=torch.from_numpy(step.sample).long(),
         token_weights=torch.ones(len(step.ids)),
     )
@@ -61,7 +61,7 @@ def other_masks(name: str | None, step: StepTokens) -> dict[str, NDArray[np.bool
     for other in loss_names():
         config = LossConfig(name=other)
         if other != name and config.required_inputs <= _RECORDED_INPUTS:
-            result[other] = known & ~policy_loss(inputs, config).keep_mask.numpy()
+            result[other] = (known & ~policy_loss(inputs, config).keep_mask).numpy()
     return result
 
 
