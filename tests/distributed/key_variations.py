@@ -25,7 +25,7 @@ from tests.distributed.parity import (
     samples,
 )
 
-# Names of the model and of its files, and what concerns no layer.
+# Names of the model and of its files, and what concerns no layer or random weights alone.
 NOT_KEYS = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "id2label"}
 NOT_KEYS |= {
     "label2id",

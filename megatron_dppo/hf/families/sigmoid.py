@@ -40,6 +40,11 @@ def sigmoid_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
             hf_config.num_experts_per_tok,
             "2 or more (Megatron does not normalize a single score)",
         )
+    if not hf_config.routed_scaling_factor > 0:
+        scale = hf_config.routed_scaling_factor
+        raise_unsupported(
+            hf_config, "routed_scaling_factor", scale, "a positive number (Megatron reads 0 as no factor)"
+        )
     if hf_config.n_shared_experts < 1:
         raise_unsupported(hf_config, "n_shared_experts", hf_config.n_shared_experts, "1 or more")
     if _has_groups(hf_config) and hf_config.num_experts_per_tok // hf_config.topk_group != _EXPERTS_PER_GROUP_SCORE:

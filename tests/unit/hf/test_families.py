@@ -94,6 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+    ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor = 0.0.*a positive number"),
     ("llama", {"head_dim": 15}, "head_dim = 15.*an even number"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0.*supported: None"),
     ("olmoe", {"head_dim": 32}, "head_dim = 32.*hidden_size / num_attention_heads"),
