@@ -28,6 +28,7 @@ BASE = "dppo_topk_tv"
 _TOPK: Mapping[str, Any] = {"name": "dppo_topk_tv"}
 NEEDS: Mapping[str, tuple[Mapping[str, Any], bool, str | None]] = {
     BASE: (_TOPK, False, None),
+    "DPPO-Binary": ({"name": "dppo_binary_tv"}, False, None),
     "predictive TV": ({**_TOPK, "direction": "predictive"}, False, None),
     "predictive KL": ({"name": "dppo_topk_kl", "direction": "predictive"}, False, None),
     "DPPO-Binary, centered": ({"name": "dppo_binary_tv", "centering": True}, False, None),
@@ -47,9 +48,16 @@ def runs(size: Size) -> dict[str, Callable[[], None]]:
     return {name: _runner(task, *need) for name, need in NEEDS.items()}
 
 
+def _loss(keys: Mapping[str, Any], topk: int) -> LossConfig:
+    """Return the loss, with this K if it reads the Top-K."""
+    return LossConfig(**keys, topk=topk) if LossConfig(**keys).is_topk else LossConfig(**keys)
+
+
 def _runner(task: Task, keys: Mapping[str, Any], filtered: bool, divergence: str | None) -> Callable[[], None]:
-    objective = policy_objective(LossConfig(**keys, topk=task.ids.shape[1]))
-    targets = task.targets
+    objective, targets = policy_objective(_loss(keys, task.ids.shape[1])), task.targets
+    if not objective.needs.slot_gradient and keys["name"] == "dppo_binary_tv":
+        # Rollouts of a run without Top-K have none.
+        targets = replace(targets, rollout_topk_ids=None, rollout_topk_logprobs=None)
     if filtered:
         assert targets.rollout_topk_ids is not None
         rows, width = targets.rollout_topk_ids.shape

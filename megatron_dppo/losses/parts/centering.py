@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.losses.parts.decision import decide, mismatch_mask
+from megatron_dppo.losses.parts.predictive import divergence_rate
 from megatron_dppo.losses.parts.tokens import Tokens, TopK
 
 if TYPE_CHECKING:
@@ -150,5 +151,6 @@ class PerIdTopK(TopK):
 
     def rate(self, kind: Literal["tv", "kl"], tail: Tail, logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
         """Return the ``divergence_rate`` of each id, ``[T, n]``."""
-        columns = zip(logprobs.unbind(1), rollout_logprobs.unbind(1), strict=True)
-        return torch.stack([super(PerIdTopK, self).rate(kind, tail, pi, mu) for pi, mu in columns], 1)
+        sums, (p_other, m_other), square = self.rate_parts(tail)
+        sampled = (logprobs.double().exp(), rollout_logprobs.double().exp())
+        return divergence_rate(kind, sums[:, None], sampled, (p_other[:, None], m_other[:, None]), square[:, None])

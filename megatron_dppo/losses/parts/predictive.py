@@ -84,7 +84,7 @@ def divergence_rate(
     p_k, m_k = sampled
     p_other, m_other = other
     # Columns 0 and 1 are those of ``topk_sums``, which give the divergence itself.
-    crossed, squares, signed, signed_squares = sums.double()[:, 2:].unbind(-1)
+    crossed, squares, signed, signed_squares = sums.double()[..., 2:].unbind(-1)
     if kind == "kl":
         # Q <= pi_rest^2, so nothing is left of the bucket where pi_rest is 0.
         other_rate = torch.where(p_other > 0, square / p_other * (m_other - p_other), 0.0)

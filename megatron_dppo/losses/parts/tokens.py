@@ -76,6 +76,12 @@ class TopK:
 
     def rate(self, kind: Literal["tv", "kl"], tail: Tail, logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
         """Return the ``divergence_rate`` of the sampled tokens, ``[T]``."""
+        sums, other, square = self.rate_parts(tail)
+        sampled = (logprobs.detach().double().exp(), rollout_logprobs.double().exp())
+        return divergence_rate(kind, sums, sampled, other, square)
+
+    def rate_parts(self, tail: Tail) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Return what the rates of all ids of a position share: sums ``[T, 6]``, masses outside, and Q ``[T]``."""
         sums = self.sums
         if self.logprobs is not None:
             sums = predictive_sums(self.logprobs, self.rollout_logprobs, self.valid)
@@ -83,9 +89,7 @@ class TopK:
         other = self.masses()
         # Ids outside the set, over which a uniform tail spreads pi's remaining mass.
         num_other = None if self.support is None else self.support - self.valid.sum(-1)
-        square = tail_square(tail, other[0], self.other_square, num_other)
-        sampled = (logprobs.detach().double().exp(), rollout_logprobs.double().exp())
-        return divergence_rate(kind, sums, sampled, other, square)
+        return sums, other, tail_square(tail, other[0], self.other_square, num_other)
 
 
 @dataclass(frozen=True)
