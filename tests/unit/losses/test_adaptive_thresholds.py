@@ -125,9 +125,9 @@ def test_the_age_of_a_token_counts_the_updates_since_its_weights() -> None:
 
 
 def test_the_scale_is_the_median_over_the_loss_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mismatches .1, .5 here (9 is a prompt token) and .2, .4, .3 on the other rank: the median is .3."""
-    samples = [sample([-1.0, -1.0], [True, False]), sample([-1.0], [True])]
-    moved = [torch.tensor([-1.1, 8.0]), torch.tensor([-0.5])]
+    """Mismatches .1, .5 here (9 and 9 are prompt tokens) and .2, .4, .3 on the other rank: the median is .3."""
+    samples = [sample([-1.0, -1.0, -1.0], [True, False, False]), sample([-1.0], [True])]
+    moved = [torch.tensor([-1.1, 8.0, 8.0]), torch.tensor([-0.5])]
     trainer = SimpleNamespace(groups=SimpleNamespace(dp="the group"), routing_shape=None)
     updater = update.Updater(trainer, TrainConfig(), LossConfig(threshold_knee=2.0))  # type: ignore[arg-type]
     monkeypatch.setattr(
@@ -142,5 +142,5 @@ def test_the_scale_is_the_median_over_the_loss_tokens_of_all_ranks(monkeypatch: 
 
     monkeypatch.setattr(update, "all_gather_objects", gather)
     result = updater.add_recomputed(samples, Clock())
-    assert [s.mismatch_scale.tolist() for s in result] == [pytest.approx([0.3, 0.3]), pytest.approx([0.3])]  # type: ignore[union-attr]
+    assert [s.mismatch_scale.tolist() for s in result] == [pytest.approx([0.3] * 3), pytest.approx([0.3])]  # type: ignore[union-attr]
     assert all(s.recomputed_logprobs is None for s in result), "the loss does not need it"
