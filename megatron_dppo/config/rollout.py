@@ -74,6 +74,9 @@ class AgentConfig(Section):
     ] = "auto"
     """Form of thoughts and tool calls in responses. ``auto`` chooses it by the chat template of the model's folder.
     ``none`` reads no tool calls, and calls with ``tools`` are refused."""
+    renderer: str | None = None
+    """Read responses with a renderer of the package ``renderers`` (extra ``[agents]``) instead of ``format``, such as
+    ``qwen3.5``. Prompts stay those of the model's chat template. null reads them in ``format``."""
     separate_reasoning: bool = True
     """Return the thoughts of a response as ``reasoning_content``, as inference servers do. false leaves them in
     ``content``, with their tags. Programs may send them back in either field, or not at all."""
@@ -92,6 +95,11 @@ class AgentConfig(Section):
         if self.command is not None and not (self.command and self.command[0]):
             raise ValueError(
                 f"agent.command = {self.command!r} names no program; set it, for example, to ['python', 'my_agent.py']"
+            )
+        if self.renderer is not None and self.format != "auto":
+            raise ValueError(
+                f"agent.format = {self.format!r} and agent.renderer = {self.renderer!r} both read the responses; "
+                "remove one of them"
             )
         changed = self.changed_keys()
         if changed and not self.is_set:

@@ -126,7 +126,11 @@ def _functions(start: Start) -> Iterable[UserError]:
 def _agent_format(start: Start) -> Iterable[UserError]:
     """Note in which form the agent's tool calls are read."""
     if start.config.agent.is_set and start.model is not None:
-        start.notes.append(format_note(start.model.tokenizer.chat_template, start.config.agent.format))
+        agent = start.config.agent
+        note = f"agent    responses are read by the renderer {agent.renderer!r} (agent.renderer)"
+        if agent.renderer is None:
+            note = format_note(start.model.tokenizer.chat_template, agent.format)
+        start.notes.append(note)
     return ()
 
 

@@ -54,7 +54,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types"}, {"torch"}),
     "engines": (
         {"config", "data", "errors", "files", "functions", "hf", "rollout", "types"},
-        {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "safetensors", "torch", "transformers"},
+        {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "safetensors", "torch", "renderers", "transformers"},
     ),
     "weights": (
         {"config", "data", "engines", "errors", "files", "hf", "mcore", "parallel", "policy", "rollout", "types"},

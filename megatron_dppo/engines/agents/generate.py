@@ -15,6 +15,7 @@ from megatron_dppo.engines.agents.endpoint import Endpoint
 from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
 from megatron_dppo.engines.agents.formats import choose_format
 from megatron_dppo.engines.agents.launcher import landlock_version
+from megatron_dppo.engines.agents.renderer_reader import RendererReader, import_renderers, load_renderer
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.runner import (
     Agent,
@@ -78,6 +79,8 @@ class AgentFunction:
                 f"agent.command = {config.command!r}: there is no program {config.command[0]!r} that can be executed; "
                 "give its path, or put it in PATH"
             )
+        if config.renderer is not None:
+            import_renderers(config.renderer)
         self._endpoint = Endpoint(config.host, config.max_body_bytes)
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "agent-calls")
         self._settings = EpisodeSettings(
@@ -111,7 +114,11 @@ class AgentFunction:
             needs_text = response_format.needs_text_arguments
             self._template = ChatTemplate(tokenizer, self._variables, self._now(), has_text_arguments=needs_text)
             separates = self._config.separate_reasoning
-            self._reader = ResponseReader(tokenizer, response_format, separates_reasoning=separates)
+            if self._config.renderer is not None:
+                renderer = load_renderer(self._config.renderer, tokenizer)
+                self._reader = RendererReader(tokenizer, renderer, separates_reasoning=separates)
+            else:
+                self._reader = ResponseReader(tokenizer, response_format, separates_reasoning=separates)
         async with self._slots:
             episode = Episode(turns, self._template, self._reader, self._settings, self._executor)
             episode.takes_reward = self._config.reward == "call"

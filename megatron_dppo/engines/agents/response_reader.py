@@ -47,16 +47,24 @@ class ResponseReader:
         Raises:
             CallError: It has not.
         """
-        if call.stop_token_ids and max(call.stop_token_ids) >= len(self._tokenizer):
-            raise CallError(
-                f"'stop_token_ids': there is no token {max(call.stop_token_ids)!r:.80}; the tokenizer has "
-                f"{len(self._tokenizer)}"
-            )
+        self.check_stop_tokens(call)
         if call.reads_tool_calls and self._format.name == "none":
             names = ", ".join(name for name in FORMATS if name != "none")
             raise CallError(
                 "'tools' were given, but the model's chat template has no known form of tool calls. Set agent.format "
                 f"to one of {names}, or leave 'tools' out"
+            )
+
+    def check_stop_tokens(self, call: AgentRequest) -> None:
+        """Check that the stop tokens of a call exist.
+
+        Raises:
+            CallError: One does not.
+        """
+        if call.stop_token_ids and max(call.stop_token_ids) >= len(self._tokenizer):
+            raise CallError(
+                f"'stop_token_ids': there is no token {max(call.stop_token_ids)!r:.80}; the tokenizer has "
+                f"{len(self._tokenizer)}"
             )
 
     def stop_token_ids(self, call: AgentRequest) -> tuple[int, ...]:

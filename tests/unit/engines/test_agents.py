@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -771,3 +772,47 @@ def test_calls_of_another_form_are_read_and_malformed_ones_counted(world: World)
         assert "tool_calls" not in answer and answer["content"] == xml[:-5]
 
     assert world.play(agent, format="qwen3_xml").counts["agent/malformed_calls"] == 1
+
+
+def test_a_renderer_reads_the_responses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with the interface of ``renderers``, which reads ``CALL name`` as a call."""
+
+    class Renderer:
+        def get_stop_token_ids(self) -> list[int]:
+            return [world.tokenizer.eos_token_id]
+
+        def parse_response(self, tokens: list[int], *, tools: Any, prompt_ids: list[int]) -> Any:
+            text = world.tokenizer.decode(tokens, skip_special_tokens=True)
+            assert tools == TOOLS and world.tokenizer.decode(prompt_ids).endswith("assistant\n")
+            content, tag, name = text.partition("CALL ")
+            start = len(world.encode(content))
+            status = "ok" if name.isalpha() else "invalid_json"
+            call = SimpleNamespace(
+                name=name, arguments={"a": 1}, status=status, token_span=(start, len(tokens)), id=None
+            )
+            calls = [call] if tag else []
+            return SimpleNamespace(content=content.strip(), reasoning_content="hm" if tag else None, tool_calls=calls)
+
+    package = SimpleNamespace(create_renderer=lambda tokenizer, made: Renderer(), config_from_name=lambda name: name)
+    monkeypatch.setitem(sys.modules, "renderers", package)
+    world.script = {"a<|im_end|>\n<|im_start|>assistant\n": "so CALL add", "3</tool_response>": "x"}
+    world.script["b<|im_end|>\n<|im_start|>assistant\n"] = "so CALL 5"
+
+    async def agent(task: AgentTask) -> None:
+        answer = await chat(task, [user("a")], tools=TOOLS)
+        assert (answer["content"], answer["reasoning_content"]) == ("so", "hm")
+        (call,) = answer["tool_calls"]
+        assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        broken = await chat(task, [user("b")], tools=TOOLS)
+        assert broken["content"] == "so CALL 5" and "tool_calls" not in broken
+
+    found = world.play(agent, 2000, renderer="x")
+    assert found.counts["agent/malformed_calls"] == 1
+
+
+def test_a_missing_renderer_is_an_error_before_the_first_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(GenerateError, match=r"agent.renderer = 'qwen3' needs the package renderers.*\[agents\]"):
+        AgentFunction(AgentConfig(function="tests.unit.scripted:one", renderer="qwen3"), {})
+    with pytest.raises(ValueError, match="both read the responses"):
+        AgentConfig(function="a:b", renderer="qwen3", format="hermes")

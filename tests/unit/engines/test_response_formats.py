@@ -62,6 +62,9 @@ CALLS = {
 }
 # A call that is cut off, or broken in its middle.
 BROKEN = {name: [text[: len(text) * 2 // 5], text[:-4]] for name, text in CALLS.items() if name != "llama"}
+BROKEN["qwen3_xml"].append("<tool_call>\n<func")
+BROKEN["hermes"].append("<tool_call>\n<func")
+BROKEN["minimax"].append(CALLS["minimax"].replace("3</parameter>\n", "3</parameter>\nx", 1))
 BROKEN["gpt_oss"] = [CALLS["gpt_oss"].replace("{}<|call|>", "{<|call|>"), CALLS["gpt_oss"].removesuffix("<|call|>")]
 BROKEN["mistral"] = [CALLS["mistral"][:-20], CALLS["mistral"][:-1]]
 BROKEN["llama"] = [f"<|python_tag|>{CALLS['llama'][:-4]}", CALLS["llama"][:-4]]
@@ -157,6 +160,12 @@ def test_values_without_a_type_in_the_schema_are_json_or_text() -> None:
     for value, typed in {"True": True, "false": False, "maybe": "maybe"}.items():
         text = f"<tool_call>f<arg_key>v</arg_key><arg_value>{value}</arg_value></tool_call>"
         assert calls_made(FORMATS["glm"].parse(text, boolean).tool_calls) == [("f", {"v": typed})]
+
+
+def test_a_string_stays_text_whatever_it_looks_like() -> None:
+    for value in ("12", "true", "null", "[1]", '{"a": 1}', '"x"'):
+        text = f"<tool_call><function=weather><parameter=city>\n{value}\n</parameter></function></tool_call>"
+        assert calls_made(FORMATS["qwen3_xml"].parse(text, TOOLS).tool_calls) == [("weather", {"city": value})]
 
 
 def test_a_value_may_contain_the_tags_of_its_form() -> None:

@@ -42,7 +42,7 @@ class HermesFormat(TaggedFormat):
     close_tag = "</tool_call>"
     text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
     # Cut off right behind its tag, a call is malformed and not only mentioned.
-    _start = re.compile(r"\s*(\{|<function=|\Z)")
+    _start = re.compile(r"\s*(\{|<function=|<[a-z]*\Z|\Z)")
 
     def call_end(self) -> str | None:
         """See ``ResponseFormat``."""

@@ -49,6 +49,9 @@ def read_parameters(
         if closing is None:
             return None, position
         value = _strip_line_breaks(text[parameter.end() : closing.start()])
+        if grammar.parameter.search(value):
+            # The end of the value is broken, and this is that of a later parameter.
+            return None, position
         is_string = parameter.groupdict().get("is_string")
         if is_string is None:
             arguments[parameter["key"]] = typed_value(value, schemas.get(parameter["key"]))
@@ -122,7 +125,8 @@ class QwenXmlFormat(ParameterFormat):
     grammar = _FUNCTION
     has_many_calls = False
     text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
-    _start = re.compile(r"\s*(<function=|\Z)")
+    # Cut off within its first tag, a call is malformed and not only mentioned.
+    _start = re.compile(r"\s*(<function=|<[a-z]*\Z|\Z)")
 
     def _is_block(self, text: str, position: int) -> bool:
         return self._start.match(text, position) is not None

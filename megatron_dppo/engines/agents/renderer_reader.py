@@ -1,0 +1,94 @@
+"""Reading of responses by the package ``renderers`` (``agent.renderer``), for models whose form is not among ours."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse
+from megatron_dppo.engines.agents.formats.base import make_tool_call, new_call_id
+from megatron_dppo.engines.agents.request_bodies import AgentRequest
+from megatron_dppo.engines.agents.response_reader import ResponseReader
+from megatron_dppo.errors import GenerateError
+
+
+def load_renderer(name: str, tokenizer: Any) -> Any:
+    """Return a renderer of the package ``renderers``.
+
+    Args:
+        name: Name of the renderer, such as ``qwen3.5``.
+        tokenizer: Tokenizer of the model.
+
+    Raises:
+        GenerateError: The package is missing, has no renderer of that name, or it does not fit the tokenizer.
+    """
+    package = import_renderers(name)
+    try:
+        return package.create_renderer(tokenizer, package.config_from_name(name))
+    except Exception as error:  # the package raises what it likes, such as AssertionError for a missing token
+        raise GenerateError(
+            f"agent.renderer = {name!r}: the package renderers cannot use it with the model's tokenizer: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def import_renderers(name: str) -> Any:
+    """Return the package, whose parts are not typed.
+
+    Raises:
+        GenerateError: It cannot be imported.
+    """
+    try:
+        return importlib.import_module("renderers")
+    except ImportError as error:
+        raise GenerateError(
+            f"agent.renderer = {name!r} needs the package renderers: {error}. Install it with "
+            "pip install 'megatron-dppo[agents]', or use agent.format"
+        ) from error
+
+
+class RendererReader(ResponseReader):
+    """Reader by a renderer. Prompts stay those of the model's chat template.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        renderer: The renderer.
+        separates_reasoning: True to take thoughts out of the content.
+    """
+
+    def __init__(self, tokenizer: Any, renderer: Any, *, separates_reasoning: bool) -> None:
+        super().__init__(tokenizer, FORMATS["none"], separates_reasoning=separates_reasoning)
+        self._renderer = renderer
+
+    def check(self, call: AgentRequest) -> None:
+        """See ``ResponseReader``. Renderers have tool calls."""
+        self.check_stop_tokens(call)
+
+    def stop_token_ids(self, call: AgentRequest) -> tuple[int, ...]:
+        """See ``ResponseReader``."""
+        return (*self._renderer.get_stop_token_ids(), *call.stop_token_ids)
+
+    def parse(self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int]) -> ParsedResponse:
+        """See ``ResponseReader``."""
+        tools = list(call.tools) if call.reads_tool_calls else None
+        parsed = self._renderer.parse_response(list(tokens), tools=tools, prompt_ids=list(prompt))
+        # The text as it was sampled, thoughts included.
+        sampled = super().parse(call, prompt, tokens)
+        attempts = parsed.tool_calls if tools else []
+        malformed = [each for each in attempts if getattr(each.status, "value", each.status) != "ok"]
+        if malformed or not attempts:
+            return ParsedResponse(
+                text=sampled.text,
+                content=sampled.content,
+                reasoning=sampled.reasoning,
+                num_malformed=len(malformed),
+            )
+        start = min(each.token_span[0] for each in attempts)
+        calls = tuple(make_tool_call(each.id or new_call_id(), each.name, each.arguments) for each in attempts)
+        return ParsedResponse(
+            text=super().parse(call, prompt, tokens[:start]).text.strip(),
+            content=parsed.content,
+            reasoning=parsed.reasoning_content or "",
+            tool_calls=calls,
+        )
