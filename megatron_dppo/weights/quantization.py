@@ -43,7 +43,7 @@ _UNROUNDED = (
     *("in_proj_ba", "in_proj_b", "in_proj_a", "conv1d"),
 )
 """Modules that neither format quantizes: output layer, embedding, routers, the gate of a shared expert, and beta, alpha
-and convolution of linear attention, as in Qwen's own FP8 folders."""
+and convolution of linear attention."""
 _NOT_EXPERTS = [
     "lm_head",
     "re:.*self_attn.*",

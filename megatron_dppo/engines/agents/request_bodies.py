@@ -242,7 +242,7 @@ def _read_common(body: Mapping[str, Any], served: frozenset[str]) -> _CommonFiel
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise CallError(
-                f"{name!r} = {body[name]!r:.80} is not supported, since an episode is one sequence; ask again"
+                f"{name!r} = {body[name]!r:.80} is not supported: a call has one response; send it again for another"
             )
     if body.get("top_logprobs"):
         raise CallError(

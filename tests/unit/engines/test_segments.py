@@ -155,6 +155,7 @@ def test_every_sampled_token_of_an_episode_is_trained_once(
     assert not found.failure and found.counts["agent/calls"] == calls
     assert [int(s.loss_mask.sum()) for s in segments] == tokens  # type: ignore[union-attr]
     assert found.counts["agent/segments"] == len(tokens) and found.counts["agent/untrained_fraction"] == 0
+    assert len({request.params.seed for request in world.server.requests}) == calls
     # The text for reward functions is that of the segment with the last response.
     assert found.text == found.segment_texts[last] and len(found.segment_texts) == len(tokens)
     # Columns of each segment are its own: log-probabilities by position, versions, routes of all tokens but the last.
@@ -411,7 +412,10 @@ def test_random_forks_train_what_was_sampled(world: World) -> None:
 
 
 def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: World, tmp_path: Path) -> None:
-    world.script = {"quick<|im_end|>\n<|im_start|>assistant\n": "ok", "assistant\n": THOUGHT}
+    ask = "<|im_end|>\n<|im_start|>assistant\n"
+    # Long enough that a worker is not complete when it is stopped, however slow the machine is.
+    long = THOUGHT * 6
+    world.script = {f"quick{ask}": "ok", f"begin{ask}": THOUGHT, f"end{ask}": THOUGHT, ask: long}
     world.server.token_seconds = 0.001
     is_first = True
 
@@ -430,11 +434,22 @@ def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: Wo
     def prompt(text: str) -> Prompt:
         return Prompt(prompt_id=text, text=text, token_ids=(7,), label="", messages=(user(text),), is_task=True)
 
+    delayed: list[str] = []
+    abort = world.server.abort
+
+    async def abort_one_later(name: str | None = None) -> None:
+        # The last worker's request ends after the others: what ends the episode must wait for it.
+        if name is not None and not delayed and len(world.server.aborted) >= 2:
+            delayed.append(name)
+            return
+        await abort(name)
+
+    world.server.abort = abort_one_later  # type: ignore[method-assign]
     engine = world.engine(agent)
     groups = [GroupRequest(0, prompt("slow"), 1), GroupRequest(1, prompt("quick"), 1)]
     how = SamplingParams(max_new_tokens=1000, seed=1)
     slow, quick = [future.result(60) for future in engine.submit(groups, how, 1, [0, 1])]
-    assert slow is None and quick is not None
+    assert slow is None and quick is not None and delayed
     stored = [StoredRollouts(0, prompt("slow"), engine.unfinished()[0])]
     save_groups(tmp_path / "rollouts", stored)
     (loaded,) = load_groups(tmp_path / "rollouts", lambda position: prompt("slow"))
@@ -442,9 +457,10 @@ def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: Wo
     (state,) = loaded.content  # type: ignore[misc]
     parts = [state, *state.branches]
     had = [part.token_ids[part.sampled] for part in parts]
-    assert len(parts) == 4 and len(had[0]) == len(THOUGHT) + 1 and all(0 < len(each) < len(THOUGHT) for each in had[1:])
+    assert len(parts) == 4 and len(had[0]) == len(THOUGHT) + 1 and all(0 < len(each) < len(long) for each in had[1:])
 
     is_first = False
+    world.server.token_seconds = 0
     world.server.requests.clear()
     other = world.engine(agent)
     publish(other, [world.server], 5)
@@ -455,7 +471,8 @@ def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: Wo
     by_opening = {world.text(s).split("<|im_end|>")[0].split("\n")[1]: s for s in found.segments}
     assert sorted(by_opening) == ["begin", "end", "worker 0", "worker 1", "worker 2"] and len(found.segments) == 5
     for name, segment in by_opening.items():
-        assert world.trained(segment) == [f"{THOUGHT}<|im_end|>"], name
+        said = long if name.startswith("worker") else THOUGHT
+        assert world.trained(segment) == [f"{said}<|im_end|>"], name
     for part in parts:
         name = world.tokenizer.decode(part.token_ids.tolist()).split("<|im_end|>")[0].split("\n")[1]
         segment = by_opening[name]
