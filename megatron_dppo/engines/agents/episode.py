@@ -132,8 +132,10 @@ class Episode:
         """True if the agent may send the reward."""
         self.settings = settings
         self.executor = executor
-        self.is_cut_off = False
-        """True if a call was rejected because the sequence or the number of calls reached its limit."""
+        self._has_reached_limit = False
+        """True if a call was rejected because the number of calls or of conversations reached its limit."""
+        self._is_too_long = False
+        """True if a call was rejected for its length, and none was accepted since."""
         self._turns = turns
         self._template = template
         self._reader = reader
@@ -173,6 +175,11 @@ class Episode:
     def max_calls(self) -> int:
         """Maximum number of calls."""
         return self.settings.max_calls
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if a limit rejected a call. Not for its length, if the agent went on with a shorter conversation."""
+        return self._has_reached_limit or self._is_too_long
 
     @property
     def reward(self) -> float | None:
@@ -237,7 +244,7 @@ class Episode:
             CallError: The episode has made all its calls.
         """
         if self._num_admitted >= self.max_calls:
-            self.is_cut_off = True
+            self._has_reached_limit = True
             raise CallError(f"the episode has made its {self.max_calls} calls (agent.max_calls)", 400, "max_calls")
         self._num_admitted += 1
 
@@ -430,6 +437,7 @@ class Episode:
                 self.executor, lambda: self._prepare(read, is_trained=is_trained)
             )
             conversation = self._append(prepared, is_trained=is_trained)
+            self._is_too_long = False
             conversation.is_busy = True
         self._num_sampling += 1
         try:
@@ -452,7 +460,7 @@ class Episode:
             )
             return _PreparedCall(call, continuation)
         except ContextLengthError:
-            self.is_cut_off = True
+            self._is_too_long = True
             raise
         except CallError:
             raise
@@ -498,7 +506,7 @@ class Episode:
             raise self._too_long(len(tokens))
         limit = self.settings.max_segments
         if limit is not None and len(self._conversations) >= limit:
-            self.is_cut_off = True
+            self._has_reached_limit = True
             raise CallError(
                 f"the call continues none of the episode's {limit} conversations, and there may be no more "
                 "(agent.max_segments); send the messages of an earlier call and its response before new ones",
@@ -531,7 +539,7 @@ class Episode:
         branch.append(tokens)
 
     def _too_long(self, tokens: int) -> CallError:
-        self.is_cut_off = True
+        self._is_too_long = True
         return ContextLengthError(f"the conversation has {tokens} tokens", self._turns.params.max_new_tokens)
 
 

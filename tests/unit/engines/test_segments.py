@@ -178,6 +178,23 @@ def test_every_sampled_token_of_an_episode_is_trained_once(
     )
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_agent_that_shortens_a_conversation_after_a_refusal_is_not_cut_off(world: World, goes_on: bool) -> None:
+    world.script = COMPACTION
+    statuses = []
+
+    async def agent(task: AgentTask) -> float:
+        messages = [user(task.prompt), await chat(task, [user(task.prompt)]), user("x" * 200)]
+        statuses.append((await post(task, "/chat/completions", {"messages": messages}))[0])
+        if goes_on:
+            await chat(task, [user("Summary: three.")])
+        return 1.0
+
+    (found,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=300, seed=1))
+    assert statuses == [400] and not found.failure and found.counts["agent/rejected_calls"] == 1
+    assert found.finish_reason == (FinishReason.STOP if goes_on else FinishReason.LENGTH)
+
+
 class Scorer:
     """Scorer that returns the index of each sample."""
 
