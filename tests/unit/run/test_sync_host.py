@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dppo.commands.serve import _network_variables
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.serving.nodes import ServerNode
 from megatron_dppo.parallel import network
 from megatron_dppo.run.preflight import Start, _sync_host
 from megatron_dppo.run.server_checks import find_sync_host_problem
@@ -72,12 +73,16 @@ def test_servers_use_the_interface_of_their_address(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(network, "source_address", lambda host: {"n1": "10.0.0.1"}.get(host, host))
     monkeypatch.setattr(network, "find_interface", {"10.0.0.1": "ib0"}.get)
 
-    def variables(host: str, method: str = "distributed") -> dict[str, str]:
+    def variables(host: str, method: str = "distributed", node: ServerNode | None = None) -> dict[str, str]:
         return _network_variables(
-            configs.config(rollout={"engine": "vllm", "servers": {"host": host}, "weight_sync": {"method": method}})
+            configs.config(rollout={"engine": "vllm", "servers": {"host": host}, "weight_sync": {"method": method}}),
+            node,
         )
 
     assert variables("n1") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     assert variables("127.0.0.1") == variables("n1", "disk") == {}
+    # The parts of a vLLM server over nodes meet at this address, also where the weights take another way.
+    part = ServerNode(rank=1, address="n0:29500")
+    assert variables("n1", "disk", part) == {"VLLM_HOST_IP": "10.0.0.1"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
     assert variables("n1") == {"GLOO_SOCKET_IFNAME": "ib0"}
