@@ -20,7 +20,7 @@ from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.types import Divergence, SamplingMask, TrainingSample
+from megatron_dppo.types import Divergence, SamplingMask, TrainingSample, VersionSpan
 from tests.distributed.layouts import CP, EP, ETP, PP, TP, VPP
 from tests.distributed.objective import (
     TEMPERATURE,
@@ -214,7 +214,7 @@ def run(rank: int, world_size: int, lectures: list[Lecture], file: Path) -> None
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    with torch.serialization.safe_globals([Expected, SamplingMask, TrainingSample]):
+    with torch.serialization.safe_globals([Expected, SamplingMask, TrainingSample, VersionSpan]):
         known = torch.load(file, weights_only=True)
     for lecture, (samples, expected) in zip(lectures, known, strict=True):
         check(lecture, samples, expected, platform)
