@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -38,14 +39,15 @@ def test_abort_returns_the_tokens_so_far_and_ignores_requests_with_a_longer_id(
     object.__setattr__(aborted, "request_id", "a")
     object.__setattr__(other, "request_id", "a1")
 
-    async def use(server: InferenceServer) -> tuple[Generation, Generation]:
+    async def use(server: InferenceServer, seconds: float) -> tuple[Generation, Generation]:
         tasks = [asyncio.create_task(server.generate(request)) for request in (aborted, other)]
-        await asyncio.sleep(0.05)
-        await server.abort("a")
+        while not tasks[0].done():  # it may not have arrived at the first call
+            await asyncio.sleep(seconds)
+            await server.abort("a")
         return await tasks[0], await tasks[1]
 
-    for _ in range(8):  # a random response may end by itself
-        first, second = call(vllm, use)
+    for attempt in range(8):  # a random response may end by itself; on a busy machine its first token takes longer
+        first, second = call(vllm, partial(use, seconds=0.05 * 1.5**attempt))
         if first.finish_reason == "abort" and len(first.token_ids):
             break
     assert first.finish_reason == "abort" and 0 < len(first.token_ids) < 1500
