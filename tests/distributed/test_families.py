@@ -65,7 +65,7 @@ SAMPLED: dict[int, list[Case]] = {
         Case(CP, family="deepseek_v3", transformer=SELECTIVE),
         Case(TP, family="olmoe"),
         Case(EP, family="mixtral", tied=True),
-        Case(TP, family="glm4_moe_lite"),
+        Case(EP, family="glm4_moe_lite"),
         Case(TP, family="qwen3_next"),
         Case(PP, family="qwen3_next", transformer=FULL),
         Case(CP, family="qwen3_5_moe_text", transformer=SELECTIVE),

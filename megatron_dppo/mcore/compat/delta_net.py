@@ -61,6 +61,11 @@ class TorchGatedDeltaNet(GatedDeltaNet):
         super().__init__(*args, **kwargs)
         self._local_sizes = [size // self.tp_size for size in (self.qk_dim, self.qk_dim, self.v_dim)]
 
+    def _setup_variant_attrs(self) -> None:
+        # Core 0.19 alone calls this, and requires a kernel.
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = delta_rule
+
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
