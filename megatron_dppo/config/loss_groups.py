@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss import Aggregation, Form, LossConfig
+from megatron_dppo.config.user_functions import FunctionNeeds
 
 
 class AdaptiveThresholds(LossConfig):
@@ -125,3 +126,28 @@ class RatioCap(LossConfig):
     def resolved_defaults(self) -> dict[str, object]:
         """Add the cap."""
         return {"ratio_cap": self.ratio_limits[1]} | super().resolved_defaults()
+
+
+class SequenceMean(LossConfig):
+    """A loss of whole sequences that is defined with ``seq_mean_token_mean``."""
+
+    forms: ClassVar[tuple[Form, ...]] = ("ratio",)
+    default_aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    @property
+    def needs(self) -> FunctionNeeds:
+        """Whole sequences."""
+        return FunctionNeeds(sequences=True, zero_advantage=False)
+
+    def check(self) -> None:
+        """Check that the aggregation is the one that defines the loss.
+
+        Raises:
+            ValueError: If it is another one.
+        """
+        if self.resolved_aggregation != self.default_aggregation:
+            raise ValueError(
+                f"Expected aggregation = {self.default_aggregation!r}, which defines {self.name}, got "
+                f"{self.aggregation!r}. Fix: remove the key."
+            )
+        super().check()

@@ -12,20 +12,19 @@ Source: arXiv 2507.20673 and its authors' code (callsys/GMPO 205b2bf); verl's ``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss import Aggregation, Form
-from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.config.loss_groups import SequenceMean
 from megatron_dppo.losses.parts.loss import Loss
 
 if TYPE_CHECKING:
     from megatron_dppo.losses import Decision, Tokens
 
 
-class GMPO(Loss):
+class GMPO(SequenceMean, Loss):
     """GMPO. It is defined with ``seq_mean_token_mean``. The clipping is by token and wide; ``gspo`` clips the mean.
 
     Example:
@@ -43,27 +42,6 @@ class GMPO(Loss):
     log_clip_high: float = Field(0.4, gt=0)
     """Tokens of ``gmpo`` with positive advantage and log r > high are clipped."""
 
-    forms: ClassVar[tuple[Form, ...]] = ("ratio",)
-    default_aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
-
-    @property
-    def needs(self) -> FunctionNeeds:
-        """Whole sequences."""
-        return FunctionNeeds(sequences=True, zero_advantage=False)
-
-    def check(self) -> None:
-        """Check that the aggregation is the one that defines GMPO.
-
-        Raises:
-            ValueError: If it is another one.
-        """
-        if self.resolved_aggregation != "seq_mean_token_mean":
-            raise ValueError(
-                f"Expected aggregation = 'seq_mean_token_mean', which defines gmpo, got {self.aggregation!r}. Fix: "
-                "remove the key."
-            )
-        super().check()
-
     def decide(self, tokens: Tokens) -> Decision:
         """Clip single tokens, and give all tokens of a sequence the geometric mean."""
         # The gradient of exp(mean l) is that number times the mean of the gradients of l_t; a clipped l_t has none.
@@ -73,5 +51,5 @@ class GMPO(Loss):
         keep = (clipped == tokens.log_ratio) | (tokens.advantages == 0)
         mean = losses.per_sequence(clipped, tokens.mask, tokens.sequences, "mean").exp()
         divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
-        # A clipped token reports the same value as the others, so that the loss is that of the sequence.
+        # A clipped token reports the same value as an unclipped one, so that the loss is that of the sequence.
         return losses.weigh_by_ratio(tokens, divergence, keep)._replace(weight=mean, clipped_weight=mean)

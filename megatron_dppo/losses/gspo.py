@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss import Aggregation, Form
-from megatron_dppo.config.loss_groups import RatioClipping
-from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.config.loss_groups import RatioClipping, SequenceMean
 from megatron_dppo.losses.parts.loss import Loss
 
 if TYPE_CHECKING:
     from megatron_dppo.losses import Decision, Tokens
 
 
-class GSPO(RatioClipping, Loss):
+class GSPO(RatioClipping, SequenceMean, Loss):
     """GSPO. It is defined with ``seq_mean_token_mean``. Its limits are tight, because the mean ratio moves little.
 
     Example:
@@ -43,26 +41,6 @@ class GSPO(RatioClipping, Loss):
     """Sequences with positive advantage and s > 1 + high are masked. null uses 4e-4 for ``gspo``."""
 
     default_clip_ratios: ClassVar[tuple[float, float]] = (3e-4, 4e-4)
-    forms: ClassVar[tuple[Form, ...]] = ("ratio",)
-    default_aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
-
-    @property
-    def needs(self) -> FunctionNeeds:
-        """Whole sequences."""
-        return FunctionNeeds(sequences=True, zero_advantage=False)
-
-    def check(self) -> None:
-        """Check that the aggregation is the one that defines GSPO.
-
-        Raises:
-            ValueError: If it is another one.
-        """
-        if self.resolved_aggregation != "seq_mean_token_mean":
-            raise ValueError(
-                f"Expected aggregation = 'seq_mean_token_mean', which defines gspo, got {self.aggregation!r}. Fix: "
-                "remove the key."
-            )
-        super().check()
 
     def decide(self, tokens: Tokens) -> Decision:
         """Clip the ratio of the sequence."""

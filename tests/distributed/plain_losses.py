@@ -262,8 +262,8 @@ def centered(x: LossInputs, c: Keys, t: int, advantage: float) -> Tensor:
 def sequence_log_ratios(x: LossInputs, t: int) -> list[float]:
     """log pi - log mu of the tokens of t's sequence that count."""
     assert x.sequence_ids is not None and x.rollout_logprobs is not None
-    mine = (x.sequence_ids == x.sequence_ids[t]) & x.loss_mask
-    return (x.logprobs.detach() - x.rollout_logprobs.double())[mine].tolist()
+    in_sequence = (x.sequence_ids == x.sequence_ids[t]) & x.loss_mask
+    return (x.logprobs.detach() - x.rollout_logprobs.double())[in_sequence].tolist()
 
 
 def sequence_places(x: LossInputs, t: int) -> list[int]:
@@ -341,8 +341,8 @@ def gmpo(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor
     clipped = [min(r, high) if advantage > 0 else max(r, low) for r in sequence_log_ratios(x, t)]
     mean = math.exp(sum(clipped) / len(clipped))
     assert x.rollout_logprobs is not None
-    mine = float(x.logprobs[t].detach() - x.rollout_logprobs[t].double())
-    if advantage and (mine > high if advantage > 0 else mine < low):
+    log_ratio = float(x.logprobs[t].detach() - x.rollout_logprobs[t].double())
+    if advantage and (log_ratio > high if advantage > 0 else log_ratio < low):
         return False, torch.full_like(x.logprobs[t], -advantage * mean)
     return True, -advantage * mean * (1 + x.logprobs[t] - x.logprobs[t].detach())
 

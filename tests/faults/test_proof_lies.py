@@ -1,4 +1,4 @@
-"""Servers that confirm new weights and hold others, each by another fault: the proof of that sync finds them."""
+"""Servers that confirm new weights and hold different ones: the proof of that sync names them, whatever the fault."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class ForkReason(StrEnum):
     """Reasons why a call with an earlier response of the episode begins a segment. Each is a metric."""
 
     HISTORY = "history"
-    """Its messages before or after that response are others: they were edited, trimmed or summarized."""
+    """Its messages before or after that response differ: they were edited, trimmed or summarized."""
     TOOLS = "tools"
     """It has other tools."""
     TEMPLATE = "template"

@@ -197,7 +197,7 @@ class Endpoint:
             if request.transport is None or request.transport.is_closing():
                 # The client was gone before the response was complete. It may send the same body again.
                 episode.loop.call_soon_threadsafe(episode.keep_undelivered, digest, response)
-            if not response.call.stream:
+            if protocol.events is None or not response.call.stream:
                 return web.json_response(protocol.body(response))
             # The response is already complete; the stream is only the format that the client asked for.
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

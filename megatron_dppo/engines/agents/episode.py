@@ -7,16 +7,16 @@ of them are segments of the episode, and train. Responses stay the tokens that w
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from megatron_dppo.engines.agents.agent_clock import AgentClock
+from megatron_dppo.engines.agents.agent_response import AgentResponse, build_response
 from megatron_dppo.engines.agents.conversations import (
     Continuation,
     Conversation,
@@ -30,57 +30,12 @@ from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError,
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.response_text import decode_response
-from megatron_dppo.rollout.turns import Turn, Turns, TurnsStopped
+from megatron_dppo.rollout.turns import Turns, TurnsStopped
 from megatron_dppo.types import Completion, FinishReason
 from megatron_dppo.types.segments import join_segments
 
 _COUNTS_PER_CALL = 10
 """Number of requests that count tokens, for each call that an episode may make."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentResponse:
-    """Response of the policy to one call."""
-
-    call: AgentRequest
-    message: Message
-    """The response as a message of the conversation."""
-    token_ids: tuple[int, ...]
-    """Sampled tokens."""
-    prompt_token_ids: tuple[int, ...]
-    """Tokens before them."""
-    logprobs: tuple[float, ...] = ()
-    """Log-probabilities of the sampled tokens, if the call asks for them."""
-    token_texts: tuple[str, ...] = ()
-    """Text of each sampled token, if the call asks for log-probabilities."""
-    finish_reason: str
-    """Finish reason of OpenAI's API: ``stop``, ``length`` or ``tool_calls``."""
-    name: str = field(default_factory=lambda: secrets.token_hex(12))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens before the response."""
-        return len(self.prompt_token_ids)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return len(self.token_ids)
-
-    @property
-    def text(self) -> str:
-        """Content of the message."""
-        return self.message["content"]
-
-    @property
-    def reasoning(self) -> str:
-        """Thoughts that were taken out of the content."""
-        return self.message.get("reasoning_content", "")
-
-    @property
-    def tool_calls(self) -> Sequence[dict[str, Any]]:
-        """Tool calls of the response."""
-        return self.message.get("tool_calls", ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +119,8 @@ class Episode:
         """Number of requests that counted tokens."""
         self._num_malformed = 0
         self._forks = Counter[ForkReason]()
-        self._start_time = time.monotonic()
-        self._call_starts: dict[asyncio.Task[Any], float] = {}
-        """Start of each call in progress."""
-        self._waits: list[tuple[float, float]] = []
-        """Disjoint intervals in which the agent waited for responses. The processing of a rejected call is the agent's
-        time."""
+        self.clock = AgentClock()
+        """Time of the agent."""
 
     @property
     def max_calls(self) -> int:
@@ -219,23 +170,6 @@ class Episode:
         if name not in self._conversation_by_response:
             raise CallError(f"'id' = {response_id!r:.80} is no response of this episode; send the 'id' of its body")
         return self._conversation_by_response[name]
-
-    def agent_seconds(self) -> float:
-        """Return the duration of the episode so far, without the time in which the agent waited for responses."""
-        now = time.monotonic()
-        waited = sum(end - start for start, end in self._waits)
-        if self._call_starts:
-            # Calls in progress wait since the first of them began, where no earlier call has waited already.
-            start = min(self._call_starts.values())
-            last_end = self._waits[-1][1] if self._waits else start
-            waited += now - max(start, last_end)
-        return now - self._start_time - waited
-
-    def _add_wait(self, start: float, end: float) -> None:
-        """Add the time of an answered call, which ends now; calls in parallel wait once."""
-        while self._waits and self._waits[-1][1] >= start:
-            start = min(start, self._waits.pop()[0])
-        self._waits.append((start, end))
 
     def admit_call(self) -> None:
         """Count a call, before its body is read.
@@ -324,11 +258,11 @@ class Episode:
     async def _respond(self, read: Callable[[], AgentRequest], *, is_trained: bool) -> AgentResponse:
         task = asyncio.current_task()
         assert task is not None
-        start = time.monotonic()
-        self._call_starts[task] = start
+        is_answered = False
+        self.clock.begin_call(task)
         try:
             response = await self._process(read, is_trained=is_trained)
-            self._add_wait(start, time.monotonic())
+            is_answered = True
             return response
         except (CallError, asyncio.CancelledError):
             raise
@@ -343,7 +277,7 @@ class Episode:
             self._interrupt(error)
             raise CallError("the episode has ended", 503, "episode_over") from error
         finally:
-            del self._call_starts[task]
+            self.clock.end_call(task, is_answered=is_answered)
 
     def _interrupt(self, error: BaseException) -> None:
         """End the episode by an error that is the run's, not the agent's: ``run_with_time_limit`` raises it."""
@@ -477,7 +411,7 @@ class Episode:
         turn = await branch.sample(call.limit, self._reader.stop_token_ids(call))
         parsed = self._reader.parse(call, prompt, turn.token_ids) if call.is_chat else None
         message = None if parsed is None else self._reader.message(parsed)
-        response = _build_response(call, turn, prompt, message)
+        response = build_response(call, turn, prompt, message)
         if call.returns_logprobs:
             values = branch.response.logprobs(len(prompt), branch.position)
             texts = tuple(self._turns.tokenizer.decode([token]) for token in turn.token_ids)
@@ -541,18 +475,3 @@ class Episode:
     def _too_long(self, tokens: int) -> CallError:
         self._is_too_long = True
         return ContextLengthError(f"the conversation has {tokens} tokens", self._turns.params.max_new_tokens)
-
-
-def _build_response(call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message | None) -> AgentResponse:
-    """Return the response to a call; ``message`` is None for completions by text."""
-    message = message or {"role": "assistant", "content": turn.text}
-    finish_reason = "tool_calls" if "tool_calls" in message else "stop"
-    if turn.finish_reason != FinishReason.STOP:
-        finish_reason = "length"
-    return AgentResponse(
-        call=call,
-        message=message,
-        token_ids=turn.token_ids,
-        prompt_token_ids=prompt,
-        finish_reason=finish_reason,
-    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
-from megatron_dppo.engines.agents.episode import AgentResponse
+from megatron_dppo.engines.agents.agent_response import AgentResponse
 from megatron_dppo.engines.agents.protocol_record import Protocol, StoredMessages
 from megatron_dppo.engines.agents.request_bodies import (
     AgentRequest,
@@ -88,9 +86,4 @@ def generate_body(response: AgentResponse) -> dict[str, Any]:
     return {"request_id": f"gen-{response.name}", "choices": [choice]}
 
 
-def generate_events(response: AgentResponse) -> Iterator[bytes]:
-    """Yield the body as one event. ``read_generate`` refuses streams."""
-    yield f"data: {json.dumps(generate_body(response))}\n\n".encode()
-
-
-GENERATE = Protocol("/inference/v1/generate", read_generate, generate_body, generate_events, lambda error: error.body)
+GENERATE = Protocol("/inference/v1/generate", read_generate, generate_body, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from megatron_dppo.engines.agents.episode import AgentResponse
+from megatron_dppo.engines.agents.agent_response import AgentResponse
 from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.protocol_record import Protocol, StoredMessages, named_event
 from megatron_dppo.engines.agents.request_bodies import (
@@ -15,6 +15,7 @@ from megatron_dppo.engines.agents.request_bodies import (
     AgentRequest,
     CallError,
     Message,
+    make_tool,
     read_bool,
     read_limit,
     read_model,
@@ -89,8 +90,7 @@ def _read_tool(tool: Any, index: int) -> Mapping[str, Any]:
         raise CallError(
             f"tools[{index}] has the type {kind!r:.80}; only tools of your own are served, with name and input_schema"
         )
-    function = {"name": tool["name"], "description": tool.get("description") or ""}
-    return {"type": "function", "function": function | {"parameters": tool.get("input_schema") or {"type": "object"}}}
+    return make_tool(tool, "input_schema")
 
 
 def _fold_notes(messages: list[Message]) -> list[Message]:

@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.engines.agents.episode import AgentResponse
+from megatron_dppo.engines.agents.agent_response import AgentResponse
 from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
 
 StoredMessages = MutableMapping[str, Sequence[Message]]
 """Messages of an episode's earlier responses by their ids, for ``previous_response_id``."""
+
+
+def openai_error(error: CallError) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's form."""
+    return error.body
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,9 @@ class Protocol:
     """Reads a body. Raises ``CallError``."""
     body: Callable[[AgentResponse], dict[str, Any]]
     """Returns the body of a response."""
-    events: Callable[[AgentResponse], Iterator[bytes]]
-    """Yields the server-sent events of a complete response."""
-    error_body: Callable[[CallError], dict[str, Any]]
+    events: Callable[[AgentResponse], Iterator[bytes]] | None
+    """Yields the server-sent events of a complete response. None: ``read`` refuses streams."""
+    error_body: Callable[[CallError], dict[str, Any]] = openai_error
     """Returns the body of an error, as the clients of the API read it."""
     store: Callable[[AgentResponse, StoredMessages], None] | None = None
     """Keeps the messages up to a response. None: the API has no conversations of its own."""

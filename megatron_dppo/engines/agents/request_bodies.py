@@ -45,8 +45,6 @@ _IGNORED_SETTINGS: Mapping[str, Any] = {
 
 They are ignored: training computes each token's log-probability under the settings of the run.
 """
-
-
 _COMMON_FIELDS = frozenset(
     {
         *("model", "n", "best_of", "logprobs", "top_logprobs", "stream", "stream_options", "max_tokens"),
@@ -312,6 +310,17 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
     return tools
+
+
+def make_tool(tool: Mapping[str, Any], schema_field: str) -> dict[str, Any]:
+    """Return a tool of another API in the form of chat completions.
+
+    Args:
+        tool: The tool, with a name.
+        schema_field: Field with the JSON schema of its parameters.
+    """
+    function = {"name": tool["name"], "description": tool.get("description") or ""}
+    return {"type": "function", "function": function | {"parameters": tool.get(schema_field) or {"type": "object"}}}
 
 
 def read_model(body: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dppo.engines.agents.episode import AgentResponse
+from megatron_dppo.engines.agents.agent_response import AgentResponse
+from megatron_dppo.engines.agents.protocol_record import arguments_text
 from megatron_dppo.engines.agents.request_bodies import MODEL
 
 
@@ -86,7 +87,7 @@ def _content(response: AgentResponse) -> str | None:
 def _tool_calls(response: AgentResponse) -> list[dict[str, Any]]:
     """Return the tool calls with their arguments as text, as in OpenAI's API."""
     return [
-        {**call, "function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {"name": call["function"]["name"], "arguments": arguments_text(call)}}
         for call in response.tool_calls
     ]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dppo.engines.agents.episode import AgentResponse
+from megatron_dppo.engines.agents.agent_response import AgentResponse
 from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.protocol_record import (
     Protocol,
@@ -19,6 +19,7 @@ from megatron_dppo.engines.agents.request_bodies import (
     AgentRequest,
     CallError,
     Message,
+    make_tool,
     read_bool,
     read_limit,
     read_model,
@@ -105,8 +106,7 @@ def _read_tool(tool: Any, index: int) -> Mapping[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or kind != "function" or not isinstance(tool.get("name"), str):
         raise CallError(f"tools[{index}] has the type {kind!r:.80}; only tools of the type 'function' are served")
-    function = {"name": tool["name"], "description": tool.get("description") or ""}
-    return {"type": "function", "function": function | {"parameters": tool.get("parameters") or {"type": "object"}}}
+    return make_tool(tool, "parameters")
 
 
 def _read_items(items: Sequence[Any]) -> list[Message]:
@@ -245,6 +245,4 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[s
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
-RESPONSES = Protocol(
-    "/v1/responses", read_responses, responses_body, responses_events, lambda error: error.body, store_response
-)
+RESPONSES = Protocol("/v1/responses", read_responses, responses_body, responses_events, store=store_response)

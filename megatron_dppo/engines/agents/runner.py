@@ -203,7 +203,7 @@ async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, se
     try:
         # Only the agent's own time counts, so the limit moves while the policy samples.
         while not task.done():
-            remaining = seconds - episode.agent_seconds()
+            remaining = seconds - episode.clock.seconds()
             if remaining <= 0:
                 raise AgentTimeout
             futures: set[asyncio.Future[Any]] = {task, episode.interrupted}

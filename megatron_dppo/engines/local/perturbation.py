@@ -131,6 +131,7 @@ class PerturbedModel:
             return
         if routing is None:
             raise ValueError(f"router_noise = {self._noise} for a dense model, which has no routers")
+        self._weights_add_to_one = routing.weights_add_to_one
         for index, layer in enumerate(model.model.layers):
             if index not in routing.dense_layers:
                 # Registered before the hooks of a RouteRecorder, which then records the perturbed choices.
@@ -154,6 +155,6 @@ class PerturbedModel:
         noise = torch.empty(logits.shape, device=logits.device).normal_(generator=self._generator)
         noisy = logits + (self._noise * noise).to(logits.dtype)
         new_weights, new_experts = noisy.softmax(-1, dtype=torch.float32).topk(experts.shape[-1], dim=-1)
-        if getattr(router, "norm_topk_prob", True):
+        if self._weights_add_to_one:
             new_weights = new_weights / new_weights.sum(-1, keepdim=True)
         return noisy, new_weights.to(weights.dtype), new_experts

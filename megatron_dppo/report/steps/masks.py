@@ -54,9 +54,9 @@ class MaskCounts:
         self.tokens += int(acts.sum())
         signs = np.where(step.advantages > 0, " +", " -")
         names = np.char.add(token_kinds(step, decode), signs)
-        _count(self.kinds, names[acts].tolist(), step.masked[acts])
+        _count(self.kinds, names[acts], step.masked[acts])
         ages = np.array([row["age"] or 0 for row in step.rows], dtype=np.int64)
-        _count(self.ages, ages[step.sample[acts]].tolist(), step.masked[acts])
+        _count(self.ages, ages[step.sample[acts]], step.masked[acts])
         known = acts & (step.mu > 0)
         ratio = np.minimum(step.pi[known].astype(float) / step.mu[known], cap)
         sizes = np.abs(step.advantages[known]) * ratio
@@ -109,8 +109,11 @@ def _kind(text: str) -> str:
     return "words" if re.search(r"[^\W\d_]", text) else "format"
 
 
-def _count(counts: dict[Any, list[int]], keys: list[Any], masked: NDArray[np.bool_]) -> None:
-    for key, is_masked in zip(keys, masked.tolist(), strict=True):
+def _count(counts: dict[Any, list[int]], keys: NDArray[Any], masked: NDArray[np.bool_]) -> None:
+    distinct, index = np.unique(keys, return_inverse=True)
+    totals = np.bincount(index)
+    removed = np.bincount(index[masked], minlength=len(distinct))
+    for key, part, total in zip(distinct.tolist(), removed.tolist(), totals.tolist(), strict=True):
         entry = counts.setdefault(key, [0, 0])
-        entry[0] += is_masked
-        entry[1] += 1
+        entry[0] += part
+        entry[1] += total

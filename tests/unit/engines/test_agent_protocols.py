@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -22,18 +22,9 @@ FLAT_TOOL = {"type": "function", "name": "add", "description": "", "parameters":
 OWN_TOOL = {"name": "add", "description": "", "input_schema": PARAMETERS}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return chat_tokenizer()
-
-
-@pytest.fixture
-def world(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(tokenizer, monkeypatch)
-    made.script = SCRIPT
-    yield made
-    for part in made.open:
-        part.close()
+@pytest.fixture(autouse=True)
+def script(world: World) -> None:
+    world.script = SCRIPT
 
 
 async def send(task: AgentTask, path: str, body: Any = None, headers: Any = None) -> tuple[int, Any]:
@@ -61,10 +52,10 @@ def read_event(text: str) -> dict[str, Any]:
 
 def play(world: World, agent: Callable[[AgentTask], Any], sampled: list[str], **settings: Any) -> Any:
     """Play an episode, which has to be one sequence with these responses."""
-    found = world.play(agent, 2000, **settings)
-    assert not found.failure and world.trained(found) == [f"{text}<|im_end|>" for text in sampled]
-    assert found.counts["agent/sequences"] == 1 and found.counts["agent/untrained_fraction"] == 0
-    return found
+    result = world.play(agent, 2000, **settings)
+    assert not result.failure and world.trained(result) == [f"{text}<|im_end|>" for text in sampled]
+    assert result.counts["agent/sequences"] == 1 and result.counts["agent/untrained_fraction"] == 0
+    return result
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -91,7 +82,7 @@ def test_messages_play_a_tool_loop_as_one_sequence(world: World, stream: bool) -
         status, counted = await send(task, "/v1/messages/count_tokens", count, key)
         assert status == 200 and counted == {"input_tokens": len(world.server.requests[0].token_ids)}
 
-    found = play(world, agent, list(SCRIPT.values())[::-1])
+    result = play(world, agent, list(SCRIPT.values())[::-1])
     first, last = answers
     assert [block["type"] for block in first["content"]] == ["thinking", "tool_use"]
     assert first["content"][0]["thinking"] == "hm" and first["content"][0]["signature"]
@@ -99,7 +90,7 @@ def test_messages_play_a_tool_loop_as_one_sequence(world: World, stream: bool) -
     assert (first["stop_reason"], last["stop_reason"], first["stop_sequence"]) == ("tool_use", "end_turn", None)
     assert last["content"][1:] == [{"type": "text", "text": "It is 3."}]
     assert (first["type"], first["role"], first["model"]) == ("message", "assistant", "m")
-    assert first["usage"]["output_tokens"] == len(THOUGHT + CALL) + 1 and found.counts["agent/ignored_settings"] == 0
+    assert first["usage"]["output_tokens"] == len(THOUGHT + CALL) + 1 and result.counts["agent/ignored_settings"] == 0
     prompt = len(world.server.requests[0].token_ids)
     assert first["usage"]["input_tokens"] == prompt
 
@@ -247,16 +238,16 @@ def test_tokens_in_and_tokens_out(world: World) -> None:
             (choice,) = answer["choices"]
             answers.append(([*tokens, *choice["token_ids"]], choice))
 
-    found = play(world, agent, list(SCRIPT.values())[::-1])
-    assert answers[-1][0] == found.token_ids.tolist()
-    assert found.logprobs is not None
+    result = play(world, agent, list(SCRIPT.values())[::-1])
+    assert answers[-1][0] == result.token_ids.tolist()
+    assert result.logprobs is not None
     for tokens, choice in answers:
         assert choice["finish_reason"] == "stop"
         content = choice["logprobs"]["content"]
         assert [each["token"] for each in content] == [f"token_id:{token}" for token in choice["token_ids"]]
         start = len(tokens) - len(content)
-        assert [each["logprob"] for each in content] == found.logprobs[start : len(tokens)].tolist()
-    assert found.counts["agent/ignored_settings"] == 0
+        assert [each["logprob"] for each in content] == result.logprobs[start : len(tokens)].tolist()
+    assert result.counts["agent/ignored_settings"] == 0
 
 
 def test_chat_returns_logprobs_and_token_ids_when_asked(world: World) -> None:
@@ -266,13 +257,13 @@ def test_chat_returns_logprobs_and_token_ids_when_asked(world: World) -> None:
         body = {"messages": [{"role": "user", "content": "1+2"}], "logprobs": True, "return_token_ids": True}
         bodies.append((await send(task, "/v1/chat/completions", body))[1])
 
-    found = world.play(agent, 2000)
+    result = world.play(agent, 2000)
     (choice,) = bodies[0]["choices"]
     prompt = bodies[0]["prompt_token_ids"]
-    assert [*prompt, *choice["token_ids"]] == found.token_ids.tolist()
-    assert found.logprobs is not None
+    assert [*prompt, *choice["token_ids"]] == result.token_ids.tolist()
+    assert result.logprobs is not None
     content = choice["logprobs"]["content"]
-    assert [each["logprob"] for each in content] == found.logprobs[len(prompt) :].tolist()
+    assert [each["logprob"] for each in content] == result.logprobs[len(prompt) :].tolist()
     assert content[0]["logprob"] == logprob(len(prompt), choice["token_ids"][0], 4)
     assert "".join(each["token"] for each in content) == f"{THOUGHT}{CALL}<|im_end|>"
     assert bytes(byte for each in content for byte in each["bytes"]).decode() == f"{THOUGHT}{CALL}<|im_end|>"
@@ -300,13 +291,13 @@ def test_one_tool_call_at_a_time_ends_the_turn_behind_it(monkeypatch: pytest.Mon
                 calls = answer.get("tool_calls", [])
                 messages += [answer, *({"role": "tool", "tool_call_id": c["id"], "content": "3"} for c in calls)]
 
-        found = world.play(agent, 2000)
+        result = world.play(agent, 2000)
         assert len(answers[0]["tool_calls"]) == (1 if is_followed else 2)
-        assert found.counts["agent/sequences"] == 1
-        assert found.counts.get("agent/ignored/parallel_tool_calls", 0) == (0 if is_followed else 2)
+        assert result.counts["agent/sequences"] == 1
+        assert result.counts.get("agent/ignored/parallel_tool_calls", 0) == (0 if is_followed else 2)
         if is_followed:
-            assert world.trained(found) == [CALL, "It is 3.<|im_end|>"]
-            assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>3" in world.text(found)
+            assert world.trained(result) == [CALL, "It is 3.<|im_end|>"]
+            assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>3" in world.text(result)
         for part in world.open:
             part.close()
 

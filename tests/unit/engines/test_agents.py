@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,19 +41,6 @@ from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish
 from tests.unit.fake_servers import logprob, routes
 from tests.unit.scripted import CALL, TASK, TEMPLATE, TOOLS, World, chat_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return chat_tokenizer()
-
-
-@pytest.fixture
-def world(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(tokenizer, monkeypatch)
-    yield made
-    for part in made.open:
-        part.close()
 
 
 async def post(
@@ -109,23 +96,23 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
             ]
         )
 
-    found = world.play(agent, params={"topk_logprobs": 2, "routed_experts": True})
+    result = world.play(agent, params={"topk_logprobs": 2, "routed_experts": True})
     rendered = world.tokenizer.apply_chat_template(messages_sent[0], tools=TOOLS, tokenize=False)
-    assert world.text(found) + "\n" == rendered
-    assert world.trained(found) == [f"{CALL}<|im_end|>", "It is 3<|im_end|>"]
-    assert found.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not found.failure
-    counted = {name: value for name, value in found.counts.items() if value}
+    assert world.text(result) + "\n" == rendered
+    assert world.trained(result) == [f"{CALL}<|im_end|>", "It is 3<|im_end|>"]
+    assert result.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not result.failure
+    counted = {name: value for name, value in result.counts.items() if value}
     assert counted == {"agent/calls": 2, "agent/sequences": 1, "agent/segments": 1}
-    assert len(found.counts) == 15 and found.segments == (found,)
-    mask, tokens = found.loss_mask, found.token_ids.tolist()
-    assert mask is not None and found.logprobs is not None and found.topk_token_ids is not None
-    assert found.logprobs.tolist() == [logprob(i, t, 4) if mask[i] else 0.0 for i, t in enumerate(tokens)]
-    assert [(s.policy_version, s.end - s.start) for s in found.policy_versions] == [(4, len(CALL) + 1), (4, 8)]
-    assert torch.equal(found.routed_experts, routes(0, len(tokens) - 1, 4))  # type: ignore[arg-type]
+    assert len(result.counts) == 15 and result.segments == (result,)
+    mask, tokens = result.loss_mask, result.token_ids.tolist()
+    assert mask is not None and result.logprobs is not None and result.topk_token_ids is not None
+    assert result.logprobs.tolist() == [logprob(i, t, 4) if mask[i] else 0.0 for i, t in enumerate(tokens)]
+    assert [(s.policy_version, s.end - s.start) for s in result.policy_versions] == [(4, len(CALL) + 1), (4, 8)]
+    assert torch.equal(result.routed_experts, routes(0, len(tokens) - 1, 4))  # type: ignore[arg-type]
     assert world.server.requests[1].token_ids == tuple(tokens[: len(tokens) - 8])
 
     # What stands before the first answer is the sample's prompt.
-    group = score_completions(Scorer(), [TASK], [found, found])[0]  # type: ignore[arg-type]
+    group = score_completions(Scorer(), [TASK], [result, result])[0]  # type: ignore[arg-type]
     assert [r.reward for r in group.rollouts] == [0.0, 1.0]
     (sample, _) = to_samples([group], [[-0.5, 0.5]])
     assert [*sample.tokens.tolist(), int(sample.labels[-1])] == tokens and sample.loss_mask.tolist() == mask[
@@ -133,9 +120,9 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
     ].tolist()
     assert sample.labels[sample.loss_mask].tolist() == [t for t, on in zip(tokens, mask, strict=True) if on]
     assert sample.rollout_logprobs is not None
-    assert same(sample.rollout_logprobs[sample.loss_mask], found.logprobs[mask])
+    assert same(sample.rollout_logprobs[sample.loss_mask], result.logprobs[mask])
     first = int(mask.int().argmax())
-    assert sample.rollout_topk_ids is not None and torch.equal(sample.rollout_topk_ids, found.topk_token_ids[first:])
+    assert sample.rollout_topk_ids is not None and torch.equal(sample.rollout_topk_ids, result.topk_token_ids[first:])
 
 
 class Scorer:
@@ -156,9 +143,9 @@ def test_reasoning_that_the_template_removes_stays_as_sampled(world: World) -> N
         assert answer["content"] == "one" and answer["reasoning_content"] == "hm"
         await chat(task, [user("a"), answer, user("b")])
 
-    found = world.play(agent)
-    assert world.trained(found) == ["<think>hm</think>one<|im_end|>", "two<|im_end|>"]
-    assert world.text(found).count("<think>") == 1 and found.counts["agent/sequences"] == 1
+    result = world.play(agent)
+    assert world.trained(result) == ["<think>hm</think>one<|im_end|>", "two<|im_end|>"]
+    assert world.text(result).count("<think>") == 1 and result.counts["agent/sequences"] == 1
 
 
 def test_a_truncated_response_is_closed_by_the_template(world: World) -> None:
@@ -174,9 +161,9 @@ def test_a_truncated_response_is_closed_by_the_template(world: World) -> None:
         assert body["choices"][0]["message"]["content"] == "long"
         await chat(task, [user("a"), {"role": "assistant", "content": "long"}, user("b")])
 
-    found = world.play(agent)
-    assert "long<|im_end|>\n<|im_start|>user\nb<|im_end|>" in world.text(found)
-    assert world.trained(found) == ["long", "long answer<|im_end|>"]
+    result = world.play(agent)
+    assert "long<|im_end|>\n<|im_start|>user\nb<|im_end|>" in world.text(result)
+    assert world.trained(result) == ["long", "long answer<|im_end|>"]
 
 
 def test_an_end_token_is_closed_once_and_other_text_at_a_limit_is_closed_whole(world: World) -> None:
@@ -214,9 +201,9 @@ def test_an_end_token_is_closed_once_and_other_text_at_a_limit_is_closed_whole(w
             assert choice["finish_reason"] == "stop"
             messages = [*messages, choice["message"], user("b")]
 
-    found = world.play(exact)
-    assert world.trained(found) == ["four<|im_end|>"] * 2 and found.finish_reason == "stop"
-    assert "<|im_end|><|im_end|>" not in world.text(found)
+    result = world.play(exact)
+    assert world.trained(result) == ["four<|im_end|>"] * 2 and result.finish_reason == "stop"
+    assert "<|im_end|><|im_end|>" not in world.text(result)
 
 
 def test_a_call_continues_the_longest_conversation_with_the_same_tools(world: World) -> None:
@@ -232,12 +219,12 @@ def test_a_call_continues_the_longest_conversation_with_the_same_tools(world: Wo
         for tools in (other, []):
             await chat(task, [user("a"), first, user("b"), first, user("c"), first, user("d")], tools=tools)
 
-    found = world.play(agent, 2000, segments="longest")
-    assert found.counts["agent/sequences"] == 4, "two with the first tools, one for each change of them"
+    result = world.play(agent, 2000, segments="longest")
+    assert result.counts["agent/sequences"] == 4, "two with the first tools, one for each change of them"
     sent = [world.tokenizer.decode(request.token_ids) for request in world.server.requests]
     assert sent[3].startswith(sent[1]) and '"sub"' in sent[4] and "function" not in sent[5]
-    assert world.trained(found) == ["ok<|im_end|>"] * 3
-    assert found.counts["agent/untrained_fraction"] == pytest.approx(1 / 2)
+    assert world.trained(result) == ["ok<|im_end|>"] * 3
+    assert result.counts["agent/untrained_fraction"] == pytest.approx(1 / 2)
 
 
 def test_of_two_sequences_with_as_many_tokens_the_newest_is_trained(world: World) -> None:
@@ -261,8 +248,8 @@ def test_a_tool_call_that_was_cut_off_is_reported_as_cut_off(world: World) -> No
             _, response = await post(task, "/chat/completions", body)
             reasons.append(response["choices"][0]["finish_reason"])
 
-    found = world.play(agent, 1000)
-    assert reasons == ["length", "tool_calls"] and found.finish_reason == "stop"
+    result = world.play(agent, 1000)
+    assert reasons == ["length", "tool_calls"] and result.finish_reason == "stop"
 
 
 def test_rewritten_history_starts_a_new_sequence(world: World) -> None:
@@ -281,11 +268,11 @@ def test_rewritten_history_starts_a_new_sequence(world: World) -> None:
     assert longest.counts["agent/untrained/shorter"] == longest.counts["agent/untrained_fraction"]
     assert longest.counts["agent/segments"] == 1 and not longest.segment_lengths
     world.server.requests.clear()
-    found = world.play(agent)
-    parts = [world.trained(segment) for segment in found.segments]
+    result = world.play(agent)
+    parts = [world.trained(segment) for segment in result.segments]
     assert parts == [["a long answer<|im_end|>"] * 2, *[["no<|im_end|>"]] * 3]
-    assert found.counts["agent/sequences"] == 4 and found.counts["agent/calls"] == 5
-    assert found.counts["agent/untrained_fraction"] == 0 and found.counts["agent/forks/history"] == 1
+    assert result.counts["agent/sequences"] == 4 and result.counts["agent/calls"] == 5
+    assert result.counts["agent/untrained_fraction"] == 0 and result.counts["agent/forks/history"] == 1
     assert [len(r.token_ids) for r in world.server.requests] == sorted(
         {len(r.token_ids) for r in world.server.requests}, key=[len(r.token_ids) for r in world.server.requests].index
     )
@@ -300,9 +287,9 @@ def test_completions_continue_by_text_and_by_tokens(world: World) -> None:
         _, body = await post(task, "/completions", {"prompt": "2+2=4 so 4+4=", "temperature": None})
         assert body["object"] == "text_completion" and body["choices"][0]["text"] == "8"
 
-    found = world.play(by_text)
-    assert world.text(found) == "2+2=4<|im_end|> so 4+4=8<|im_end|>" and found.counts["agent/ignored_settings"] == 2
-    assert found.counts["agent/sequences"] == 1 and world.trained(found) == ["4<|im_end|>", "8<|im_end|>"]
+    result = world.play(by_text)
+    assert world.text(result) == "2+2=4<|im_end|> so 4+4=8<|im_end|>" and result.counts["agent/ignored_settings"] == 2
+    assert result.counts["agent/sequences"] == 1 and world.trained(result) == ["4<|im_end|>", "8<|im_end|>"]
 
     async def by_tokens(task: AgentTask) -> None:
         start = world.encode("2+2=")
@@ -310,7 +297,7 @@ def test_completions_continue_by_text_and_by_tokens(world: World) -> None:
         more = world.encode("4<|im_end|> so 4+4=")
         await post(task, "/completions", {"prompt": [[*start, *more]]})
 
-    assert same(world.play(by_tokens).token_ids, found.token_ids)
+    assert same(world.play(by_tokens).token_ids, result.token_ids)
 
 
 def test_streaming_returns_the_same_response_in_chunks(world: World) -> None:
@@ -423,8 +410,8 @@ def test_keys_are_valid_only_during_their_episode_and_rewards_count(world: World
             assert (await post(task, "/reward", {"reward": value}))[0] == 200
 
     engine = world.engine(agent, reward="call", max_body_bytes=2000, max_running=1)
-    found = engine.generate([TASK, TASK], SamplingParams(max_new_tokens=100))
-    assert [(c.reward, c.failure) for c in found] == [(-0.5, "")] * 2
+    result = engine.generate([TASK, TASK], SamplingParams(max_new_tokens=100))
+    assert [(c.reward, c.failure) for c in result] == [(-0.5, "")] * 2
 
 
 def test_an_episode_with_an_exhausted_budget_is_truncated_and_has_not_failed(world: World) -> None:
@@ -440,9 +427,9 @@ def test_an_episode_with_an_exhausted_budget_is_truncated_and_has_not_failed(wor
             messages += [body["choices"][0]["message"], user("more")]
 
     for settings, tokens, answers in (({}, 90, 2), ({"max_calls": 3}, 900, 3)):
-        found = world.play(agent, tokens, **settings)
-        assert found.finish_reason == "length" and not found.failure and found.counts["agent/calls"] == answers
-        assert len(found.token_ids) <= tokens and len(world.trained(found)) == answers
+        result = world.play(agent, tokens, **settings)
+        assert result.finish_reason == "length" and not result.failure and result.counts["agent/calls"] == answers
+        assert len(result.token_ids) <= tokens and len(world.trained(result)) == answers
 
 
 @pytest.mark.parametrize(
@@ -466,8 +453,8 @@ def test_a_failing_agent_loses_only_its_sample(world: World, settings: Any, fail
         assert status == (200 if is_taken else 403) and (is_taken or "agent.reward = 'call'" in str(body))
         return 2
 
-    found = world.engine(agent, **settings).generate([TASK, TASK], SamplingParams(max_new_tokens=100))
-    bad, good = sorted(found, key=lambda c: not c.failure)
+    result = world.engine(agent, **settings).generate([TASK, TASK], SamplingParams(max_new_tokens=100))
+    bad, good = sorted(result, key=lambda c: not c.failure)
     given = 2.0 if settings else None
     assert bad.failure == failure and len(bad.token_ids) == 2 and (good.reward, good.failure) == (given, "")
     groups = score_completions(Scorer(), [TASK], [bad, good])  # type: ignore[arg-type]
@@ -538,16 +525,16 @@ def program(code: str) -> list[str]:
 def test_programs_receive_a_task_and_report_by_exit_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.script = {"assistant\n": "ok"}
     monkeypatch.setenv("RANK", "0")
-    found = world.play(program("sys.exit(answer != 'ok' or task['label'] != '3')"), reward="exit")
-    assert (found.reward, found.failure) == (1.0, "") and world.trained(found) == ["ok<|im_end|>"]
-    found = world.play(program("sys.exit(3)"), reward="exit")
-    assert (found.reward, found.failure) == (0.0, "")
-    found = world.play(program("print('x' * 9000 + os.environ['OPENAI_API_KEY']); sys.exit(3)"))
-    assert found.reward is None and re.search(r"ended with status 3: x{1000,2000}\*\*\*$", found.failure)
-    found = world.play(program("call('/reward', {'reward': 0.25})"), reward="call")
-    assert (found.reward, found.failure) == (0.25, "")
-    found = world.play([sys.executable, "-c", ""], reward="call")
-    assert found.failure == "the agent ended without POST /v1/reward" and len(found.token_ids) == 2
+    result = world.play(program("sys.exit(answer != 'ok' or task['label'] != '3')"), reward="exit")
+    assert (result.reward, result.failure) == (1.0, "") and world.trained(result) == ["ok<|im_end|>"]
+    result = world.play(program("sys.exit(3)"), reward="exit")
+    assert (result.reward, result.failure) == (0.0, "")
+    result = world.play(program("print('x' * 9000 + os.environ['OPENAI_API_KEY']); sys.exit(3)"))
+    assert result.reward is None and re.search(r"ended with status 3: x{1000,2000}\*\*\*$", result.failure)
+    result = world.play(program("call('/reward', {'reward': 0.25})"), reward="call")
+    assert (result.reward, result.failure) == (0.25, "")
+    result = world.play([sys.executable, "-c", ""], reward="call")
+    assert result.failure == "the agent ended without POST /v1/reward" and len(result.token_ids) == 2
 
 
 def test_a_slow_program_is_killed_but_waiting_for_the_policy_does_not_count(world: World) -> None:
@@ -558,8 +545,8 @@ def test_a_slow_program_is_killed_but_waiting_for_the_policy_does_not_count(worl
         await chat(task, [user("a")])
 
     assert not world.play(agent, timeout_seconds=1.0).failure, "three tokens took 1.5 seconds"
-    found = world.play(program("import time; time.sleep(60)"), timeout_seconds=1.0)
-    assert found.failure == "took longer than agent.timeout_seconds = 1"
+    result = world.play(program("import time; time.sleep(60)"), timeout_seconds=1.0)
+    assert result.failure == "took longer than agent.timeout_seconds = 1"
 
 
 LONG = "a very long answer " * 40
@@ -609,8 +596,8 @@ def test_templates_that_change_earlier_tokens_have_no_continuation(tokenizer: An
     )
     known = [user("a"), {"role": "assistant", "content": "b"}]
     assert ChatTemplate(other, {}).continuation(known, [user("c")], []) is None
-    found = ChatTemplate(tokenizer, {}).continuation(known, [user("c")], [])
-    assert found == "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    result = ChatTemplate(tokenizer, {}).continuation(known, [user("c")], [])
+    assert result == "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     other.chat_template = None
     with pytest.raises(CallError, match="no chat template"):
         ChatTemplate(other, {}).opening(known, [])
@@ -711,8 +698,8 @@ def test_a_function_that_returns_no_reward_has_failed(world: World, value: Any) 
     async def agent(task: AgentTask) -> Any:
         return value
 
-    (found,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=100))
-    assert found.reward is None and "agent.function: the reward must" in found.failure
+    (result,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=100))
+    assert result.reward is None and "agent.function: the reward must" in result.failure
 
 
 @pytest.mark.parametrize("separates", [True, False])
@@ -740,9 +727,9 @@ def test_thoughts_may_come_back_anywhere_or_not_at_all(world: World, separates: 
             back = {"role": "assistant", **way(f"hm {index}", f"said {index}")}
             messages += [back, user(str(index + 1))]
 
-    found = world.play(agent, 2000, separate_reasoning=separates)
-    assert found.counts["agent/sequences"] == 1 and found.counts["agent/untrained_fraction"] == 0
-    assert world.trained(found) == [f"{said}<|im_end|>" for said in world.script.values()]
+    result = world.play(agent, 2000, separate_reasoning=separates)
+    assert result.counts["agent/sequences"] == 1 and result.counts["agent/untrained_fraction"] == 0
+    assert world.trained(result) == [f"{said}<|im_end|>" for said in world.script.values()]
 
 
 def test_tools_without_a_known_form_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -806,8 +793,8 @@ def test_a_renderer_reads_the_responses(world: World, monkeypatch: pytest.Monkey
         broken = await chat(task, [user("b")], tools=TOOLS)
         assert broken["content"] == "so CALL 5" and "tool_calls" not in broken
 
-    found = world.play(agent, 2000, renderer="x")
-    assert found.counts["agent/malformed_calls"] == 1
+    result = world.play(agent, 2000, renderer="x")
+    assert result.counts["agent/malformed_calls"] == 1
 
 
 def test_a_missing_renderer_is_an_error_before_the_first_episode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -50,26 +50,13 @@ from tests.unit.configs import config
 from tests.unit.engines.test_agents import chat, post, user
 from tests.unit.engines.test_server_engine import publish
 from tests.unit.fake_servers import END, logprob
-from tests.unit.scripted import CALL, TASK, TOOLS, World, chat_tokenizer
+from tests.unit.scripted import CALL, TASK, TOOLS, World
 
 OTHER_TOOLS = [{"type": "function", "function": {"name": "ask_adder", "parameters": {"type": "object"}}}]
 THOUGHT = "I think about the sum of one and two, step by step, and it is three, which I check again by counting."
 SUMMARY = "I added one and two and got three; then I checked it twice."
 ASK = '<tool_call>{"name": "ask_adder", "arguments": {"input": "what is 1+2"}}</tool_call>'
 HAND_OVER = '<tool_call>{"name": "transfer_to_adder", "arguments": {}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return chat_tokenizer()
-
-
-@pytest.fixture
-def world(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(tokenizer, monkeypatch)
-    yield made
-    for part in made.open:
-        part.close()
 
 
 async def compaction(task: AgentTask) -> None:
@@ -150,14 +137,14 @@ def test_every_sampled_token_of_an_episode_is_trained_once(
     world.script = script
     engine = world.engine(agent)
     how = SamplingParams(max_new_tokens=6000, seed=1, topk_logprobs=2, routed_experts=True)
-    found = engine.generate([TASK], how)[0]
-    segments = found.segments
-    assert not found.failure and found.counts["agent/calls"] == calls
+    result = engine.generate([TASK], how)[0]
+    segments = result.segments
+    assert not result.failure and result.counts["agent/calls"] == calls
     assert [int(s.loss_mask.sum()) for s in segments] == tokens  # type: ignore[union-attr]
-    assert found.counts["agent/segments"] == len(tokens) and found.counts["agent/untrained_fraction"] == 0
+    assert result.counts["agent/segments"] == len(tokens) and result.counts["agent/untrained_fraction"] == 0
     assert len({request.params.seed for request in world.server.requests}) == calls
     # The text for reward functions is that of the segment with the last response.
-    assert found.text == found.segment_texts[last] and len(found.segment_texts) == len(tokens)
+    assert result.text == result.segment_texts[last] and len(result.segment_texts) == len(tokens)
     # Columns of each segment are its own: log-probabilities by position, versions, routes of all tokens but the last.
     for segment in segments:
         ids, mask = segment.token_ids.tolist(), segment.loss_mask.tolist()  # type: ignore[union-attr]
@@ -168,13 +155,13 @@ def test_every_sampled_token_of_an_episode_is_trained_once(
         spans = [t for s in segment.policy_versions for t in range(s.start, s.end)]
         assert spans == [i for i, on in enumerate(mask) if on]
     # One sample a segment, with the advantage of the episode. Rewards stay per episode.
-    (group,) = score_completions(Scorer(), [TASK], [found, found])  # type: ignore[arg-type]
+    (group,) = score_completions(Scorer(), [TASK], [result, result])  # type: ignore[arg-type]
     samples = to_samples([group], [[-0.5, 0.5]])
     assert [s.segment for s in samples] == 2 * list(range(len(tokens)))
     assert [s.num_loss_tokens for s in samples] == tokens * 2
     assert {float(a) for s in samples[: len(tokens)] for a in s.advantages[s.loss_mask]} == {-0.5}
     assert (
-        Scorer.items[0].metadata["segments"] == list(found.segment_texts) and Scorer.items[0].completion == found.text
+        Scorer.items[0].metadata["segments"] == list(result.segment_texts) and Scorer.items[0].completion == result.text
     )
 
 
@@ -190,9 +177,9 @@ def test_an_agent_that_shortens_a_conversation_after_a_refusal_is_not_cut_off(wo
             await chat(task, [user("Summary: three.")])
         return 1.0
 
-    (found,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=300, seed=1))
-    assert statuses == [400] and not found.failure and found.counts["agent/rejected_calls"] == 1
-    assert found.finish_reason == (FinishReason.STOP if goes_on else FinishReason.LENGTH)
+    (result,) = world.engine(agent, reward="exit").generate([TASK], SamplingParams(max_new_tokens=300, seed=1))
+    assert statuses == [400] and not result.failure and result.counts["agent/rejected_calls"] == 1
+    assert result.finish_reason == (FinishReason.STOP if goes_on else FinishReason.LENGTH)
 
 
 class Scorer:
@@ -220,8 +207,8 @@ def test_calls_of_an_episode_are_sampled_at_the_same_time_and_repeated_bodies_on
         return await generate(request)
 
     world.server.generate = wait_for_four  # type: ignore[method-assign]
-    found = world.play(parallel, 6000)
-    assert found.counts["agent/calls"] == 5 and [len(world.trained(s)) for s in found.segments] == [1] * 5
+    result = world.play(parallel, 6000)
+    assert result.counts["agent/calls"] == 5 and [len(world.trained(s)) for s in result.segments] == [1] * 5
 
     world.server.generate = generate  # type: ignore[method-assign]
     world.server.token_seconds = 0.005
@@ -233,10 +220,10 @@ def test_calls_of_an_episode_are_sampled_at_the_same_time_and_repeated_bodies_on
         bodies.extend(await asyncio.gather(*(post(task, "/chat/completions", body) for _ in range(3))))
         bodies.append(await post(task, "/chat/completions", body | {"seed": 7}))
 
-    found = world.play(twice, 6000)
+    result = world.play(twice, 6000)
     assert bodies[0] == bodies[1] == bodies[2] != bodies[3]
-    assert len(world.server.requests) == 2 and len(found.segments) == 2
-    assert found.counts["agent/repeated_calls"] == 2 and found.counts["agent/rejected_calls"] == 0
+    assert len(world.server.requests) == 2 and len(result.segments) == 2
+    assert result.counts["agent/repeated_calls"] == 2 and result.counts["agent/rejected_calls"] == 0
 
 
 def test_a_response_that_nobody_read_is_given_to_the_same_body(world: World) -> None:
@@ -253,9 +240,9 @@ def test_a_response_that_nobody_read_is_given_to_the_same_body(world: World) -> 
         await asyncio.sleep(0.1)
         bodies.append(await post(task, "/chat/completions", body))
 
-    found = world.play(gives_up, 6000)
+    result = world.play(gives_up, 6000)
     assert bodies[0][1]["choices"][0]["message"]["content"] == THOUGHT
-    assert len(world.server.requests) == 1 and found.counts["agent/repeated_calls"] == 1
+    assert len(world.server.requests) == 1 and result.counts["agent/repeated_calls"] == 1
 
 
 def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World) -> None:
@@ -279,10 +266,12 @@ def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World
             body = {"messages": [user("a"), first, user("title")]}
             assert (await post(task, "/chat/completions", body, headers=headers))[0] == status
 
-    found = world.play(agent, 600)
-    assert world.trained(found) == ["four<|im_end|>"] and found.counts["agent/sequences"] == 3
-    assert found.counts["agent/untrained/left_out"] == pytest.approx(2 / 3) == found.counts["agent/untrained_fraction"]
-    line = format_step_line(1, 2, {f"rollout/{name}": value for name, value in found.counts.items()})
+    result = world.play(agent, 600)
+    assert world.trained(result) == ["four<|im_end|>"] and result.counts["agent/sequences"] == 3
+    assert (
+        result.counts["agent/untrained/left_out"] == pytest.approx(2 / 3) == result.counts["agent/untrained_fraction"]
+    )
+    line = format_step_line(1, 2, {f"rollout/{name}": value for name, value in result.counts.items()})
     assert line.endswith("agents untrained 67%: left_out 67%")
 
     async def nothing(task: AgentTask) -> None:
@@ -304,32 +293,32 @@ def test_a_call_that_begins_one_segment_too_many_is_rejected(world: World) -> No
         assert "agent.max_segments" in body["error"]["message"]
         await chat(task, [user("a"), first, user("b")])
 
-    found = world.play(agent, 600, max_segments=2)
-    assert len(found.segments) == 2 and found.finish_reason == "length"
+    result = world.play(agent, 600, max_segments=2)
+    assert len(result.segments) == 2 and result.finish_reason == "length"
 
 
 def call(call_id: str, name: str = "add") -> dict[str, Any]:
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
 
 
-def result(call_id: str, content: str) -> dict[str, Any]:
+def answer_of(call_id: str, content: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def test_results_of_tools_stand_in_the_order_of_the_calls() -> None:
     said = {"role": "assistant", "content": "", "tool_calls": [call("x"), call("y"), call("z")]}
     for order in ("xyz", "zyx", "yzx", "yx", "z"):
-        messages = [user("a"), said, *(result(name, name) for name in order), user("b"), said, result("x", "x")]
+        messages = [user("a"), said, *(answer_of(name, name) for name in order), user("b"), said, answer_of("x", "x")]
         ordered = order_tool_results(messages)
         assert [m["content"] for m in ordered[2 : 2 + len(order)]] == sorted(order)
         assert ordered[2 + len(order) :] == messages[2 + len(order) :]
     without_ids = [said, {"role": "tool", "content": "2"}, {"role": "tool", "content": "1"}]
     assert order_tool_results(without_ids) == without_ids
     for messages, words in (
-        ([said, result("q", "")], "'q' is no call of the response before it"),
-        ([result("x", "")], "it has none"),
-        ([said, result("x", ""), result("x", "")], "has a result already"),
-        ([said, {"role": "assistant", "content": "", "tool_calls": [call("v")]}, result("x", "")], "'x' is no call"),
+        ([said, answer_of("q", "")], "'q' is no call of the response before it"),
+        ([answer_of("x", "")], "it has none"),
+        ([said, answer_of("x", ""), answer_of("x", "")], "has a result already"),
+        ([said, {"role": "assistant", "content": "", "tool_calls": [call("v")]}, answer_of("x", "")], "'x' is no call"),
         ([{**said, "tool_calls": [call("x"), call("x")]}], "one id twice"),
     ):
         with pytest.raises(CallError, match=words):
@@ -415,13 +404,13 @@ def test_random_forks_train_what_was_sampled(world: World) -> None:
 
     for seed in range(3):  # noqa: B007 the agent reads it
         sampled.clear()
-        found = world.play(agent, 20000, max_calls=200)
+        result = world.play(agent, 20000, max_calls=200)
         samples = to_samples(
-            [RolloutGroup(prompt=TASK, rollouts=(Rollout(prompt=TASK, completion=found, reward=1.0),))], [[1.0]]
+            [RolloutGroup(prompt=TASK, rollouts=(Rollout(prompt=TASK, completion=result, reward=1.0),))], [[1.0]]
         )
         assert sum(s.num_loss_tokens for s in samples) == sum(sampled) > 300
-        assert len(samples) == found.counts["agent/segments"] > 10 and found.counts["agent/untrained_fraction"] == 0
-        forks = {name: count for name, count in found.counts.items() if name.startswith("agent/forks/")}
+        assert len(samples) == result.counts["agent/segments"] > 10 and result.counts["agent/untrained_fraction"] == 0
+        forks = {name: count for name, count in result.counts.items() if name.startswith("agent/forks/")}
         assert forks["agent/forks/history"] and forks["agent/forks/tools"] and len(forks) == 4
         for sample_ in samples:
             spans = [t for s in sample_.sources for t in range(s.start, s.end)]
@@ -444,7 +433,7 @@ def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: Wo
             return
         await chat(task, [user("begin")])
         workers = [chat(task, [user(f"worker {n}")]) for n in range(3)]
-        # In another order than in the first attempt: segments are found by their tokens.
+        # In another order than in the first attempt: segments are result by their tokens.
         await asyncio.gather(*(workers if is_first else reversed(workers)))
         await chat(task, [user("end")])
 
@@ -484,9 +473,9 @@ def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: Wo
     other.restore({0: loaded.content})  # type: ignore[dict-item]
     (group,) = [future.result(60) for future in other.submit(groups[:1], how, 1)]
     assert group is not None
-    (found,) = group
-    by_opening = {world.text(s).split("<|im_end|>")[0].split("\n")[1]: s for s in found.segments}
-    assert sorted(by_opening) == ["begin", "end", "worker 0", "worker 1", "worker 2"] and len(found.segments) == 5
+    (result,) = group
+    by_opening = {world.text(s).split("<|im_end|>")[0].split("\n")[1]: s for s in result.segments}
+    assert sorted(by_opening) == ["begin", "end", "worker 0", "worker 1", "worker 2"] and len(result.segments) == 5
     for name, segment in by_opening.items():
         said = long if name.startswith("worker") else THOUGHT
         assert world.trained(segment) == [f"{said}<|im_end|>"], name
@@ -498,7 +487,7 @@ def test_an_episode_that_is_stopped_continues_with_all_of_its_segments(world: Wo
         assert versions == ([4] if name == "begin" else [4, 5])
     # Nothing that was sampled is sampled again: three rests and the last call.
     assert len(world.server.requests) == 4
-    assert found.counts["agent/untrained_fraction"] == 0
+    assert result.counts["agent/untrained_fraction"] == 0
 
 
 # The gradient of an episode in two segments, by hand.
@@ -509,8 +498,8 @@ MU = -2.0
 
 def completion(prompt: list[int], response: list[int], more: list[int] | None = None) -> Completion:
     """A sequence of a prompt and a response; ``more``: given tokens behind it, and one more sampled one."""
-    rest = [] if more is None else [*more, 9]
-    ids = [*prompt, *response, *rest]
+    more_ids = [] if more is None else [*more, 9]
+    ids = [*prompt, *response, *more_ids]
     mask = [False] * len(prompt) + [True] * len(response) + [False] * len(more or []) + [True] * (more is not None)
     return Completion(
         token_ids=torch.tensor(ids, dtype=torch.int32),
@@ -600,8 +589,8 @@ def test_the_gradient_of_an_episode_in_two_segments_is_that_by_hand(
     (expected,) = torch.autograd.grad(by_hand(loss, theta, equal_segments=equal_segments), theta)
     # All in one row; and the segments of the episode apart, where the loss allows it.
     for budget in (100, 5):
-        found = gradient(samples, settings, theta, budget)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        result = gradient(samples, settings, theta, budget)
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
     if loss == "token_mean" and not equal_segments:
         # As three rows of a token mean: segments need nothing.
         rows = [replace(each, segment=0, episode_loss_tokens=None) for each in samples]

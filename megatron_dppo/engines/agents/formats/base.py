@@ -150,6 +150,8 @@ class TaggedFormat:
     thought_tags = ("<think>", "</think>")
     open_tag: str | None = None
     """Tag before a block of tool calls. None: the format has none."""
+    start: re.Pattern[str] | None = None
+    """Matches behind an opening tag that begins a call, and is not only mentioned. None: each one does."""
     text_tokens: frozenset[str] = frozenset()
     stop_tokens: tuple[str, ...] = ()
     turn_ends: tuple[str, ...] = ()
@@ -236,7 +238,7 @@ class TaggedFormat:
             elif match[0] == closing:
                 # The thought began in the prompt: everything before was thought.
                 blocks = []
-            elif self._is_block(text, position):
+            elif self.start is None or self.start.match(text, position):
                 calls, position = self._read_block(text, position, tools)
                 blocks.append((match.start(), calls))
         return blocks
@@ -245,10 +247,6 @@ class TaggedFormat:
         closing = self.thought_tags[1]
         end = text.find(closing, position)
         return len(text) if end < 0 else end + len(closing)
-
-    def _is_block(self, text: str, position: int) -> bool:
-        """Return True if the text behind an opening tag is meant as a call, and does not only mention the tag."""
-        return True
 
     def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
         """Return the calls of the block that begins at a position, and the position after it.

@@ -42,14 +42,11 @@ class HermesFormat(TaggedFormat):
     close_tag = "</tool_call>"
     text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
     # Cut off right behind its tag, a call is malformed and not only mentioned.
-    _start = re.compile(r"\s*(\{|<function=|<[a-z]*\Z|\Z)")
+    start = re.compile(r"\s*(\{|<function=|<[a-z]*\Z|\Z)")
 
     def call_end(self) -> str | None:
         """See ``ResponseFormat``."""
         return self.close_tag
-
-    def _is_block(self, text: str, position: int) -> bool:
-        return self._start.match(text, position) is not None
 
     def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
         start = skip_space(text, position)

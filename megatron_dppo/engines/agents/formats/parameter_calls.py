@@ -126,10 +126,7 @@ class QwenXmlFormat(ParameterFormat):
     has_many_calls = False
     text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
     # Cut off within its first tag, a call is malformed and not only mentioned.
-    _start = re.compile(r"\s*(<function=|<[a-z]*\Z|\Z)")
-
-    def _is_block(self, text: str, position: int) -> bool:
-        return self._start.match(text, position) is not None
+    start = re.compile(r"\s*(<function=|<[a-z]*\Z|\Z)")
 
 
 class GlmFormat(ParameterFormat):
@@ -159,10 +156,7 @@ class GlmFormat(ParameterFormat):
     )
     # The template starts the next message with its role, and the model writes it to end its own.
     stop_tokens: tuple[str, ...] = ("<|user|>", "<|observation|>")
-    _start = re.compile(r"\s*([^\s<>]+\s*(<arg_key>|</tool_call>|<[\w/]*\Z|\Z)|\Z)")
-
-    def _is_block(self, text: str, position: int) -> bool:
-        return self._start.match(text, position) is not None
+    start = re.compile(r"\s*([^\s<>]+\s*(<arg_key>|</tool_call>|<[\w/]*\Z|\Z)|\Z)")
 
 
 def _invoke_grammar(prefix: str, string_flag: str) -> ParameterGrammar:
