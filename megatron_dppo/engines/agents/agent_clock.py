@@ -25,19 +25,18 @@ class AgentClock:
     def end_call(self, call: object, *, is_answered: bool) -> None:
         """Note that a call has ended; calls in parallel wait once."""
         start = self._call_starts.pop(call)
-        if not is_answered:
-            return
-        while self._waits and self._waits[-1][1] >= start:
-            start = min(start, self._waits.pop()[0])
-        self._waits.append((start, time.monotonic()))
+        if is_answered:
+            self._waits = self._waits_with(start, time.monotonic())
 
     def seconds(self) -> float:
-        """Return the time so far."""
+        """Return the time so far. A call in progress counts as a wait."""
         now = time.monotonic()
-        waited = sum(end - start for start, end in self._waits)
-        if self._call_starts:
-            # Calls in progress wait since the first of them began, where no earlier call has waited already.
-            start = min(self._call_starts.values())
-            last_end = self._waits[-1][1] if self._waits else start
-            waited += now - max(start, last_end)
-        return now - self._start - waited
+        waits = self._waits_with(min(self._call_starts.values()), now) if self._call_starts else self._waits
+        return now - self._start - sum(end - start for start, end in waits)
+
+    def _waits_with(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Return the waits joined with one more, which ends last."""
+        waits = list(self._waits)
+        while waits and waits[-1][1] >= start:
+            start = min(start, waits.pop()[0])
+        return [*waits, (start, end)]
