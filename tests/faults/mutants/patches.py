@@ -31,8 +31,8 @@ DRILLED = (
     Patch(
         "the limit forgets what an aborted request returned",
         "engines/servers/responder.py",
-        "generation = await self._generate(sample, stop_token_ids, remaining)",
-        "generation = await self._generate(sample, stop_token_ids, length)",
+        "generation = await self._generate(sample, response, request_id, stop_token_ids, remaining)",
+        "generation = await self._generate(sample, response, request_id, stop_token_ids, length)",
     ),
     Patch("no probe", "weights/publish.py", "if runs_probe and new_urls:", "if False:"),
     Patch(
@@ -88,8 +88,8 @@ DRILLED = (
     Patch(
         "siblings have one seed",
         "engines/servers/responder.py",
-        'key = f"{self.params.seed}/{self.index}/{self.response.parts}"',
-        'key = f"{self.params.seed}/{self.response.parts}"',
+        'key = f"{self.params.seed}/{self.index}/{response.seed_key}"',
+        'key = f"{self.params.seed}/{response.seed_key}"',
     ),
     Patch(
         "the probe's verdict compares nothing",
@@ -180,7 +180,7 @@ FURTHER = (
     Patch(
         "a continued response repeats its seed",
         "engines/servers/responder.py",
-        'key = f"{self.params.seed}/{self.index}/{self.response.parts}"',
+        'key = f"{self.params.seed}/{self.index}/{response.seed_key}"',
         'key = f"{self.params.seed}/{self.index}"',
     ),
     Patch(
