@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs
     from megatron_dppo.head.vocab_topk import vocab_parallel_topk
     from megatron_dppo.losses.dppo import dppo_loss
-    from megatron_dppo.losses.parts.advantages import group_relative_advantages
+    from megatron_dppo.losses.parts.group_relative import group_relative_advantages
     from megatron_dppo.losses.parts.policy_loss import policy_loss
     from megatron_dppo.types import LossInputs, LossOutput, SamplingMask, TokenTargets
 
@@ -45,7 +45,7 @@ _MODULES = {
     "TokenTargets": "types",
     "dppo_head_loss": "head.loss",
     "dppo_loss": "losses.dppo",
-    "group_relative_advantages": "losses.parts.advantages",
+    "group_relative_advantages": "losses.parts.group_relative",
     "policy_loss": "losses.parts.policy_loss",
     "vocab_parallel_logprobs": "head.vocab_logprobs",
     "vocab_parallel_topk": "head.vocab_topk",

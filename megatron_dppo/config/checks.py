@@ -39,6 +39,7 @@ def check_sections(config: Config) -> None:
     _check_distillation(config.distillation, config.rollout, config.model)
     _check_agent(config.agent, config.rollout, config.data)
     _check_credit(config.agent, config.train, config.reward)
+    _check_reward_parts(config)
     _check_batch_invariant(config)
     if not config.loss.has_text:
         _check_recomputed_logprobs(config.loss, config.rollout, config.train)
@@ -226,7 +227,7 @@ def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) 
             f"agent.credit = 'turn' with agent.reward = {agent.reward!r}: only an agent that sends its rewards rewards "
             "single responses. Set agent.reward = 'call', or remove agent.credit"
         )
-    if train.advantage == "opo" or is_function_name(train.advantage):
+    if train.advantage in ("opo", "gdpo") or is_function_name(train.advantage):
         raise ValueError(
             f"agent.credit = 'turn' with train.advantage = {train.advantage!r}: the advantage of a single response is "
             "known for mean, std, leave_one_out and none alone. Set one of them, or remove agent.credit"
@@ -235,6 +236,25 @@ def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) 
         raise ValueError(
             f"agent.credit = 'turn' with reward.kl_coef = {reward.kl_coef}: the penalty replaces the advantages. Use "
             "loss.kl_coef for a penalty in the loss, or remove agent.credit"
+        )
+
+
+def _check_reward_parts(config: Config) -> None:
+    if config.train.advantage != "gdpo":
+        return
+    setting = "train.advantage = 'gdpo'"
+    if len(parts := list(config.reward.part_weights)) < 2:
+        raise ValueError(
+            f"{setting} normalizes each part of a reward, but {parts[0]!r} is the only one. Set several "
+            "[reward.functions.NAME] with a weight, reward.format or reward.overlong_buffer_tokens, or use 'std'"
+        )
+    if config.agent.is_set or config.rollout.generate is not None:
+        source = "[agent]" if config.agent.is_set else "rollout.generate"
+        raise ValueError(f"{setting} with {source}, which may give rewards without parts. Use 'std' or 'mean'")
+    if config.reward.kl_coef:
+        raise ValueError(
+            f"{setting} with reward.kl_coef = {config.reward.kl_coef}: the penalty is part of no reward function. Use "
+            "loss.kl_coef for a penalty in the loss"
         )
 
 

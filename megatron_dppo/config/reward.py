@@ -98,6 +98,17 @@ class RewardConfig(Section):
         is_exact = self.function == "math" or (self.function == "reasoning_gym" and not self.partial_credit)
         return "accuracy" if is_exact else "score"
 
+    @property
+    def part_weights(self) -> dict[str, float]:
+        """Weights of the summands of a reward, by their names in ``Rollout.reward_parts``: functions and shaping."""
+        functions = {name: each.weight for name, each in self.functions.items() if each.weight}
+        weights = functions or {"score": 1.0}
+        if self.format:
+            weights["format"] = 1.0
+        if self.overlong_buffer_tokens:
+            weights["overlong"] = 1.0
+        return weights
+
     @model_validator(mode="before")
     @classmethod
     def _one_or_several_functions(cls, values: object) -> object:

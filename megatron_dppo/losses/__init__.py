@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_dppo.config.user_functions import needs
     from megatron_dppo.losses.dppo import divergence_keep_mask, dppo_loss
-    from megatron_dppo.losses.parts.advantages import advantages_by, group_relative_advantages
+    from megatron_dppo.losses.parts.advantages import advantages_by
     from megatron_dppo.losses.parts.counterfactuals import with_cosines
     from megatron_dppo.losses.parts.decision import Decision, clipped_surrogate, mismatch_log_ratio, weigh_by_ratio
     from megatron_dppo.losses.parts.divergence import binary_kl, binary_tv
@@ -48,7 +48,7 @@ _MODULES = {
     "divergence_keep_mask": "losses.dppo",
     "divergence_rate": "losses.parts.predictive",
     "dppo_loss": "losses.dppo",
-    "group_relative_advantages": "losses.parts.advantages",
+    "group_relative_advantages": "losses.parts.group_relative",
     "mismatch_keep_mask": "losses.parts.trust_region",
     "mismatch_log_ratio": "losses.parts.decision",
     "needs": "config.user_functions",

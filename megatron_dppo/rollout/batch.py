@@ -103,7 +103,13 @@ class CollectedRollouts:
 
 
 def select_rollouts(
-    sampled: Sequence[RolloutGroup], count: int, ages: PolicyAges, *, canceled: int, num_carried: int
+    sampled: Sequence[RolloutGroup],
+    count: int,
+    ages: PolicyAges,
+    *,
+    canceled: int,
+    num_carried: int,
+    parts: Sequence[str] = (),
 ) -> CollectedRollouts:
     """Select the groups that a step trains on.
 
@@ -113,8 +119,9 @@ def select_rollouts(
         ages: Ages in this step.
         canceled: Number of groups that were canceled for good.
         num_carried: Number of groups that were canceled and continue in the next step.
+        parts: See ``has_signal``.
     """
-    signals = [has_signal(group) for group in sampled]
+    signals = [has_signal(group, parts) for group in sampled]
     selected = select_indices(signals, count)
     groups = [sampled[i] for i in selected]
     by_age = [ages.count_tokens_by_age(group) for group in groups]
@@ -133,9 +140,17 @@ def select_rollouts(
     )
 
 
-def has_signal(group: RolloutGroup) -> bool:
-    """Return True if the scored samples of a group have different rewards, and so non-zero advantages."""
-    return len({r.reward for r in group.rollouts if not r.reward_failed}) > 1
+def has_signal(group: RolloutGroup, parts: Sequence[str] = ()) -> bool:
+    """Return True if the scored samples of a group have different rewards, and so non-zero advantages.
+
+    Args:
+        group: Scored group.
+        parts: Parts of the reward that have advantages of their own (GDPO). Empty: their sum has.
+    """
+    scored = [rollout for rollout in group.rollouts if not rollout.reward_failed]
+    if not parts:
+        return len({rollout.reward for rollout in scored}) > 1
+    return len({tuple(rollout.reward_parts[name] for name in parts) for rollout in scored}) > 1
 
 
 def select_indices(signals: Sequence[bool], count: int) -> list[int]:

@@ -44,6 +44,7 @@ class RolloutScheduler:
         max_staleness: Maximum age of the weights in rollout steps.
         rank_columns: Columns that each rank of this replica reads.
         leads: See ``RequestScheduler``.
+        reward_parts: Parts of a reward that decide whether a group has a signal, see ``has_signal``.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class RolloutScheduler:
         max_staleness: int,
         rank_columns: Sequence[RankColumns] = (RankColumns(),),
         leads: bool = True,
+        reward_parts: Sequence[str] = (),
     ) -> None:
         self._rollout = rollout
+        self._reward_parts = reward_parts
         self._num_steps = num_steps
         self._prompts = prompts
         self._groups = groups
@@ -130,14 +133,22 @@ class RolloutScheduler:
         for attempt in range(1, rollout.max_refills + 1 if rollout.dynamic_sampling else 1):
             with clock.part("waiting"):  # for the rollouts of the slowest rank
                 # All ranks need all counts, because the cursor moves by the prompts of every rank.
-                missing = all_gather_objects(max(0, self._share - sum(map(has_signal, sampled))), self._groups.dp)
+                usable = sum(has_signal(group, self._reward_parts) for group in sampled)
+                missing = all_gather_objects(max(0, self._share - usable), self._groups.dp)
             if not any(missing):
                 break
             sampled += self._finish(self._submit(step, step, missing, attempt), clock, "rollout")
         # Requests that do not survive an update are sampled ahead only now, after everything that this step needs.
         self._submit_ahead(step)
         num_carried = len(self._waiting[self._dp_rank])
-        return select_rollouts(sampled, self._share, self._ages, canceled=self._num_canceled, num_carried=num_carried)
+        return select_rollouts(
+            sampled,
+            self._share,
+            self._ages,
+            canceled=self._num_canceled,
+            num_carried=num_carried,
+            parts=self._reward_parts,
+        )
 
     def submit(self, prompts: Sequence[Prompt], siblings: int, params: SamplingParams, step: int) -> Submission:
         """Submit prompts outside the stream, such as those of an evaluation, to the current weights."""
@@ -320,7 +331,7 @@ class RolloutScheduler:
         """Return True if a single group counts toward the groups that a step needs."""
         assert submission.scored is not None
         (group,) = submission.scored.result()
-        return group is not None and (not self._rollout.dynamic_sampling or has_signal(group))
+        return group is not None and (not self._rollout.dynamic_sampling or has_signal(group, self._reward_parts))
 
 
 def _restored(saved: SavedSubmission, contents: Mapping[int, StoredRollouts]) -> Submission:

@@ -371,6 +371,7 @@ def _build_stream(
         max_staleness=config.train.max_staleness,
         rank_columns=rank_columns,
         leads=is_leader(groups.replica),
+        reward_parts=list(config.reward.part_weights) if config.train.advantage == "gdpo" else (),
     )
 
 

@@ -21,7 +21,7 @@ from megatron_dppo.data.training_samples import episode_indices, to_samples
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import ServerError
 from megatron_dppo.losses import advantages_by
-from megatron_dppo.losses.parts.advantages import reward_scales
+from megatron_dppo.losses.parts.group_relative import reward_scales
 from megatron_dppo.losses.parts.returns import Moments, kl_estimate, returns_to_go
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
-def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig) -> list[TrainingSample]:
+def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig) -> list[TrainingSample]:
     """Turn scored groups into training samples with the advantages of ``train.advantage``."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scales = None
     if any(rollout.completion.past_rewards is not None for rollout in rollouts):
         scales = reward_scales(train.advantage, _rewards(groups), _is_scored(groups)).tolist()
-    samples = to_samples(groups, compute_group_advantages(groups, train).tolist(), scales)
+    samples = to_samples(groups, compute_group_advantages(groups, train, reward).tolist(), scales)
     if not train.mask_truncated:
         return samples
     # Responses that were cut off at max_new_tokens keep their place in the batch, outside the loss.
@@ -143,19 +143,27 @@ def update_policy(
 
 
 def compute_group_advantages(
-    groups: Sequence[RolloutGroup], train: TrainConfig, penalties: Tensor | None = None
+    groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, penalties: Tensor | None = None
 ) -> Tensor:
     """Return the advantages ``[groups, samples]`` of ``train.advantage``.
 
     Args:
         groups: Scored groups, all of the same size.
         train: Name and options of the advantage.
+        reward: Weights of the parts of rewards.
         penalties: Subtracted from the rewards first. Shape ``[groups, samples]``. None subtracts nothing.
     """
     rewards = _rewards(groups)
     if penalties is not None:
         rewards = rewards - penalties
-    return advantages_by(train.advantage, rewards, _is_scored(groups), options=train.advantage_options, groups=groups)
+    return advantages_by(
+        train.advantage,
+        rewards,
+        _is_scored(groups),
+        options=train.advantage_options,
+        groups=groups,
+        weights=reward.part_weights,
+    )
 
 
 def refine_advantages(
@@ -192,7 +200,7 @@ def refine_advantages(
             # Siblings are side by side, so a view restores the groups.
             by_sample = torch.stack([penalty.sum() for penalty in penalties])
             sums = by_sample.new_zeros(episodes[-1] + 1).index_add(0, torch.tensor(episodes), by_sample)
-            by_episode = compute_group_advantages(groups, train, sums.view(len(groups), -1)).flatten()
+            by_episode = compute_group_advantages(groups, train, reward, sums.view(len(groups), -1)).flatten()
             values = list(by_episode[episodes])
         result = [_with_advantages(*each) for each in zip(result, values, is_scored, strict=True)]
     return _whiten(result, is_scored, group) if train.advantage_normalization == "batch" else result

@@ -124,7 +124,9 @@ def check(rank: int, world_size: int) -> None:
         )
         first = [
             TrainingSample(**{**vars(s), "advantages": torch.where(s.loss_mask, value, 0.0)})
-            for s, value in zip(samples, compute_group_advantages(groups, config.train).flatten(), strict=True)
+            for s, value in zip(
+                samples, compute_group_advantages(groups, config.train, config.reward).flatten(), strict=True
+            )
         ]
         result = refine_advantages(first, groups, config.train, config.reward, group=group)
         expected = plain(case)[before : before + len(samples)]

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.training_samples import RowShape, group_segments, to_samples, with_episode_tokens
 from megatron_dppo.engines.agents.conversations import order_tool_results
@@ -357,7 +358,7 @@ def test_rewards_of_responses_are_credited_as_in_the_example_by_hand(world: Worl
         parts = [world.play(each, 600, reward="call", credit="turn") for each in (agent, sibling)]
         assert [part.reward for part in parts] == [2.5, 0.5]
         (group,) = score_completions(Scorer(), [TASK], parts)  # type: ignore[arg-type]
-        samples = make_samples([group], TrainConfig(advantage=advantage))
+        samples = make_samples([group], TrainConfig(advantage=advantage), RewardConfig())
         values = [s.advantages[s.loss_mask].tolist() for s in samples]
         per_turn = [[row[0], row[-1]] if len(row) > 5 else [row[0]] for row in values]
         assert per_turn[0] == pytest.approx(expected[0], abs=1e-6) and per_turn[1] == pytest.approx(expected[1])
@@ -365,7 +366,7 @@ def test_rewards_of_responses_are_credited_as_in_the_example_by_hand(world: Worl
 
     whole = [world.play(each, 600, reward="call") for each in (agent, sibling)]
     (group,) = score_completions(Scorer(), [TASK], whole)  # type: ignore[arg-type]
-    first, _ = make_samples([group], TrainConfig(advantage="mean"))
+    first, _ = make_samples([group], TrainConfig(advantage="mean"), RewardConfig())
     assert set(first.advantages[first.loss_mask].tolist()) == {1.0}
     with pytest.raises(ConfigError, match=r"agent\.credit"):
         config(agent={"command": ["a"], "credit": "turn"})

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 
+from megatron_dppo.config.reward import RewardConfig
+from megatron_dppo.config.train import TrainConfig
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import advantages_by, group_relative_advantages
 from megatron_dppo.losses.parts.returns import Moments
+from megatron_dppo.rollout.batch import has_signal
+from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup
+from tests.unit import configs
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, -1.0, 2.0]]
 
@@ -86,11 +93,13 @@ def test_whitening_of_equal_values_is_zero_also_where_rounding_makes_the_varianc
     assert Moments.of(spread[:1]).whiten(spread[:1]).tolist() == [0.0]
 
 
-def test_opo_weighs_the_baseline_by_the_sampled_tokens() -> None:
-    """Of 30, 10 and 4 sampled tokens (the third has 9, five of them a tool's); the fourth reward failed."""
-    lengths = (30, 10, 9, 50)
-    masks = (None, None, [True] * 4 + [False] * 5, None)
-    rewards = [2.0, 0.0, 1.0, math.nan]
+def group_of(
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    masks: Sequence[list[bool] | None],
+    parts: Sequence[Mapping[str, float]] = ({}, {}, {}, {}),
+) -> RolloutGroup:
+    """Four responses to one prompt; a reward that is NaN failed."""
     prompt = Prompt(prompt_id="p", text="", token_ids=(1,), label="")
     rollouts = tuple(
         Rollout(
@@ -104,10 +113,20 @@ def test_opo_weighs_the_baseline_by_the_sampled_tokens() -> None:
                 loss_mask=None if mask is None else torch.tensor(mask),
             ),
             reward=reward,
+            reward_failed=math.isnan(reward),
+            reward_parts=each,
         )
-        for n, mask, reward in zip(lengths, masks, rewards, strict=True)
+        for n, mask, reward, each in zip(lengths, masks, rewards, parts, strict=True)
     )
-    group = RolloutGroup(prompt=prompt, rollouts=rollouts)
+    return RolloutGroup(prompt=prompt, rollouts=rollouts)
+
+
+def test_opo_weighs_the_baseline_by_the_sampled_tokens() -> None:
+    """Of 30, 10 and 4 sampled tokens (the third has 9, five of them a tool's); the fourth reward failed."""
+    lengths = (30, 10, 9, 50)
+    masks = (None, None, [True] * 4 + [False] * 5, None)
+    rewards = [2.0, 0.0, 1.0, math.nan]
+    group = group_of(rewards, lengths, masks)
     valid = torch.tensor([[True, True, True, False]])
     result = advantages_by("opo", torch.tensor([rewards], dtype=torch.float64), valid, groups=[group])
     baseline = (30 * 2.0 + 10 * 0.0 + 4 * 1.0) / 44
@@ -116,3 +135,59 @@ def test_opo_weighs_the_baseline_by_the_sampled_tokens() -> None:
     assert equal.tolist() == [[0.0] * 4]
     with pytest.raises(ValueError, match="pass groups"):
         advantages_by("opo", torch.ones(1, 4), valid)
+
+
+FUNCTIONS = {
+    "right": {"function": "math"},
+    "terse": {"function": "words", "weight": 0.25},
+    "seen": {"function": "words", "weight": 0},
+}
+
+
+def test_gdpo_normalizes_each_part_of_a_reward_by_itself() -> None:
+    """Sums are equal in the first group, one reward failed in the second, and a part is constant in the third."""
+    right = [[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.5, math.nan], [1.0, 1.0, 1.0, 1.0]]
+    terse = [[0.0, 4.0, 0.0, 4.0], [3.0, -2.0, 0.0, math.nan], [1.0, 2.0, 3.0, 5.0]]
+    bonus = [[0.1, 0.1, 0.1, 0.1], [0.1, 0.0, 0.0, math.nan], [0.0, 0.0, 0.1, 0.0]]
+    groups, expected = [], []
+    for rows in zip(right, terse, bonus, strict=True):
+        rewards = [a + 0.25 * b + c for a, b, c in zip(*rows, strict=True)]
+        parts = [
+            {} if math.isnan(a) else {"score": a + 0.25 * b, "right": a, "terse": b, "seen": 9.0 * b * a, "format": c}
+            for a, b, c in zip(*rows, strict=True)
+        ]
+        groups.append(group_of(rewards, (3, 1, 2, 5), (None,) * 4, parts))
+        scored = 3 if math.isnan(rewards[-1]) else 4
+        row = [0.0] * 4
+        for weight, values in zip((1.0, 0.25, 1.0), rows, strict=True):
+            mean, deviation = statistics.fmean(values[:scored]), statistics.stdev(values[:scored])
+            for index in range(scored):
+                row[index] += weight * (values[index] - mean) / (deviation + 1e-4)
+        expected.append(row)
+    reward = RewardConfig.model_validate({"functions": FUNCTIONS, "format": 0.1})
+    samples = make_samples(groups, TrainConfig(advantage="gdpo"), reward)
+    found = [set(sample.advantages[sample.loss_mask].tolist()) for sample in samples]
+    assert all(len(values) == 1 for values in found)
+    assert [values.pop() for values in found] == pytest.approx([a for row in expected for a in row], abs=1e-4)
+    # Rewards that are summed first have no advantage in the first group.
+    plain = make_samples(groups[:1], TrainConfig(advantage="std"), reward)
+    assert all(not sample.advantages.any() for sample in plain)
+    assert has_signal(groups[0], list(reward.part_weights)) and not has_signal(groups[0])
+    assert has_signal(groups[1], list(reward.part_weights))
+    assert not has_signal(groups[2], ["right"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "'score' is the only one"),
+        ({"reward": {"functions": {"right": {"function": "math"}}}}, "'right' is the only one"),
+        ({"reward": {"format": 0.1, "kl_coef": 0.1}}, "reward.kl_coef"),
+        ({"reward": {"format": 0.1}, "rollout": {"generate": "a.py:f"}}, "rollout.generate"),
+        ({"reward": {"format": 0.1}, "agent": {"command": ["a"]}}, r"\[agent\]"),
+    ],
+)
+def test_gdpo_needs_a_reward_with_parts(settings: Mapping[str, Mapping[str, object]], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        configs.config(train={"advantage": "gdpo"}, **settings)
+    configs.config(train={"advantage": "gdpo"}, reward={"format": 0.1, "overlong_buffer_tokens": 4})
