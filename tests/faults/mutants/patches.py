@@ -198,7 +198,7 @@ FURTHER = (
     Patch(
         "groups without different rewards have signal",
         "rollout/batch.py",
-        "return len({r.reward for r in group.rollouts if not r.reward_failed}) > 1",
+        "return len({rollout.reward for rollout in scored}) > 1",
         "return True",
     ),
     Patch(
