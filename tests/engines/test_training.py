@@ -59,21 +59,24 @@ def query_server(engine: Engine) -> tuple[ServerInfo, str]:
     return asyncio.run(both())
 
 
-def test_server_and_trainer_agree_on_every_token_and_every_expert(pair: list[Engine], tmp_path: Path) -> None:
+# Runs that send by "disk" are in test_answers.py and tests/launch too.
+@pytest.mark.parametrize("method", ["distributed", pytest.param("disk", marks=pytest.mark.long)])
+def test_server_and_trainer_agree_on_every_token_and_every_expert(
+    pair: list[Engine], tmp_path: Path, method: str
+) -> None:
     more = {"loss__name": "dppo_topk_tv", "loss__topk": 4, "rollout__temperature": 0.7, "train__mini_batches": 1}
-    for method in ("distributed", "disk"):
-        folder = tmp_path / method
-        result = train(arguments(pair, folder, rollout__weight_sync__method=method, **more), processes=2)
-        assert result.returncode == 0, result.stdout + result.stderr
-        steps = step_records(folder)
-        assert len(steps) == 4
-        for step in steps:
-            # One update a step: the policy is the one that sampled, and only the two programs differ.
-            assert step["train/abs_prob_diff"] < 1e-5
-            assert step["train/router_disagreement"] == 0 == step["train/router_missing"]
-            assert step["rollout/policy_age"] == 0
-        assert all(query_server(engine)[0].policy_version == 4 for engine in pair)
-        assert query_server(pair[0])[1] == query_server(pair[1])[1]
+    folder = tmp_path / method
+    result = train(arguments(pair, folder, rollout__weight_sync__method=method, **more), processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = step_records(folder)
+    assert len(steps) == 4
+    for step in steps:
+        # One update a step: the policy is the one that sampled, and only the two programs differ.
+        assert step["train/abs_prob_diff"] < 1e-5
+        assert step["train/router_disagreement"] == 0 == step["train/router_missing"]
+        assert step["rollout/policy_age"] == 0
+    assert all(query_server(engine)[0].policy_version == 4 for engine in pair)
+    assert query_server(pair[0])[1] == query_server(pair[1])[1]
 
 
 def test_stopped_responses_continue_in_the_next_step_with_new_weights(pair: list[Engine], tmp_path: Path) -> None:
@@ -96,7 +99,8 @@ def test_stopped_responses_continue_in_the_next_step_with_new_weights(pair: list
     assert steps[0]["train/abs_prob_diff_first"] < 1e-5
 
 
-@pytest.mark.parametrize("order", ["stream", "completed"])
+# Both orders are combined with everything else in test_stream.py.
+@pytest.mark.parametrize("order", ["stream", pytest.param("completed", marks=pytest.mark.long)])
 def test_rollouts_continue_with_new_weights_while_the_policy_trains_and_is_evaluated(
     pair: list[Engine], tmp_path: Path, order: str
 ) -> None:
