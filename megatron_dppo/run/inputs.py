@@ -229,7 +229,7 @@ def _check_vocabulary(path: str, tokenizer: Any, hf_config: Any) -> None:
 
 def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """Yield settings that models of this family do not support."""
-    noise = config.rollout.perturbation.router_noise
+    perturbation = config.rollout.perturbation
     for key, value, has_it, reason in (
         (
             "lora.rank",
@@ -251,9 +251,15 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
         ),
         (
             "rollout.perturbation.router_noise",
-            noise,
+            perturbation.router_noise,
             shape.has_router_bias,
             "the noise is for routers that choose by a softmax; use 0",
+        ),
+        (
+            "rollout.perturbation.state_dtype",
+            "" if perturbation.state_dtype == "fp32" else perturbation.state_dtype,
+            shape.linear is None,
+            "it has no linear attention, so no recurrent states; remove it",
         ),
     ):
         if value and has_it:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,7 +69,7 @@ def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     hf_config = inputs.hf_config
     lora = {"lora": [config.lora.rank, sorted(config.lora.target_modules)]} if config.lora.rank else {}
     identity = {
-        "model": {**vars(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings), **lora},
+        "model": {**asdict(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings), **lora},
         "seed": config.run.seed,
         "prompts": inputs.train_prompts.fingerprint(),
     }

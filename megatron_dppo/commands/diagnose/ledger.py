@@ -20,6 +20,8 @@ SAMPLER = "sampler"
 ROUTER_IDS = "router ids"
 ROUTER_WEIGHTS = "router weights"
 HEAD = "head precision"
+RECURRENCE = "recurrence"
+"""Linear attention in chunks of tokens, as in training, against one token at a time, as in decoding."""
 ENGINE = "engine numerics"
 TRAINER = "trainer numerics"
 UNEXPLAINED = "unexplained"
@@ -34,6 +36,7 @@ CAUSES = (
     ROUTER_IDS,
     ROUTER_WEIGHTS,
     HEAD,
+    RECURRENCE,
     ENGINE,
     TRAINER,
     NOT_SEPARATED,

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_dppo.commands.diagnose.ledger import (
     ENGINE,
     HEAD,
+    RECURRENCE,
     ROUTER_IDS,
     ROUTER_WEIGHTS,
     SAMPLER,
@@ -28,7 +29,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import Section
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.hf.folder import read_hf_config, routing_shape
+from megatron_dppo.hf.folder import model_shape, read_hf_config, routing_shape
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
@@ -188,6 +189,7 @@ def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer
         exact=None,
         is_local=_is_local_copy(config),
         is_fp32=config.model.dtype == "fp32",
+        has_linear_attention=model_shape(session.inputs.hf_config).linear is not None,
     )
 
 
@@ -236,6 +238,8 @@ def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dic
         absent |= dict.fromkeys(
             (HEAD, ENGINE), "not separable: the server cannot score with another output layer or dtype"
         )
+        if scorer.has_linear_attention:
+            absent[RECURRENCE] = "not separable: the server cannot score in chunks"
     if UNEXPLAINED not in present:
         absent[UNEXPLAINED] = "not separable: part of the numerics of trainer or server"
     return absent

@@ -13,6 +13,7 @@ from megatron_dppo.commands.diagnose.ledger import (
     ENGINE,
     HEAD,
     NOT_SEPARATED,
+    RECURRENCE,
     ROUTER_IDS,
     ROUTER_WEIGHTS,
     SAMPLER,
@@ -89,6 +90,8 @@ class RunScorer:
     """True if the engine can score tokens again. The same on all ranks."""
     is_fp32: bool
     """True if the trainer computes in fp32."""
+    has_linear_attention: bool = False
+    """True if the model has layers of linear attention."""
 
     def chain(self, groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> tuple[_Scores, Chain]:
         """Score this rank's samples along the chain from trainer to engine.
@@ -124,22 +127,24 @@ class RunScorer:
         return trained, chain
 
     def _score_by_engine(self, plain: Sequence[TrainingSample], versions: Sequence[Tensor]) -> Chain:
-        """Score the sequences with the engines: exact, with an fp32 head, as the engine does."""
-        names = ("exact", "fp32 head", "engine")
+        """Score the sequences with the engines: exact, with an fp32 head, in one pass, with the engine's recurrence."""
+        # Between an fp32 trainer and the exact engine no cause is known.
+        causes = [UNEXPLAINED if self.is_fp32 else TRAINER, ENGINE, HEAD]
+        if self.has_linear_attention:
+            causes.append(RECURRENCE)
 
         def score() -> list[_Scores]:
             scores: list[_Scores] = []
-            for name in names:
-                engine = self.exact if name == "exact" else self.engine
+            for index, cause in enumerate(causes):
+                engine = self.exact if index == 0 else self.engine
                 if engine is None:
                     scores.append([])
                 else:
-                    scores.append(engine.rescore(plain, self.temperature, fp32_head=name == "fp32 head"))
+                    options = {"fp32_head": cause == ENGINE, "token_by_token": cause == RECURRENCE}
+                    scores.append(engine.rescore(plain, self.temperature, **options))
             return scores
 
-        exact, head, reported = self._score_with_engines(versions, score)
-        # Between an fp32 trainer and the exact engine no cause is known.
-        return [(UNEXPLAINED if self.is_fp32 else TRAINER, exact), (ENGINE, head), (HEAD, reported)]
+        return list(zip(causes, self._score_with_engines(versions, score), strict=True))
 
     def _score_with_engines(self, versions: Sequence[Tensor], score: Callable[[], list[_Scores]]) -> list[_Scores]:
         """Load each version into both engines, score, and select for each token the score of its version."""

@@ -145,7 +145,12 @@ class LocalEngine:
         self._reveals_hidden_filter = self._unrecorded_top_p < 1
 
     def rescore(
-        self, samples: Sequence[TrainingSample], temperature: float, *, fp32_head: bool = False
+        self,
+        samples: Sequence[TrainingSample],
+        temperature: float,
+        *,
+        fp32_head: bool = False,
+        token_by_token: bool = False,
     ) -> list[Tensor]:
         """Return the log-probabilities ``[T]`` of the labels of each sample under this copy, see ``rescore``.
 
@@ -159,7 +164,14 @@ class LocalEngine:
             if self._routing is not None and routes is not None:
                 has_weights = routes.shape[-1] > self._routing.topk
                 forced = ForcedRoutes(self._model, replace(self._routing, weights=has_weights))
-            return rescore(self._model, samples, temperature=temperature, forced=forced, fp32_head=fp32_head)
+            return rescore(
+                self._model,
+                samples,
+                temperature=temperature,
+                forced=forced,
+                fp32_head=fp32_head,
+                token_by_token=token_by_token,
+            )
 
         return self._thread.submit(score).result()
 

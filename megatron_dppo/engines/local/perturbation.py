@@ -1,4 +1,4 @@
-"""Perturbations of the local engine: fake quantization by nvidia-modelopt, router noise, hidden filters."""
+"""Perturbations of the local engine: fake quantization by nvidia-modelopt, noisy routers, coarse states, filters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_dppo.engines.local.recurrence import round_states
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import is_fused_experts
 from megatron_dppo.types import RoutingShape
@@ -107,10 +108,12 @@ class Perturbation:
     """Standard deviation of the noise on router logits."""
     unrecorded_top_p: float = 1.0
     """Top-p filter that the log-probabilities do not include; 1 disables it."""
+    state_dtype: str = "fp32"
+    """Dtype of the recurrent states of linear attention."""
 
 
 class PerturbedModel:
-    """A transformers model with quantized weights and noisy routers.
+    """A transformers model with quantized weights, noisy routers, and coarse states of linear attention.
 
     Args:
         model: The model, which is changed in place.
@@ -127,6 +130,8 @@ class PerturbedModel:
         self._noise = perturbation.router_noise
         self._quantizer = None if perturbation.weights == "none" else WeightQuantizer(perturbation.weights)
         self._generator: torch.Generator | None = None
+        if perturbation.state_dtype == "bf16":
+            round_states(model, torch.bfloat16)
         if not self._noise:
             return
         if routing is None:

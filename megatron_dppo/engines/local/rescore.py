@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.engines.local.recurrence import decoding_linear_attention
 from megatron_dppo.engines.local.sampler import build_filters, combine_weights
 from megatron_dppo.types import (
     MISSING_EXPERT,
@@ -76,6 +77,7 @@ def rescore(
     temperature: float,
     forced: ForcedRoutes | None = None,
     fp32_head: bool = False,
+    token_by_token: bool = False,
 ) -> list[Tensor]:
     """Return the fp32 log-probabilities ``[T]`` of the labels of each sample, in one pass over its complete sequence.
 
@@ -85,24 +87,31 @@ def rescore(
         temperature: Divides the logits.
         forced: Replays the samples' routes; None leaves the routers live.
         fp32_head: Compute the output layer in fp32, on the hidden states and weights as they are.
+        token_by_token: Read the response one token at a time in linear attention, as decoding does.
     """
     device = next(model.parameters()).device
     results = []
-    for sample in samples:
-        tokens = sample.tokens[None].to(device)
-        if forced is not None and sample.routed_experts is not None:
-            with forced.replaying(sample.routed_experts):
+    with decoding_linear_attention(model) if token_by_token else nullcontext() as read_at_once:
+        for sample in samples:
+            tokens = sample.tokens[None].to(device)
+            if read_at_once is not None:
+                read_at_once(_prompt_length(sample))
+            routes = sample.routed_experts
+            with nullcontext() if forced is None or routes is None else forced.replaying(routes):
                 hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        else:
-            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        weight = model.lm_head.weight
-        logits = hidden.float() @ weight.float().T if fp32_head else model.lm_head(hidden)
-        scores = logits.float() if temperature == 1 else logits.float() / temperature
-        if sample.sampling_mask is not None:
-            scores = _apply_sampling_mask(scores, sample.sampling_mask)
-        logprobs = scores.log_softmax(-1).gather(1, sample.labels.to(device)[:, None])[:, 0]
-        results.append(logprobs.cpu())
+            weight = model.lm_head.weight
+            logits = hidden.float() @ weight.float().T if fp32_head else model.lm_head(hidden)
+            scores = logits.float() if temperature == 1 else logits.float() / temperature
+            if sample.sampling_mask is not None:
+                scores = _apply_sampling_mask(scores, sample.sampling_mask)
+            logprobs = scores.log_softmax(-1).gather(1, sample.labels.to(device)[:, None])[:, 0]
+            results.append(logprobs.cpu())
     return results
+
+
+def _prompt_length(sample: TrainingSample) -> int:
+    """Return the number of tokens before the first one with a loss, which is the label of the last of them."""
+    return int(sample.loss_mask.int().argmax()) + 1
 
 
 @torch.no_grad()

@@ -1,0 +1,80 @@
+"""Linear attention of a transformers model, computed as in decoding: the prompt at once, then one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LAYER = "linear_attn"
+"""Name of linear attention in the decoder layers of transformers that have it."""
+
+
+def linear_attention_layers(model: Any) -> list[Any]:
+    """Return the decoder layers of a transformers causal language model that have linear attention."""
+    return [layer for layer in model.model.layers if hasattr(layer, _LAYER)]
+
+
+class TokenByToken(nn.Module):
+    """Linear attention that reads some tokens at once and every later one alone, with the state before it.
+
+    Args:
+        layer: The layer of transformers, which computes both.
+        hf_config: Configuration of the model.
+    """
+
+    def __init__(self, layer: nn.Module, hf_config: Any) -> None:
+        super().__init__()
+        self._layer = layer
+        self._hf_config = hf_config
+        self.num_at_once = 1
+        """Number of tokens that are read at once."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """Compute the layer for one sequence ``[1, T, hidden_size]`` without padding."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._hf_config)
+        at_once = min(self.num_at_once, hidden_states.shape[1])
+        parts = hidden_states.split([at_once] + [1] * (hidden_states.shape[1] - at_once), dim=1)
+        return torch.cat([self._layer(hidden_states=part, cache_params=cache) for part in parts], dim=1)
+
+
+@contextmanager
+def decoding_linear_attention(model: Any) -> Iterator[Callable[[int], None]]:
+    """Compute linear attention token by token in a ``with`` block, and everything else in one pass.
+
+    Yields:
+        Function that sets how many tokens of the next sequence are read at once.
+    """
+    layers = linear_attention_layers(model)
+    originals = [getattr(layer, _LAYER) for layer in layers]
+    wrappers = [TokenByToken(original, model.config) for original in originals]
+
+    def read_at_once(num_tokens: int) -> None:
+        for wrapper in wrappers:
+            wrapper.num_at_once = num_tokens
+
+    try:
+        for layer, wrapper in zip(layers, wrappers, strict=True):
+            setattr(layer, _LAYER, wrapper)
+        yield read_at_once
+    finally:
+        for layer, original in zip(layers, originals, strict=True):
+            setattr(layer, _LAYER, original)
+
+
+def round_states(model: Any, dtype: torch.dtype) -> None:
+    """Round the recurrent states of linear attention to a dtype whenever a layer has updated them."""
+
+    def round_state(layer: Any, _args: Any, kwargs: dict[str, Any], _output: Tensor) -> None:
+        cache = kwargs.get("cache_params")
+        if cache is not None:
+            state = cache.get_recurrent_state(layer.layer_idx)
+            state.copy_(state.to(dtype))
+
+    for layer in linear_attention_layers(model):
+        getattr(layer, _LAYER).register_forward_hook(round_state, with_kwargs=True)
