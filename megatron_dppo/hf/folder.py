@@ -100,6 +100,13 @@ def _language_model(hf_config: Any) -> Any:
     return text_config
 
 
+def with_served_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with the keys that servers need and transformers does not write."""
+    model_type = values.get("model_type", "")
+    family = FAMILIES.get(ALIASES.get(model_type, model_type))
+    return {**({} if family is None else family.served_keys(values)), **values}
+
+
 def is_nested_config(path: str | Path) -> bool:
     """Return True if a folder's config.json holds the language model beside other models."""
     file = Path(path) / "config.json"

@@ -187,6 +187,8 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
                 "images: its weights have other names in the servers. Set it to 'disk'"
             )
         )
+    if config.rollout.engine != "local":
+        problems.attempt(_check_served_keys, path, hf_config)
     if config.loss.is_topk and config.loss.topk > shape.vocab_size:
         problems.add(
             ConfigError(
@@ -214,6 +216,17 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     if config.model.reference_path is not None:
         problems.attempt(_check_reference, config.model.reference_path, shape)
     problems.raise_if_any()
+
+
+def _check_served_keys(path: str, hf_config: Any) -> None:
+    """Check that servers compute the model as its config.json says."""
+    values = hf_config.to_dict()
+    for key, value in get_family(hf_config).served_keys(values).items():
+        if values.get(key, value) != value:
+            raise ConfigError(
+                f"{path}/config.json has {key} = {values[key]!r}; SGLang and vLLM compute models of type "
+                f"{hf_config.model_type!r} with {value!r} whatever it says. Fix: set rollout.engine to 'local'"
+            )
 
 
 def _check_vocabulary(path: str, tokenizer: Any, hf_config: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import DiskError
 from megatron_dppo.files import disk_errors, fsync, usual_rights
-from megatron_dppo.hf.folder import WeightStream, drain, is_nested_config, stored_dtype
+from megatron_dppo.hf.folder import WeightStream, drain, is_nested_config, stored_dtype, with_served_keys
 from megatron_dppo.hf.published_names import is_carried, published_name
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
@@ -126,7 +126,7 @@ def _write_config(
             # Not the index of the source's weights: ``write_index`` makes the one of the new files.
             if file.is_file() and file.suffix in COPIED and "safetensors" not in file.name:
                 shutil.copyfile(file, partial / file.name)
-        written = dict(json.loads((partial / "config.json").read_text()) if config is None else config)
+        written = with_served_keys(json.loads((partial / "config.json").read_text()) if config is None else config)
         if dtype is not None:
             # A nested language model has an entry of its own.
             for entry in (written, written.get("text_config")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,31 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megatron_dppo.hf.folder import WeightStream, build_hf_model, read_hf_config, stream_model
+from megatron_dppo.hf.folder import WeightStream, build_hf_model, stream_model
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.families import TINY, family_config, in_float64
 from tests.distributed.parity import randomize
 from tests.engines.tiny import END, SPECIAL, VOCAB, byte_tokenizer
 
+PUBLISHED = "qwen3_5_moe"
+"""The folder of Qwen3.5 as published: nested config.json, prefixed names, weights of vision and further tokens."""
 _TOKENS = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
 _HEAD_DIM = 32
 """The smallest head of vLLM's attention on a CPU."""
 _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 """Sizes of families without a key for the size of a head."""
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Sizes of the published models, the only ones of vLLM's kernel for latent attention on a CPU."""
+_LINEAR = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 SERVER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _TWO_HEADS,
-    "olmoe": _TWO_HEADS | {"num_key_value_heads": 2},
+    # SGLang does not read ``head_dim``.
+    "mixtral": _TWO_HEADS,
+    "olmoe": _TWO_HEADS | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite"), _LATENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", PUBLISHED), _LINEAR),
 }
 """Keys that differ from the tiny models of the parity tests, by the name of the model."""
-PUBLISHED = "qwen3_5_moe"
-"""The folder of Qwen3.5 as published: nested config.json, prefixed names, weights of vision and further tokens."""
 NAMES = (*TINY, PUBLISHED)
 
 

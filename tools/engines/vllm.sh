@@ -44,7 +44,7 @@ serve)
     # would wait for a compiler.
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-    export VLLM_SERVER_DEV_MODE=${VLLM_SERVER_DEV_MODE:-1} PYTHONPATH=$here/../../megatron_dppo/engines/serving/vllm_extension
+    export VLLM_SERVER_DEV_MODE=${VLLM_SERVER_DEV_MODE:-1} PYTHONPATH=$here/../../megatron_dppo/engines/serving/vllm_extension:$here/vllm_shim
     # Not its console script, which looks for a package named "vllm".
     program=(-m vllm.entrypoints.openai.api_server)
     case " $* " in *" --headless "*)

@@ -157,7 +157,23 @@ _KIMI_K2 = dict(
     topk_group=1,
     first_k_dense_replace=1,
 )
-_family = partial(Family, fields=_fields, rope=_rope, attention=_attention, dense=DENSE_MLP, experts=SIGMOID_EXPERTS)
+
+
+def _served_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    routers = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    kinds = values.get("mlp_layer_types")
+    return routers if kinds is None else {**routers, "first_k_dense_replace": kinds.count("dense")}
+
+
+_family = partial(
+    Family,
+    fields=_fields,
+    rope=_rope,
+    attention=_attention,
+    dense=DENSE_MLP,
+    experts=SIGMOID_EXPERTS,
+    served_keys=_served_keys,
+)
 FAMILIES = (
     _family(
         model_type="deepseek_v3",

@@ -74,6 +74,11 @@ class Family:
     """Parts of weight names that differ on disk: ``(part in other families, part in this one)``."""
     linear: Callable[[ModelShape], tuple[Rule, ...]] = lambda shape: ()
     """Rules of linear attention, in the layers that have it instead of ``attention``."""
+    served_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
+    """Returns the keys with which SGLang and vLLM compute the family, from the keys of config.json.
+
+    transformers does not write them. An exported config.json has them, and no other values go to servers.
+    """
 
 
 def raise_unsupported(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
@@ -54,6 +55,13 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return grouped_fields(hf_config, shape) | expert_fields(hf_config, shape) | routers
 
 
+def _served_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    heads = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    rotated = (values.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+    norms = {"use_qk_norm": True, "qk_norm_type": "per_layer"}
+    return {"rotary_dim": int(heads * rotated), "scoring_func": "sigmoid", "use_routing_bias": True, **norms}
+
+
 FAMILIES = (
     Family(
         model_type="minimax_m2",
@@ -72,6 +80,7 @@ FAMILIES = (
         shape=_shape,
         fields=_fields,
         rope=partial_rope,
+        served_keys=_served_keys,
         attention=grouped_attention,
         dense=DENSE_MLP,
         experts=(*MIXTRAL_EXPERTS, _BIAS),

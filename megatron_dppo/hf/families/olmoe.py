@@ -45,6 +45,8 @@ FAMILIES = (
         shape=_shape,
         fields=_fields,
         rope=default_rope,
+        # Servers have this number in their code.
+        served_keys=lambda values: {"rms_norm_eps": 1e-5},
         attention=grouped_attention,
         dense=DENSE_MLP,
     ),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megatron_dppo.errors import CheckpointError
+from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.folder import (
     build_hf_model,
     check_weights_fit,
@@ -23,7 +23,7 @@ from megatron_dppo.hf.folder import (
     stream_model,
 )
 from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.run.inputs import _check_model
+from megatron_dppo.run.inputs import _check_model, _check_served_keys
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.families import family_config
 from tests.unit.configs import config as run_config
@@ -132,3 +132,33 @@ def test_servers_get_a_published_folder_by_disk_alone(tmp_path: Path) -> None:
             messages = str(error)
         is_refused = "Set it to 'disk'" in messages and repr(method) in messages
         assert is_refused == (engine != "local" and method != "disk"), messages
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        # By the config.json of the published models; MiniMax-M2 rotates half of a head, which has 24 dimensions here.
+        ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+        ("glm4_moe_lite", {"topk_method": "noaux_tc", "first_k_dense_replace": 1}),
+        ("minimax_m2", {"rotary_dim": 12, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}),
+    ],
+)
+def test_an_exported_config_has_the_keys_that_servers_need_and_transformers_does_not_write(
+    tmp_path: Path, family: str, keys: dict[str, Any]
+) -> None:
+    config = family_config(family)
+    config.save_pretrained(tmp_path / "in")
+    before = json.loads((tmp_path / "in/config.json").read_text())
+    assert not keys.keys() <= before.keys()
+    save_hf_folder(tmp_path / "out", tmp_path / "in", stream_model(build_hf_model(config, torch.float32)), None)
+    after = json.loads((tmp_path / "out/config.json").read_text())
+    assert {key: after[key] for key in keys} == keys and {key: after[key] for key in before} == before
+
+
+def test_servers_that_compute_another_model_than_config_json_says_are_refused() -> None:
+    hf_config = family_config("olmoe")
+    with pytest.raises(ConfigError, match=r"rms_norm_eps = 1e-06; SGLang and vLLM .* with 1e-05"):
+        _check_served_keys("model", hf_config)
+    hf_config.rms_norm_eps = 1e-5
+    for accepted in (hf_config, family_config("minimax_m2"), family_config("qwen3_moe")):
+        _check_served_keys("model", accepted)

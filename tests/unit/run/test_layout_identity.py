@@ -1,12 +1,18 @@
-"""Layout of a checkpoint: an uneven split of the layers belongs to it."""
+"""Model and layout of a checkpoint: every family has an identity, and an uneven split of the layers belongs to it."""
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megatron_dppo.config.layout import ModelShape, resolve_layout
+from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.run.inputs import ModelInputs
-from megatron_dppo.run.resume import layout_identity
+from megatron_dppo.run.resume import layout_identity, run_identity
+from tests.distributed.families import family_config
 from tests.unit.configs import config
 
 SHAPE = ModelShape(
@@ -38,3 +44,17 @@ def test_another_split_of_the_layers_is_another_layout() -> None:
 def test_an_even_pipeline_is_recorded_as_before() -> None:
     even = identity({"account_for_loss_in_pipeline_split": False}, layers=8)
     assert even["layout"] == "tp1 pp2 cp1 dp1 ep1 etp1"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_of_a_checkpoint_is_plain_json_for_every_family(family: str) -> None:
+    def identity(**keys: Any) -> Any:
+        hf_config = family_config(family)
+        vars(hf_config).update(keys)
+        prompts = SimpleNamespace(fingerprint=lambda: "prompts")
+        inputs: Any = SimpleNamespace(hf_config=hf_config, train_prompts=prompts)
+        return run_identity(config(), inputs)["model"]
+
+    assert identity() == json.loads(json.dumps(identity())) and identity()["family"] == family
+    if identity()["linear"] is not None:
+        assert identity() != identity(linear_value_head_dim=24), "the sizes of linear attention belong to it"

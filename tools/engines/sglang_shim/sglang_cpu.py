@@ -20,7 +20,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 STANDINS = frozenset(
@@ -161,9 +161,11 @@ def _make(name: str) -> _Module:
 class _Finder:
     """Stands last in ``sys.meta_path``: an installed package wins."""
 
+    standins: Collection[str] = ()
+
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in STANDINS:
+        if name.partition(".")[0] not in cls.standins:
             return None
         return importlib.machinery.ModuleSpec(name, cls, is_package=True)  # type: ignore[arg-type]
 
@@ -255,7 +257,7 @@ class _Fixer:
         return spec
 
 
-def install() -> None:
+def install(standins: Collection[str] = STANDINS, *, has_fixes: bool = True) -> None:
     """Put the stand-ins and the fixes in place, once in a process."""
     if any(finder is _Finder for finder in sys.meta_path):
         return
@@ -266,5 +268,7 @@ def install() -> None:
         return None if spec is not None and spec.loader is _Finder else spec  # type: ignore[comparison-overlap]
 
     importlib.util.find_spec = find_spec
-    sys.meta_path.insert(0, _Fixer)  # type: ignore[arg-type]
+    if has_fixes:
+        sys.meta_path.insert(0, _Fixer)  # type: ignore[arg-type]
+    _Finder.standins = standins
     sys.meta_path.append(_Finder)  # type: ignore[arg-type]
