@@ -132,6 +132,9 @@ setup(
         "train-sglang": [*TRAIN, f"torch=={TESTED['torch']}"],
         "train-vllm": [*TRAIN, f"torch=={TESTED['torch']}"],
         "te": [*TRAIN, "transformer-engine[pytorch]"],
+        # Kernels of gated delta nets (mcore/compat/delta_rule.py). flash-linear-attention itself, which has models and
+        # layers too, forbids transformers 6.
+        "fla": [*TRAIN, "fla-core[cuda]>=0.6"],
         "wandb": [*TRAIN, "wandb"],
         # log.trackers; the trackers' own packages beside it
         "trackers": [*TRAIN, "accelerate>=1.10"],

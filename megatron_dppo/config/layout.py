@@ -308,9 +308,11 @@ def _model_problems(layout: Layout, shape: ModelShape, transformer: Mapping[str,
         (shape.num_query_groups, layout.tp, "query groups", "tensor_model_parallel_size"),
     ]
     if shape.linear is not None:
+        # Context-parallel ranks compute the recurrence of different heads.
+        parts, name = layout.tp * layout.cp, "tensor_model_parallel_size * context_parallel_size"
         checks += [
-            (shape.linear.num_key_heads, layout.tp, "key heads of linear attention", "tensor_model_parallel_size"),
-            (shape.linear.num_value_heads, layout.tp, "value heads of linear attention", "tensor_model_parallel_size"),
+            (shape.linear.num_key_heads, parts, "key heads of linear attention", name),
+            (shape.linear.num_value_heads, parts, "value heads of linear attention", name),
         ]
     if shape.num_experts:
         checks.append((shape.num_experts, layout.ep, "experts", "expert_model_parallel_size"))

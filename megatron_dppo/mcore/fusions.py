@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.mcore.compat.delta_rule import FLA, TORCH_KERNELS, choose_kernels, has_fla
 from megatron_dppo.parallel.platform import Platform
 
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
@@ -101,6 +102,20 @@ def output_layer_without_fusion() -> Iterator[list[GPTModel]]:
 
 def summarize_kernels(config: TransformerConfig, overrides: Mapping[str, Any], *, engine: bool) -> str:
     """One line for the start of a run on CUDA."""
+    return _summarize_fusions(config, overrides, engine=engine) + _summarize_delta_nets(config)
+
+
+def _summarize_delta_nets(config: TransformerConfig) -> str:
+    if config.linear_attention_freq is None:
+        return ""
+    if choose_kernels(config) is not TORCH_KERNELS:
+        return "; gated delta nets by flash-linear-attention"
+    if not has_fla():
+        return f"; warning: gated delta nets by plain torch, slower and with more memory: pip install '{FLA}'"
+    return "; gated delta nets by plain torch: flash-linear-attention is for bf16 and fp16, without deterministic_mode"
+
+
+def _summarize_fusions(config: TransformerConfig, overrides: Mapping[str, Any], *, engine: bool) -> str:
     off = [name for name in FUSIONS if not getattr(config, name)]
     if not engine:
         experts = "" if config.num_moe_experts is None else ", experts by torch's grouped GEMM in bf16"

@@ -108,9 +108,7 @@ def transformer_config(
     """
     has_te = platform.is_cuda and has_transformer_engine()
     shape = model_shape(hf_config)
-    check_attention_support(
-        model.dtype, layout.cp, transformer_engine=has_te, linear_attention=shape.linear is not None
-    )
+    check_attention_support(model.dtype, layout.cp, transformer_engine=has_te)
     dtype = DTYPES[model.dtype]
     family_fields = get_family(hf_config).fields(hf_config, shape)
     topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)

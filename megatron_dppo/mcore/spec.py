@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -47,6 +49,7 @@ def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | Non
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config, vp_stage)
     if not config.use_cpu_initialization and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -55,10 +58,32 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
         if config.multi_latent_attention:
             for layer in block.layer_specs:
                 layer.submodules.self_attention.module = LatentAttention
-        return block
-    first = get_transformer_layer_offset(config, vp_stage)
+        return _with_linear_attention(block, config, first)
     layers = [_layer_spec(config, first + i) for i in range(get_num_layers_to_build(config, vp_stage))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _with_linear_attention(
+    block: TransformerBlockSubmodules, config: TransformerConfig, first: int
+) -> TransformerBlockSubmodules:
+    """Replace attention of Transformer Engine's spec in the layers with linear attention; ``first`` is the stage's."""
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+    attention = delta_net_spec(TELayerNormColumnParallelLinear, TERowParallelLinear)
+    # A layer without linear attention may have the same spec object, and the norm is inside the projection in both.
+    block.layer_specs = [
+        replace(spec, submodules=replace(spec.submodules, self_attention=attention))
+        if _has_linear_attention(config, first + i)
+        else spec
+        for i, spec in enumerate(block.layer_specs)
+    ]
+    return block
+
+
+def _has_linear_attention(config: TransformerConfig, layer: int) -> bool:
+    # As a list, ``linear_attention_freq`` has a 1 for each layer with linear attention.
+    linear = config.linear_attention_freq
+    return isinstance(linear, list) and bool(linear[layer])
 
 
 def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
@@ -66,10 +91,8 @@ def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
     # As a list, ``moe_layer_freq`` has a 1 for each layer with experts.
     is_moe = config.num_moe_experts is not None and (not isinstance(frequency, list) or bool(frequency[layer]))
     is_mla = config.multi_latent_attention
-    linear = config.linear_attention_freq
-    # As a list, ``linear_attention_freq`` has a 1 for each layer with linear attention.
-    if isinstance(linear, list) and linear[layer]:
-        attention = delta_net_spec()
+    if _has_linear_attention(config, layer):
+        attention = delta_net_spec(LayerNormColumnParallelLinear, RowParallelLinear)
     else:
         attention = _mla_spec() if is_mla else _grouped_spec(config)
     return ModuleSpec(

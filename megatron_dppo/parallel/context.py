@@ -7,7 +7,7 @@ order). The row and each of its sequences must be padded to a multiple of ``2 * 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,33 @@ class ContextShard:
         """
         return self._gather(values, reduces=True)
 
+    def tokens_to_heads(self, values: Tensor, sections: Sequence[int]) -> Tensor:
+        """Exchange this rank's tokens of all heads for all tokens of this rank's heads: one all-to-all each way.
+
+        Args:
+            values: This rank's tokens ``[T / size, sum(sections)]``.
+            sections: Columns of each kind. Rank r gets the r-th of ``size`` parts of each kind.
+
+        Returns:
+            The row ``[T, sum(sections) / size]``, each kind after the other.
+        """
+        parts = [kind.chunk(self.group.size(), -1) for kind in values.split(list(sections), -1)]
+        by_rank = torch.stack([torch.cat(kinds, -1) for kinds in zip(*parts, strict=True)])
+        return self._exchange(by_rank).flatten(0, 1)[self.order]
+
+    def heads_to_tokens(self, values: Tensor) -> Tensor:
+        """Exchange all tokens ``[T, columns]`` of this rank's heads for ``[T / size, size * columns]``, its tokens.
+
+        The inverse of ``tokens_to_heads`` for one kind: one all-to-all each way.
+        """
+        by_rank = torch.empty_like(values).index_copy(0, self.order, values)
+        exchanged = self._exchange(by_rank.unflatten(0, (self.group.size(), -1)))
+        return exchanged.transpose(0, 1).flatten(1)
+
+    def _exchange(self, by_rank: Tensor) -> Tensor:
+        apply: Callable[..., Tensor] = _AllToAll.apply
+        return apply(by_rank, self.group)
+
     def _gather(self, values: Tensor, reduces: bool) -> Tensor:
         apply: Callable[..., Tensor] = _Gather.apply
         return apply(values, self, reduces)
@@ -97,6 +124,25 @@ def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
         for number in (rank, 2 * size - 1 - rank):
             parts.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
     return torch.cat(parts).to(cu_seqlens.device)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send ``values[r]`` to rank r, and return what each rank sent."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(values, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, values.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Sending back what was received is the transposed map.
+        sent = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(sent, grad.contiguous(), group=ctx.group)
+        return sent, None
 
 
 class _Gather(torch.autograd.Function):

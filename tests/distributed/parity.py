@@ -293,9 +293,9 @@ def run(rank: int, world_size: int, cases: list[Case]) -> None:
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
     from megatron_dppo.mcore.compat import attention as length_buckets
-    from megatron_dppo.mcore.compat import delta_net
+    from megatron_dppo.mcore.compat import delta_rule
 
-    delta_net._CHUNK_SIZE = 4  # so that the short sequences have several chunks
+    delta_rule._CHUNK_SIZE = 4  # so that the short sequences have several chunks
     length_buckets._FREE_SLOTS = 0  # the rows are so short that all of their sequences would be one group
     from megatron.core import parallel_state
 

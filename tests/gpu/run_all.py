@@ -30,6 +30,7 @@ GROUPS = {
     "teacher": ("tests.gpu.check_teacher", CONFIG),
     "model": ("tests.gpu.check_model", (*CONFIG, *MODEL)),
     "kernels": ("tests.gpu.check_kernels", (*CONFIG, *MODEL)),
+    "delta": ("tests.gpu.check_delta", (*CONFIG, *MODEL)),
     "devices": ("tests.gpu.check_devices", (*CONFIG, *MODEL)),
     "sharing": ("tests.gpu.check_sharing", RUN),
     "runs": ("tests.gpu.check_runs", RUN),

@@ -5,7 +5,7 @@
 #
 #   tests/gpu/run_all.sh [--wheels DIR] [--only GROUP,GROUP] [--cpu-rehearsal] [--markdown FILE]
 #
-# Groups: doctor job head teacher model kernels devices sharing runs waits vocab losses plan speed (docs/testing.md).
+# Groups: doctor job head teacher model kernels delta devices sharing runs waits vocab losses plan speed (docs/testing.md).
 #
 # --wheels DIR      install the wheels in DIR into a temporary folder first (no network needed); without what it
 #                   needs, the script names the missing imports and the commands that fetch them

@@ -46,6 +46,14 @@ SIGMOID: dict[str, Any] = dict(
     num_mtp_layers=0,
 )
 LATENT: dict[str, Any] = dict(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
+LINEAR: dict[str, Any] = dict(
+    shared_expert_intermediate_size=64,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+)
 
 
 def hf_config(model: str) -> Any:
@@ -64,6 +72,11 @@ def hf_config(model: str) -> Any:
         return transformers.DeepseekV3Config(**sizes, q_lora_rank=64 if model == "deepseek_v3" else None)
     if model == "olmoe":
         return transformers.OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2)
+    if model in ("qwen3_next", "qwen3_5"):
+        linear = LINEAR | EXPERTS | {"head_dim": 32}
+        if model == "qwen3_next":
+            return transformers.Qwen3NextConfig(**SIZES, **linear, decoder_sparse_step=1, mlp_only_layers=[1])
+        return transformers.AutoConfig.for_model("qwen3_5_moe_text", **SIZES, **linear)
     if model == "mixtral":
         return transformers.MixtralConfig(**SIZES, num_local_experts=8)
     return transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, qkv_bias=True)
@@ -139,7 +152,8 @@ def fusions(chunks: Any) -> dict[str, bool]:
     model = chunks[0]
     fused = {name: bool(getattr(model.config, name)) for name in FUSIONS}
     attention = model.decoder.layers[0].self_attention
-    linear = getattr(attention, "linear_qkv", None) or attention.linear_kv_up_proj
+    names = ("linear_qkv", "linear_kv_up_proj", "in_proj")
+    linear = next(getattr(attention, name) for name in names if hasattr(attention, name))
     return fused | {
         "attention.fuse_wgrad_accumulation": linear.fuse_wgrad_accumulation,
         "output_layer": getattr(getattr(model, "output_layer", None), "gradient_accumulation_fusion", False),

@@ -166,6 +166,11 @@ class PackedRow(PackedSeqParams):
         assert self.positions is not None
         return build_buckets(self.starts, self.positions, self.shard)
 
+    @cached_property
+    def host_cu_seqlens(self) -> Tensor:
+        """``cu_seqlens_q`` in host memory, int32 ``[num_sequences + 1]``: reading it does not wait for the device."""
+        return torch.tensor(self.starts, dtype=torch.int32)
+
 
 class SDPACoreAttention(MegatronModule):
     """Causal attention with grouped queries over packed sequences.

@@ -34,29 +34,19 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def check_attention_support(
-    dtype: str, context_parallel_size: int, *, transformer_engine: bool, linear_attention: bool = False
-) -> None:
+def check_attention_support(dtype: str, context_parallel_size: int, *, transformer_engine: bool) -> None:
     """Check that Transformer Engine has an attention kernel for this model.
 
     Args:
         dtype: ``model.dtype``.
         context_parallel_size: Context-parallel size of the layout.
         transformer_engine: True if the model is built of Transformer Engine's layers.
-        linear_attention: True if some layers have linear attention.
 
     Raises:
-        ConfigError: Linear attention: its norms would be zero-centered there, unlike the weights. Or fp32 with context
-            parallelism: Transformer Engine's fused kernels do not support fp32, and its
+        ConfigError: fp32 with context parallelism: Transformer Engine's fused kernels do not support fp32, and its
             unfused one does not support context parallelism
             (transformer_engine/pytorch/attention/dot_product_attention/utils.py).
     """
-    if transformer_engine and linear_attention:
-        raise ConfigError(
-            "Linear attention (gated delta nets) is not supported with Transformer Engine's layers yet. Fix: pip "
-            "uninstall transformer-engine transformer-engine-cu12 transformer-engine-cu13 transformer-engine-torch, to "
-            "train on plain torch layers"
-        )
     if transformer_engine and dtype == "fp32" and context_parallel_size > 1:
         raise ConfigError(
             f"model.dtype = 'fp32' with context_parallel_size = {context_parallel_size}: Transformer Engine has no "

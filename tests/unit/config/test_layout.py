@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config.layout import Layout, ModelShape, format_layout, resolve_layout
+from megatron_dppo.config.layout import Layout, LinearAttentionShape, ModelShape, format_layout, resolve_layout
 from megatron_dppo.errors import ConfigError
 from tests.unit.configs import config
 
@@ -21,6 +21,7 @@ MOE = ModelShape(
     vocab_size=100,
 )
 DENSE = replace(MOE, num_experts=None)
+LINEAR = LinearAttentionShape(layers=(0,), num_key_heads=4, num_value_heads=8, key_head_dim=8, value_head_dim=8)
 NAMES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -122,6 +123,12 @@ def test_overlapped_p2p_is_on_exactly_with_an_interleaved_pipeline() -> None:
             replace(DENSE, num_query_groups=3),
             {"tp": 3},
             "16 attention heads ... tensor_model_parallel_size = 3 (16 / 3 = 5.33333)",
+        ),
+        (
+            8,
+            replace(DENSE, linear=LINEAR),
+            {"tp": 2, "cp": 4},
+            "4 key heads of linear attention ... tensor_model_parallel_size * context_parallel_size = 8 (4 / 8 = 0.5)",
         ),
         (8, DENSE, {"tp": 8}, "4 query groups are not a multiple of ... = 8 (4 / 8 = 0.5)"),
         (3, MOE, {"pp": 3}, "8 layers are not a multiple of pipeline * virtual pipeline size = 3 (8 / 3"),

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from megatron_dppo.commands.plan.arithmetic import plan_kv_cache
 from megatron_dppo.commands.plan.machine import get_machine
 from megatron_dppo.hf.folder import weight_shapes
-from megatron_dppo.mcore.compat.delta_net import _l2_norm, delta_rule
+from megatron_dppo.mcore.compat.delta_rule import _l2_norm, delta_rule
 from megatron_dppo.mcore.compat.layers import rms_norm
 from megatron_dppo.policy.packed import attention_length
 from tests.distributed.families import recurrent_rule

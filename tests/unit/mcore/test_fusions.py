@@ -61,7 +61,8 @@ def test_gradients_cannot_be_fused_without_a_kernel(is_cuda: bool) -> None:
 
 
 def config(*on: str, experts: int | None = 8) -> Any:
-    return SimpleNamespace(num_moe_experts=experts, **{name: name in on for name in fusions.FUSIONS})
+    fused = {name: name in on for name in fusions.FUSIONS}
+    return SimpleNamespace(num_moe_experts=experts, linear_attention_freq=None, **fused)
 
 
 def test_a_run_prints_one_line_about_its_kernels() -> None:

@@ -30,9 +30,11 @@ CASES: list[dict[str, Any]] = [
     {"model": "moonlight", "world": 1},
     {"model": "olmoe", "tp": 2, "world": 2},
     {"model": "mixtral", "ep": 2, "world": 2},
+    {"model": "qwen3_next", "tp": 2, "cp": 2, "world": 4},
+    {"model": "qwen3_5", "ep": 2, "world": 2},
     {"model": "qwen3_moe", "pp": 2, "ep": 2, "world": 4, "transformer": {"use_te_activation_func": True}},
 ]
-PARAMETERS = [65, 55, 35, 82, 74, 90, 95, 55, 24]
+PARAMETERS = [65, 55, 35, 82, 74, 90, 95, 55, 95, 81, 24]
 
 
 WRONG = """
