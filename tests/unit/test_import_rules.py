@@ -45,7 +45,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "mcore": (
         {"config", "errors", "files", "head", "hf", "losses", "parallel", "types"},
-        {"torch", "megatron", "transformer_engine"},
+        {"torch", "megatron", "transformer_engine", "fla"},
     ),
     "rollout": (
         {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types"},
