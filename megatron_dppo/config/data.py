@@ -13,8 +13,9 @@ from megatron_dppo.config.section import Section
 class DataConfig(Section):
     """Training and held-out prompts.
 
-    A source is one of: an embedded task (``task:chain_sum``, ``task:rare_words``, ``task:rare_chain``),
-    ``task:reasoning_gym:NAME``, a JSONL or Parquet file, or ``hf:owner/name`` (``docs/data.md``).
+    A source is one of: an embedded task (``task:chain_sum``, ``task:rare_words``, ``task:rare_chain``,
+    ``task:rare_words_32k``), ``task:reasoning_gym:NAME``, a JSONL or Parquet file, or ``hf:owner/name``
+    (``docs/data.md``).
     """
 
     train: str | list[str]

@@ -150,8 +150,8 @@ class WarmupConfig(Section):
     num_steps: int = Field(0, ge=0)
     """Optimizer updates of the warm-up. 0 disables it."""
     data: str = "task:chain_sum"
-    """Training data: an embedded task (``task:chain_sum``, ``task:rare_words``, ``task:rare_chain``), or a JSONL file
-    with ``prompt`` and ``response``."""
+    """Training data: an embedded task (``task:chain_sum``, ``task:rare_words``, ``task:rare_chain``,
+    ``task:rare_words_32k``), or a JSONL file with ``prompt`` and ``response``."""
     batch_size: int = Field(96, gt=0)
     """Sequences per update, over all ranks."""
     optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()

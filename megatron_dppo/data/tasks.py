@@ -78,6 +78,8 @@ KEYS = [f"k{i:03d}" for i in range(NUM_KEYS)]
 """Prompts of the rare-word tasks."""
 WORDS = [f"w{i:04d}" for i in range(NUM_WORDS)]
 """Words of the answers, by falling frequency in the warm-up corpus."""
+WORDS_32K = [f"w{i:05d}" for i in range(2**15 - NUM_KEYS - 4)]
+"""Words of ``rare_words_32k``: with the keys and four special tokens, 32,768 ids."""
 _FIRST_OF_TAIL = 200
 """First word that a correct answer may use. The more frequent ones before it are never correct."""
 _ANSWER_SEED = 0
@@ -91,26 +93,30 @@ class RareWords:
     """Words of a correct answer."""
     base_share: float
     """Probability of the correct word at each position of the warm-up corpus."""
+    words: Sequence[str] = field(default_factory=lambda: WORDS, repr=False)
+    """Words of the vocabulary, by falling frequency."""
     _answers_seed: int = field(default=_ANSWER_SEED, repr=False)
 
     @cached_property
     def answers(self) -> dict[str, str]:
         """Correct answer of each key: words separated by spaces."""
         rng = random.Random(self._answers_seed)
-        return {key: " ".join(rng.choice(WORDS[_FIRST_OF_TAIL:]) for _ in range(self.num_words)) for key in KEYS}
+        tail = self.words[_FIRST_OF_TAIL:]
+        return {key: " ".join(rng.choice(tail) for _ in range(self.num_words)) for key in KEYS}
+
+    @cached_property
+    def _zipf(self) -> list[float]:
+        """Cumulative word frequencies, not normalized."""
+        return list(accumulate(1 / (rank + 1) for rank in range(len(self.words))))
 
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
         """Prompt and response of one sample of the warm-up corpus."""
         key = rng.choice(KEYS)
         response = [
-            word if rng.random() < self.base_share else rng.choices(WORDS, cum_weights=_ZIPF)[0]
+            word if rng.random() < self.base_share else rng.choices(self.words, cum_weights=self._zipf)[0]
             for word in self.answers[key].split()
         ]
         return key, " ".join(response)
-
-
-_ZIPF = list(accumulate(1 / (rank + 1) for rank in range(NUM_WORDS)))
-"""Cumulative word frequencies, not normalized."""
 
 
 PREFIX = "task:"
@@ -157,6 +163,7 @@ TASKS: Mapping[str, Task] = {
     f"{PREFIX}chain_sum": _ChainSum(),
     f"{PREFIX}rare_words": _Rare(RareWords(num_words=1, base_share=0.05)),
     f"{PREFIX}rare_chain": _Rare(RareWords(num_words=4, base_share=0.08)),
+    f"{PREFIX}rare_words_32k": _Rare(RareWords(num_words=1, base_share=0.05, words=WORDS_32K)),
 }
 """Source -> task."""
 
@@ -209,9 +216,9 @@ def character_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def word_tokenizer() -> Tokenizer:
+def word_tokenizer(words: Sequence[str] = WORDS) -> Tokenizer:
     """Return a tokenizer with one token per key and word of the rare-word tasks; adds ``<bos>``."""
-    tokenizer = _tokenizer([_UNKNOWN, *KEYS, *WORDS])
+    tokenizer = _tokenizer([_UNKNOWN, *KEYS, *words])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Words with spaces between them; no word begins with the prefix of a continuation.
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
@@ -230,22 +237,26 @@ def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
     """Write config.json, generation_config.json, tokenizer.json and tokenizer_config.json.
 
     Args:
-        task: ``chain_sum``, ``rare_words`` or ``rare_chain``; the last two have one folder.
+        task: ``chain_sum``, ``rare_words``, ``rare_chain`` or ``rare_words_32k``. The second and third have one folder.
         folder: Folder to create.
         head_dim: Size of a head. vLLM's CPU attention has heads of 32, and none of 16.
 
     Raises:
         ValueError: No such task.
     """
-    if task not in ("chain_sum", "rare_words", "rare_chain"):
-        raise ValueError(f"task {task!r}; expected chain_sum, rare_words or rare_chain")
+    if f"{PREFIX}{task}" not in TASKS:
+        raise ValueError(f"task {task!r}; expected chain_sum, rare_words, rare_chain or rare_words_32k")
     if task == "chain_sum":
         tokenizer, sizes = character_tokenizer(), {}
     else:
-        tokenizer = word_tokenizer()
+        words = WORDS_32K if task == "rare_words_32k" else WORDS
+        tokenizer = word_tokenizer(words)
         # Untied: a tied matrix would make the answer to a key look like the word that follows from it.
         sizes = {"max_position_embeddings": 16, "tie_word_embeddings": False}
-        sizes["vocab_size"] = len(SPECIAL) + 1 + len(KEYS) + len(WORDS)
+        sizes["vocab_size"] = len(SPECIAL) + 1 + len(KEYS) + len(words)
+        if words is WORDS_32K:
+            # Embedding and output layer have nearly all parameters. A narrow model keeps a run at seconds a step.
+            sizes |= {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
     config = CONFIG | sizes | {"head_dim": head_dim}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_dppo.commands.experiments.grid import LossSetting, Mismatch, Settings, merged
 from megatron_dppo.commands.experiments.smollm2 import GGUF_SHA256
+from megatron_dppo.commands.experiments.third_losses import THIRD_LOSSES
 from megatron_dppo.files import shipped_folder
 
 
@@ -34,7 +35,7 @@ def _dppo(kind: str, cap: float | str = "off", **more: Any) -> Settings:
     return {"name": f"dppo_{kind}", "ratio_cap": cap, **more}
 
 
-LOSSES: Mapping[str, LossSetting] = {
+SECOND_LOSSES: Mapping[str, LossSetting] = {
     loss.name: loss
     for loss in (
         # Weights of DPPO are not capped unless the name says so: what a mask does is to be seen without another limit.
@@ -65,7 +66,9 @@ LOSSES: Mapping[str, LossSetting] = {
         LossSetting("dppo_topk_kl cap 5", _dppo("topk_kl", 5.0), _KL),
     )
 }
-"""Name -> loss with its candidates for the search; its defaults stand among them."""
+"""Losses of the second edition and of single figures. The defaults of a loss stand among its candidates."""
+LOSSES: Mapping[str, LossSetting] = {**SECOND_LOSSES, **THIRD_LOSSES}
+"""Name -> loss with its candidates for the search."""
 
 
 NONE = Mismatch("none", "", {})
@@ -88,8 +91,17 @@ MISMATCHES: Mapping[str, Mismatch] = {
         Mismatch("bf16", "", {"rollout": {"dtype": "bf16"}}),
         *_perturbed("weights", "weights", ["fp8", "int8", "int4"]),
         *_perturbed("router_noise", "router_noise", [0.1, 0.3, 1.0]),
-        *[Mismatch("staleness", str(age), {"train": {"max_staleness": age}}) for age in (1, 2, 4, 8)],
+        *[Mismatch("staleness", str(age), {"train": {"max_staleness": age}}) for age in (1, 2, 4, 8, 16)],
         *_perturbed("hidden_top_p", "unrecorded_top_p", [0.95, 0.9]),
+        Mismatch(
+            "router_noise",
+            "1.0, replay",
+            {"rollout": {"perturbation": {"router_noise": 1.0}}, "train": {"router_replay": "rollout"}},
+        ),
+        Mismatch("top_p", "0.9", {"rollout": {"top_p": 0.9}}),
+        # Updates on the rollouts of one step; the word tasks have 16.
+        Mismatch("updates", "1, lr 3e-3", {"train": {"mini_batches": 1, "epochs": 1}, "optimizer": {"lr": 3e-3}}),
+        Mismatch("updates", "64", {"train": {"mini_batches": 16, "epochs": 4}}),
         Mismatch("staleness", "4, lr 1e-3", {"train": {"max_staleness": 4}, "optimizer": {"lr": 1e-3}}),
         *[Mismatch(f"{dtype} both", "", {name: {"dtype": dtype} for name in ("model", "rollout")}) for dtype in _HALF],
         # Not mismatches: what may keep a run at its best when the learning rate does not fall.
@@ -141,6 +153,9 @@ TASKS: Mapping[str, Settings] = {
     "rare_chain": _task(
         "rare_chain", _WORDS, {"run": {"num_steps": 30}, "rollout": {"max_new_tokens": 5}, "eval": {"every": 30}}
     ),
+    "rare_words_32k": _task(
+        "rare_words_32k", _WORDS, {"run": {"num_steps": 20}, "rollout": {"max_new_tokens": 2}, "eval": {"every": 20}}
+    ),
     "chain_sum": _task(
         "chain_sum",
         {
@@ -176,6 +191,7 @@ def task_files(task: str) -> Path | None:
 _WARMUP: Mapping[str, Settings] = {
     "rare_words": {"num_steps": 2000, "batch_size": 192, "optimizer": {"lr": 3e-3}},
     "rare_chain": {"num_steps": 2000, "batch_size": 192, "optimizer": {"lr": 3e-3}},
+    "rare_words_32k": {"num_steps": 1500, "batch_size": 64, "optimizer": {"lr": 3e-3}},
     "chain_sum": {"num_steps": 1600},
 }
 

@@ -15,7 +15,9 @@ def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="runs/experiments", help="folder of rows, base models, table and figures")
     parser.add_argument("--jobs", type=int, default=1, help="concurrent runs, one core each")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds (default: the experiment's)")
-    parser.add_argument("--limit", type=int, help="stop after this many new runs; rerun to resume")
+    parser.add_argument(
+        "--limit", type=int, help="stop after this many new runs, 0 only writes the results; rerun to resume"
+    )
     parser.add_argument("--rows", nargs="+", default=[], help="rows.jsonl (or .xz) of other machines to import")
     parser.add_argument("--list", action="store_true", help="print the missing runs, run nothing")
     parser.add_argument("--warmup-steps", type=int, help="warm-up steps of the base models (default: the task's)")
@@ -34,10 +36,10 @@ def run_experiment(options: argparse.Namespace, overrides: Sequence[str]) -> int
         raise ConfigError(f"unexpected argument {overrides[0]!r}; the settings of an experiment are fixed")
     if options.name not in EXPERIMENTS:
         raise ConfigError(f"there is no experiment {options.name!r}; expected one of {', '.join(EXPERIMENTS)}")
-    for name in ("jobs", "limit", "warmup_steps"):
+    for name, least in (("jobs", 1), ("limit", 0), ("warmup_steps", 1)):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
     _check_seeds(options.seeds or ())
     request = Request(
         output=options.output,

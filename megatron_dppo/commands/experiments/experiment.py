@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
 from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged, run_settings
-from megatron_dppo.commands.experiments.statistics import band, mean_reward
+from megatron_dppo.commands.experiments.statistics import mean_reward
 
 SEARCH_SEEDS = (100, 101)
 """Seeds of the search. No results are reported for them."""
@@ -47,22 +48,33 @@ class Experiment:
     quick: Sequence[Block]
     """Blocks with ``--quick``."""
     claims: Sequence[Claim] = ()
+    seeds: Sequence[int] = SEEDS
     quick_seeds: Sequence[int] = SEEDS[:2]
     search_under: str = ""
     """Mismatch of the search for each loss's settings. Empty disables the search."""
+    has_paired_tests: bool = False
+    """True if the claims are judged by exact tests over paired seeds instead of bands."""
+
+    def stages(self, quick: bool) -> list[Self]:
+        """Return one experiment for each block. A stage ends, its search included, before the next one starts."""
+        return [replace(self, blocks=(block,), quick=(block,)) for block in (self.quick if quick else self.blocks)]
 
     def search(self, quick: bool) -> list[GridRun]:
         """Return the runs of the search: every candidate of every loss on the search seeds. None with ``--quick``."""
         if not self.search_under or quick:
             return []
-        return [
+        searched = [
+            replace(block, task=block.searched_on, settings={}) if block.searched_on else block for block in self.blocks
+        ]
+        runs = [
             self._run(block, loss, self.search_under, seed, chosen, phase="search", candidate=number)
-            for block in self.blocks
-            if block.searched_on in ("", block.task)
+            for block in searched
             for loss in block.losses
             for number, chosen in enumerate(LOSSES[loss].candidates)
             for seed in SEARCH_SEEDS
         ]
+        # Blocks share the search of a loss. Losses whose candidates have one configuration keep their own labels.
+        return list({(run.key, run.loss): run for run in runs}.values())
 
     def report(self, quick: bool, seeds: Sequence[int] | None, rows: Iterable[Mapping[str, object]]) -> list[GridRun]:
         """Return the reported runs, with the settings that the search chose.
@@ -73,7 +85,7 @@ class Experiment:
             rows: Rows of the search. Empty uses the defaults of the losses.
         """
         best = choose(rows)
-        blocks, default_seeds = (self.quick, self.quick_seeds) if quick else (self.blocks, SEEDS)
+        blocks, default_seeds = (self.quick, self.quick_seeds) if quick else (self.blocks, self.seeds)
         return [
             self._run(block, loss, mismatch, seed, candidates[number] if candidates else {}, candidate=number)
             for block in blocks
@@ -101,14 +113,21 @@ class Experiment:
 
 def choose(rows: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], tuple[int, Sequence[Settings]]]:
     """Return the candidate with the highest mean score, and all candidates, by task and loss."""
+    # Of equal means, the first candidate wins.
+    return {
+        (task, loss): (max(means, key=lambda number: (means[number], -number)), LOSSES[loss].candidates)
+        for (task, loss), means in search_scores(rows).items()
+    }
+
+
+def search_scores(rows: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], dict[int, float]]:
+    """Return the mean score of each candidate by task and loss."""
     scores: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in rows:
         if row["phase"] == "search":
             by_candidate = scores.setdefault((str(row["task"]), str(row["loss"])), {})
             by_candidate.setdefault(int(str(row["candidate"])), []).append(mean_reward(row))
-    best = {}
-    for (task, loss), by_candidate in scores.items():
-        means = {number: b.mean for number, values in by_candidate.items() if (b := band(values)) is not None}
-        # Of equal means, the first candidate wins.
-        best[task, loss] = max(means, key=lambda number: (means[number], -number)), LOSSES[loss].candidates
-    return best
+    return {
+        loss: {number: sum(values) / len(values) for number, values in by_candidate.items()}
+        for loss, by_candidate in scores.items()
+    }

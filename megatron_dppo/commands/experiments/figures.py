@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.commands.experiments.experiment import choose, search_scores
 from megatron_dppo.commands.experiments.grid import GridRun
 from megatron_dppo.commands.experiments.statistics import SCORES, Row, band, bands, cells, masked, series
 
@@ -81,6 +83,18 @@ def format_results(rows: Iterable[Row], runs: Sequence[GridRun]) -> str:
     return "\n\n".join([*parts, _notes(row_list, runs)])
 
 
+def format_search(rows: Sequence[Row]) -> str:
+    """Format the score of each candidate, the chosen one first. Empty without a search."""
+    best = choose(rows)
+    lines = []
+    for (task, loss), means in search_scores(rows).items():
+        number, candidates = best[task, loss]
+        others = [f"{json.dumps(candidates[n])} {means[n]:.3f}" for n in sorted(means) if n != number]
+        lines.append(f"- {task}, {loss}: {json.dumps(candidates[number])} {means[number]:.3f}")
+        lines[-1] += f" (others: {'; '.join(others)})" if others else ""
+    return "\n".join(lines)
+
+
 def _grid(runs: Sequence[GridRun], texts: dict[tuple[str, str, str], str]) -> str:
     mismatches = list(dict.fromkeys(run.mismatch for run in runs))
     refused = {(run.task, run.mismatch, run.loss) for run in runs if run.refusal}
@@ -94,10 +108,11 @@ def _grid(runs: Sequence[GridRun], texts: dict[tuple[str, str, str], str]) -> st
 
 def _notes(rows: Sequence[Row], runs: Sequence[GridRun]) -> str:
     """List progress, cost, and refused and stopped runs."""
-    keys = {row["key"] for row in rows}
+    # Two cells may share a run.
+    seconds = {row["key"]: row["cpu_seconds"] for row in rows}
     wanted = {run.key for run in runs if not run.refusal}
-    cpu = sum(row["cpu_seconds"] for row in rows)
-    lines = [f"{len(keys & wanted)} of {len(wanted)} runs; {cpu / 3600:.2f} CPU hours without base models."]
+    cpu = sum(seconds.values())
+    lines = [f"{len(seconds.keys() & wanted)} of {len(wanted)} runs; {cpu / 3600:.2f} CPU hours without base models."]
     lines += [
         f"`{loss}`: refused, {reason}" for loss, reason in dict.fromkeys((r.loss, r.refusal) for r in runs if r.refusal)
     ]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_dppo.commands.experiments.catalogue import LOSSES, REAL_MODEL
+from megatron_dppo.commands.experiments.catalogue import REAL_MODEL, SECOND_LOSSES
 from megatron_dppo.commands.experiments.experiment import Block, Claim, Experiment
 from megatron_dppo.commands.experiments.grid import Settings
+from megatron_dppo.commands.experiments.third_edition import THIRD_EDITION
 
 _MASKS = ("dppo_binary_tv", "dppo_binary_kl", "dppo_topk_tv", "dppo_topk_kl")
 _CAPPED = tuple(f"{name} cap 5" for name in _MASKS)
 _RELAXED_GRPO = ("grpo relaxed up", "grpo relaxed down", "grpo relaxed both")
 FIGURE_LOSSES = (*_RELAXED_GRPO, "dppo_binary_tv far", *_CAPPED[1:])
 """Losses of single experiments, not of the wind tunnel."""
-_EVERY = tuple(name for name in LOSSES if name not in FIGURE_LOSSES)
+_EVERY = tuple(name for name in SECOND_LOSSES if name not in FIGURE_LOSSES)
 _MAIN = ("dppo_binary_tv", "dppo_binary_tv cap 2", "dppo_binary_kl", "grpo", "pg_is")
 _CLAIMS = (
     Claim("DPPO (Binary-TV) learns faster than ratio clipping", "dppo_binary_tv", "grpo"),
@@ -25,7 +26,11 @@ _CLAIMS = (
     Claim("the predicted direction is better than the sampled one (TV)", "dppo_topk_tv predictive", "dppo_topk_tv"),
     Claim("the predicted direction is better than the sampled one (KL)", "dppo_topk_kl predictive", "dppo_topk_kl"),
     Claim("centering the score is better than truncation alone", "score_centering", "cispo"),
-    Claim("a smooth mask (DRPO) is better than a hard one", "drpo", "dppo_binary_tv"),
+    Claim(
+        "a smooth mask (DRPO, best delta of 0.05, 0.15, 0.3; its authors' 12.5 was not run) is better than a hard one",
+        "drpo",
+        "dppo_binary_tv",
+    ),
     Claim("DPPO's asymmetric mask is better than IPO's", "dppo_binary_tv", "ipo"),
     Claim("a cap of 2 is better than no cap", "dppo_binary_tv cap 2", "dppo_binary_tv", "final"),
     Claim("a cap of 5 is better than no cap", "dppo_binary_tv cap 5", "dppo_binary_tv", "final"),
@@ -156,7 +161,7 @@ _REAL_MODEL_END = Experiment(
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e
     for e in (
-        *(_WINDTUNNEL, _STABILITY, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION),
+        *(_WINDTUNNEL, THIRD_EDITION, _STABILITY, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION),
         *(_REAL_MODEL, _REAL_MODEL_END),
     )
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_dppo.commands.experiments.experiment import Experiment, choose
-from megatron_dppo.commands.experiments.figures import format_results, write_page
+from megatron_dppo.commands.experiments.experiment import Experiment
+from megatron_dppo.commands.experiments.figures import format_results, format_search, write_page
 from megatron_dppo.commands.experiments.grid import GridRun
+from megatron_dppo.commands.experiments.paired import compare, format_columns, format_comparisons
 from megatron_dppo.commands.experiments.row import ExternalRow, read_external_rows, relabel_row
 from megatron_dppo.commands.experiments.runner import execute_runs
 from megatron_dppo.commands.experiments.store import Rows, Store
@@ -26,7 +27,7 @@ class Request:
     jobs: int = 1
     seeds: Sequence[int] | None = None
     limit: int | None = None
-    """Largest number of new runs. None executes all."""
+    """Largest number of new runs. 0 only writes the results of finished ones. None executes all."""
     warmup_steps: int | None = None
     list_only: bool = False
     rows: Sequence[str] = ()
@@ -56,38 +57,59 @@ class _Source:
 
     file: str
     rows: Sequence[ExternalRow]
-    num_imported: int = 0
+    imported: set[str] = field(default_factory=set)
+    """Keys of the rows that were taken over from this file."""
 
 
 def _execute_locked(
     store: Store, experiment: Experiment, request: Request, external: Sequence[_Source], folder: Path
 ) -> None:
-    search = experiment.search(request.quick)
-    store.add(_new_rows(store, search, external), search)
-    before = len({run.key for run in search if store.has(run)})
-    rows = _execute_runs(store, search, request, request.limit)
-    report = experiment.report(request.quick, request.seeds, rows.values())
-    store.add(_new_rows(store, report, external), report)
+    rows = Rows()
+    runs: list[GridRun] = []
+    left = request.limit
+    for stage in experiment.stages(request.quick):
+        search = stage.search(request.quick)
+        left = _execute_missing(store, search, request, external, rows, left)
+        # The reported runs depend on the settings that the search chooses.
+        report = stage.report(request.quick, request.seeds, rows.values())
+        is_search_done = all(run.refusal or run.key in rows for run in search)
+        left = _execute_missing(store, report, request, external, rows, left if is_search_done else 0)
+        runs += [*search, *report]
     for source in external:
-        print(f"{source.num_imported} rows imported from {source.file}", flush=True)
-    # The reported runs depend on the settings that the search chooses.
-    is_search_done = all(run.refusal or run.key in rows for run in search)
-    if is_search_done:
-        # ``len(rows) - before`` runs of the search were new.
-        left = None if request.limit is None else request.limit - len(rows) + before
-        rows |= _execute_runs(store, report, request, left)
-    _write(folder, experiment, [*search, *report], rows)
+        print(f"{len(source.imported)} rows imported from {source.file}", flush=True)
+    _write(folder, experiment, runs, rows)
+
+
+def _execute_missing(
+    store: Store,
+    runs: Sequence[GridRun],
+    request: Request,
+    external: Sequence[_Source],
+    rows: Rows,
+    limit: int | None,
+) -> int | None:
+    """Import or execute the missing runs, and add all of their rows to ``rows``. Return what is left of the limit."""
+    store.add(_new_rows(store, runs, external), runs)
+    num_before = len({run.key for run in runs if store.has(run)})
+    done = execute_runs(store, runs, request.jobs, lambda line: print(line, flush=True), limit)
+    rows |= done
+    return None if limit is None else limit - len(done) + num_before
 
 
 def _list(store: Store, experiment: Experiment, request: Request, external: Sequence[_Source]) -> None:
     """Print the missing runs. Write nothing."""
-    search = experiment.search(request.quick)
-    rows = store.read(search) | _new_rows(store, search, external)
-    report = experiment.report(request.quick, request.seeds, rows.values())
-    rows |= store.read(report) | _new_rows(store, report, external)
+    rows = Rows()
+    runs: dict[str, GridRun] = {}
+    for stage in experiment.stages(request.quick):
+        search = stage.search(request.quick)
+        rows |= store.read(search) | _new_rows(store, search, external)
+        report = stage.report(request.quick, request.seeds, rows.values())
+        rows |= store.read(report) | _new_rows(store, report, external)
+        for run in (*search, *report):
+            runs.setdefault(run.key, run)
     for source in external:
-        print(f"{source.num_imported} rows would be imported from {source.file}", flush=True)
-    for run in (*search, *report):
+        print(f"{len(source.imported)} rows would be imported from {source.file}", flush=True)
+    for run in runs.values():
         if not run.refusal and run.key not in rows:
             print(f"{run.key}  {run.phase:6}  {run.task}, {run.mismatch}, {run.loss}, seed {run.seed}")
 
@@ -97,26 +119,22 @@ def _new_rows(store: Store, runs: Sequence[GridRun], external: Sequence[_Source]
     rows = Rows()
     for source in external:
         new = store.new_rows(source.rows, runs)
-        source.num_imported += len(new.keys() - rows.keys())
+        source.imported |= new.keys() - rows.keys()
         rows = new | rows
     return rows
-
-
-def _execute_runs(store: Store, runs: Sequence[GridRun], request: Request, limit: int | None) -> Rows:
-    return execute_runs(store, runs, request.jobs, lambda line: print(line, flush=True), limit)
 
 
 def _write(folder: Path, experiment: Experiment, runs: Sequence[GridRun], by_key: Rows) -> None:
     rows = [relabel_row(by_key[run.key], run) for run in runs if run.key in by_key]
     reported = [run for run in runs if run.phase == "report"]
-    chosen = "\n".join(
-        f"- {task}, {loss}: {json.dumps(candidates[number])}"
-        for (task, loss), (number, candidates) in choose(rows).items()
-    )
     parts = [f"# {experiment.title}", format_results(rows, reported)]
-    if experiment.claims:
+    if experiment.has_paired_tests:
+        comparisons = compare(experiment.claims, rows, reported)
+        parts.append("## Verdicts\n\n" + format_comparisons(comparisons))
+        parts.append("## Columns\n\n" + format_columns(rows, runs))
+    elif experiment.claims:
         parts.append("## What holds and what does not\n\n" + format_verdicts(rows, experiment.claims))
-    if chosen:
+    if chosen := format_search(rows):
         parts.append("## Chosen on other seeds\n\n" + chosen)
     text = "\n\n".join(parts)
     with disk_errors(folder, "table and figures"):

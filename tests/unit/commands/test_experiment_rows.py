@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo.commands.experiments import demo, report, runner
-from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, choose
+from megatron_dppo.commands.experiments.catalogue import LOSSES
+from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
 from megatron_dppo.commands.experiments.named import EXPERIMENTS
 from megatron_dppo.commands.experiments.row import read_external_rows
 from megatron_dppo.commands.experiments.store import Store
@@ -198,6 +199,75 @@ def test_all_published_rows_are_whole(tmp_path: Path) -> None:
     for name, file in (("stability", "figures"), ("bad_updates", "figures"), ("precision", "precision")):
         runs = EXPERIMENTS[name].report(False, None, ())
         assert len(store.new_rows(handed[file], runs)) == len(runs)
+
+
+STAGED = Experiment(
+    "staged",
+    "Two stages",
+    blocks=(
+        Block("rare_words", ("dppo_topk_tv tuned", "pg_is"), ("staleness 8",), {}),
+        Block("rare_words_32k", ("grpo tuned", "dppo_topk_tv tuned"), ("none",), {}, searched_on="rare_words"),
+        Block("rare_words", ("grpo tuned",), ("none",), {}),
+    ),
+    quick=(),
+    claims=(Claim("A", "dppo_topk_tv tuned", "pg_is"),),
+    seeds=(0, 1),
+    search_under="staleness 8",
+    has_paired_tests=True,
+)
+
+
+def _pretend_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """Write a row for each job instead of training. Return the list that receives (phase, task, seed) of each run."""
+    executed = []
+
+    def pretend(jobs: list[Any], *_: object, **__: object) -> None:
+        for job in jobs:
+            if job.result.suffix != ".json":
+                job.result.mkdir()
+                continue
+            run = job.arguments[0]
+            executed.append((run.phase, run.task, run.seed))
+            # The second candidate of every search is the best one.
+            curves = {"rollout/reward": [0.1 * (run.candidate == 1)] * run.settings["run"]["num_steps"]}
+            job.result.write_text(json.dumps(row_of(run, Store(job.result.parents[1]), curves=curves)))
+
+    monkeypatch.setattr(runner, "_execute_jobs", pretend)
+    return executed
+
+
+def test_stages_resume_here_and_on_another_machine_without_repeating_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executed = _pretend_runs(monkeypatch)
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    # Eight runs of a search, four reported ones of the first stage, and part of the next one.
+    report.execute(STAGED, report.Request(here, limit=11))
+    assert [phase for phase, *_ in executed] == ["search"] * 8 + ["report"] * 3
+    text = (tmp_path / "here/staged/table.md").read_text()
+    assert "| search on rare_words | 8 of 16 | no |" in text and "1 of 2 seeds" in text
+    assert "| rare_words, staleness 8 | 3 of 4 | no |" in text
+    # The reported setting is the searched one, and the verdict names it.
+    assert "dppo_topk_tv tuned (dppo_topk_tv, ratio_cap 5.0, delta 0.15)" in text
+    report.execute(STAGED, report.Request(here, limit=0))
+    assert len(executed) == 11 and (tmp_path / "here/staged/table.md").read_text() == text
+    report.execute(STAGED, report.Request(there, limit=2, rows=[f"{here}/staged/rows.jsonl"]))
+    assert executed[11:] == [("report", "rare_words", 1), ("search", "rare_words", 100)]
+    report.execute(STAGED, report.Request(there))
+    wanted = [*STAGED.search(False), *STAGED.report(False, None, ())]
+    assert len(executed) == len({run.key for run in wanted})
+    capsys.readouterr()
+    report.execute(STAGED, report.Request(here, list_only=True, rows=[f"{there}/staged/rows.jsonl"]))
+    assert capsys.readouterr().out.splitlines() == [
+        f"{len(executed) - 11} rows would be imported from {there}/staged/rows.jsonl"
+    ]
+    # The key is of the full configuration: with another threshold of one loss, its runs are missing again.
+    changed = LOSSES["pg_is"].__class__("pg_is", {"name": "pg_is", "entropy_coef": 0.1})
+    monkeypatch.setitem(LOSSES, "pg_is", changed)
+    report.execute(STAGED, report.Request(there, list_only=True))
+    assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        f"report  rare_words, staleness 8, pg_is, seed {seed}" for seed in (0, 1)
+    ]
 
 
 def test_the_list_counts_what_would_be_taken_and_writes_nothing(

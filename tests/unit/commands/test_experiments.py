@@ -236,7 +236,7 @@ def test_the_command_lists_what_is_missing_and_refuses_what_it_does_not_know(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[0].endswith("rare_words, staleness 4, dppo_binary_tv, seed 0")
     for wrong, message in (
-        (["experiment", "windtunel"], "expected one of windtunnel, stability"),
+        (["experiment", "windtunel"], "expected one of windtunnel, windtunnel3, stability"),
         ([*command, "--jobs", "0"], "--jobs 0: expected at least 1"),
         ([*command, "--loss.name", "grpo"], "unexpected argument '--loss.name'"),
         ([*command, "--seeds", "0", "-1"], "--seeds -1: expected 0 to 9223372036854775807"),

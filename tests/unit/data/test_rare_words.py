@@ -22,7 +22,8 @@ from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rewards.task_rewards import words_reward
 
 FOLDER = Path(__file__).parents[3] / "examples/rare_words/model"
-SIZES = {"rare_words": (1, 0.05), "rare_chain": (4, 0.08)}
+SIZES = {"rare_words": (1, 0.05, 4024), "rare_chain": (4, 0.08, 4024), "rare_words_32k": (1, 0.05, 32700)}
+"""Words of an answer, share of right words, and words of the vocabulary."""
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -32,7 +33,7 @@ def test_each_key_has_one_fixed_answer_of_rare_words(name: str) -> None:
     assert len({r.prompt for r in rows}) == len(rows) == 64 and rows[0].location == f"{name}/train:0"
     words = [word for r in rows for word in r.label.split()]
     assert len(words) == 64 * SIZES[name][0]
-    assert all(word[0] == "w" and 200 <= int(word[1:]) < 4024 for word in words)
+    assert all(word[0] == "w" and 200 <= int(word[1:]) < SIZES[name][2] for word in words)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -44,14 +45,14 @@ def test_the_warm_up_corpus_has_the_configured_rate_of_correct_words_and_zipf_wo
         for got, wanted in zip(response.split(), answers[key].split(), strict=True):
             right += got == wanted
             others[got] += got != wanted
-    length, share = SIZES[name]
+    length, share, size = SIZES[name]
     places = number * length
     # Four standard deviations; a Zipf word is right by chance once in ten thousand.
     assert abs(right / places - share) < 4 * (share / places) ** 0.5 + 1e-3
-    harmonic = sum(1 / rank for rank in range(1, 4025))
+    harmonic = sum(1 / rank for rank in range(1, size + 1))
     for rank in (1, 2, 10):
         expected = (1 - share) / harmonic / rank
-        assert abs(others[f"w{rank - 1:04d}"] / places - expected) < 5 * (expected / places) ** 0.5
+        assert abs(others[f"w{rank - 1:0{len(str(size))}d}"] / places - expected) < 5 * (expected / places) ** 0.5
 
 
 def test_a_sample_of_the_warm_up_depends_on_seed_and_number_alone() -> None:
@@ -74,7 +75,7 @@ def test_the_reward_is_the_fraction_of_correct_words_by_position(completion: str
 
 
 def test_the_committed_folder_equals_the_output_of_the_tool(tmp_path: Path) -> None:
-    for task in SIZES:
+    for task in ("rare_words", "rare_chain"):
         write_model_folder(task, tmp_path)
         for file in tmp_path.iterdir():
             assert file.read_bytes() == (FOLDER / file.name).read_bytes(), f"{file.name}: run tools/make_task_model.py"
@@ -89,6 +90,21 @@ def test_each_word_is_one_token_and_the_model_is_tiny() -> None:
         assert len(ids) == 4 and tokenizer.decode([*ids, 2], skip_special_tokens=True) == label
     model = build_hf_model(config, torch.float32, seed=0)
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
+
+
+def test_the_vocabulary_of_32k_has_one_token_for_each_word_and_its_model_is_narrow(tmp_path: Path) -> None:
+    write_model_folder("rare_words_32k", tmp_path)
+    tokenizer, config = load_tokenizer(tmp_path), read_hf_config(tmp_path)
+    assert config.vocab_size == len(tokenizer) == 2**15
+    rows = TASKS["task:rare_words_32k"].rows("train")
+    ids = [tokenizer(label, add_special_tokens=False).input_ids for _, label in rows]
+    assert all(len(each) == 1 for each in ids) and [tokenizer.convert_tokens_to_ids("?")] not in ids
+    # Nearly all words are beyond the vocabulary of the other tasks.
+    assert sum(each[0] > 4092 for each in ids) > 48
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) == rows[0][1]
+    # Two matrices of 2^15 x 32, and little else.
+    model = build_hf_model(config, torch.float32, seed=0)
+    assert 2**21 < sum(p.numel() for p in model.parameters()) < 2**21 + 100_000
 
 
 def test_the_error_of_an_unknown_task_lists_the_available_ones() -> None:
