@@ -34,6 +34,7 @@ PLAUSIBLE: Mapping[str, PlausibleRange] = {
     "temperature": _TEMPERATURE,
     "top_p": PlausibleRange(1e-3, 1.0),
     "unrecorded_top_p": PlausibleRange(1e-3, 1.0),
+    "unrecorded_temperature": _TEMPERATURE,
     "min_p": _FRACTION,
     "lr": _LEARNING_RATE,
     "min_lr": _LEARNING_RATE,

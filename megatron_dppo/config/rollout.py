@@ -127,6 +127,9 @@ class PerturbationConfig(Section):
     unrecorded_top_p: float = Field(1.0, gt=0, le=1)
     """Apply this top-p filter in sampling, but report log-probabilities of the full distribution, as an engine that
     hides its filter would. It has no effect at temperature 0."""
+    unrecorded_temperature: float = Field(1.0, gt=0)
+    """Draw tokens at ``temperature`` times this value, but report log-probabilities at ``temperature``, as an engine
+    with another temperature than it was asked for would. It has no effect at temperature 0."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the recurrent states of linear attention in the engine. Servers can hold them in bf16 (SGLang:
     ``--mamba-ssm-dtype``, vLLM: ``--mamba-ssm-cache-dtype``)."""

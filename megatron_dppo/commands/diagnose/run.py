@@ -103,7 +103,14 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functi
             "train.micro_batch_tokens), and a diagnosis trains nothing. Fix: resume the run until its warm-up is "
             f"finished, restore {base}, or remove overrides of these keys"
         )
-    has_hidden_filter = config.rollout.perturbation.unrecorded_top_p < 1
+    perturbation = config.rollout.perturbation
+    if perturbation.unrecorded_temperature != 1:
+        raise ConfigError(
+            f"rollout.perturbation.unrecorded_temperature = {perturbation.unrecorded_temperature}: a diagnosis "
+            "compares log-probabilities, which do not show this temperature. Fix: override it with "
+            "--rollout.perturbation.unrecorded_temperature 1"
+        )
+    has_hidden_filter = perturbation.unrecorded_top_p < 1
     if has_hidden_filter and config.rollout.has_filters:
         raise ConfigError(
             "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: the effects "

@@ -98,6 +98,7 @@ MISMATCHES: Mapping[str, Mismatch] = {
             "1.0, replay",
             {"rollout": {"perturbation": {"router_noise": 1.0}}, "train": {"router_replay": "rollout"}},
         ),
+        *_perturbed("hidden_temperature", "unrecorded_temperature", [0.8, 1.25]),
         Mismatch("top_p", "0.9", {"rollout": {"top_p": 0.9}}),
         # Updates on the rollouts of one step; the word tasks have 16.
         Mismatch("updates", "1, lr 3e-3", {"train": {"mini_batches": 1, "epochs": 1}, "optimizer": {"lr": 3e-3}}),

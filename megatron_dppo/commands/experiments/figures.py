@@ -89,9 +89,9 @@ def format_search(rows: Sequence[Row]) -> str:
     lines = []
     for (task, loss), means in search_scores(rows).items():
         number, candidates = best[task, loss]
-        others = [f"{json.dumps(candidates[n])} {means[n]:.3f}" for n in sorted(means) if n != number]
+        rejected = [f"{json.dumps(candidates[n])} {means[n]:.3f}" for n in sorted(means) if n != number]
         lines.append(f"- {task}, {loss}: {json.dumps(candidates[number])} {means[number]:.3f}")
-        lines[-1] += f" (others: {'; '.join(others)})" if others else ""
+        lines[-1] += f" (others: {'; '.join(rejected)})" if rejected else ""
     return "\n".join(lines)
 
 

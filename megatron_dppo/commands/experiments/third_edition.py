@@ -22,7 +22,7 @@ _AGAINST_BINARY = (
 _STALE = ("staleness 8",)
 _PERTURBED = (
     *("weights fp8", "weights int8", "weights int4", "router_noise 1.0", "router_noise 1.0, replay"),
-    *("staleness 16", "top_p 0.9", "updates 64", "none"),
+    *("hidden_temperature 0.8", "staleness 16", "top_p 0.9", "updates 64", "none"),
 )
 _CLAIMS = (
     Claim("Top-K TV is better than Binary TV", "dppo_topk_tv tuned", _BINARY),

@@ -11,7 +11,7 @@ DELTAS = (0.05, 0.15, 0.3, 0.6)
 """Thresholds of the total variation that are searched, and reported one by one for Binary-TV."""
 DRPO_DELTAS = (12.5, 2.5, 1.0, 0.15)
 """Thresholds of the presets ``drpo/DELTA``. 12.5 is that of its authors."""
-_CAP = {"ratio_cap": 5.0}
+_CAP: dict[str, Any] = {"ratio_cap": 5.0}
 
 
 def thresholds(value: float) -> Settings:

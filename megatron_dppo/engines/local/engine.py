@@ -68,6 +68,7 @@ class LocalEngine:
         # Before the RouteRecorder, whose hooks must see the choices of perturbed routers.
         self._perturbed = PerturbedModel(self._model, perturbation, self._routing)
         self._unrecorded_top_p = perturbation.unrecorded_top_p
+        self._unrecorded_temperature = perturbation.unrecorded_temperature
         self._reveals_hidden_filter = False
         self._recorder = None if self._routing is None else RouteRecorder(self._model, self._routing)
         self._function = function
@@ -274,6 +275,7 @@ class LocalEngine:
                     generator,
                     len(requests),
                     unrecorded_top_p=self._unrecorded_top_p,
+                    unrecorded_temperature=self._unrecorded_temperature,
                     reveals_hidden_filter=self._reveals_hidden_filter,
                 ),
                 max_new_tokens=[request.params.max_new_tokens for request in requests],

@@ -108,6 +108,8 @@ class Perturbation:
     """Standard deviation of the noise on router logits."""
     unrecorded_top_p: float = 1.0
     """Top-p filter that the log-probabilities do not include; 1 disables it."""
+    unrecorded_temperature: float = 1.0
+    """Factor of the temperature that the log-probabilities do not include."""
     state_dtype: str = "fp32"
     """Dtype of the recurrent states of linear attention."""
 

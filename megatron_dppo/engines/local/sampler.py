@@ -48,6 +48,7 @@ class Sampler:
         generator: Random generator on the device of the logits.
         batch: Number of rows at the start.
         unrecorded_top_p: Top-p filter that the log-probabilities do not include (``rollout.perturbation``).
+        unrecorded_temperature: Factor of the temperature that the log-probabilities do not include.
         reveals_hidden_filter: Include this filter in the log-probabilities after all; the samples stay the same.
     """
 
@@ -58,6 +59,7 @@ class Sampler:
         batch: int,
         *,
         unrecorded_top_p: float = 1.0,
+        unrecorded_temperature: float = 1.0,
         reveals_hidden_filter: bool = False,
     ) -> None:
         from transformers import TopPLogitsWarper
@@ -66,6 +68,7 @@ class Sampler:
         self._batch = batch
         self._is_greedy = params.temperature == 0
         self._filters = [] if self._is_greedy else build_filters(params)
+        self._hidden_temperature = unrecorded_temperature
         self._hidden_filter = TopPLogitsWarper(unrecorded_top_p) if unrecorded_top_p < 1 else None
         if reveals_hidden_filter and self._hidden_filter is not None and not self._is_greedy:
             # Moves from the samples alone to samples and log-probabilities.
@@ -89,6 +92,8 @@ class Sampler:
         clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
         if len(rows) < self._batch:
             clocks = clocks[rows]
+        if self._hidden_temperature != 1:
+            scores = scores / self._hidden_temperature
         if self._hidden_filter is not None:
             scores = self._hidden_filter(None, scores)
         return scores.softmax(-1).div_(clocks).argmax(-1), logprobs

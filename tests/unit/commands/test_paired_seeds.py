@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from scipy import stats
 
 from megatron_dppo.commands.experiments.experiment import Claim
 from megatron_dppo.commands.experiments.grid import GridRun
+from megatron_dppo.commands.experiments.named import EXPERIMENTS
 from megatron_dppo.commands.experiments.paired import (
+    ALPHA,
     compare,
     effect_size,
     format_columns,
@@ -158,6 +161,22 @@ def test_five_seeds_carry_no_verdict_and_the_table_says_so(grid: tuple[list[Grid
     text = format_comparisons(compare(CLAIMS, [row for row in rows if row["seed"] < 5], few))
     assert "With 5 seeds the least corrected p is 0.25: no verdict is possible." in text
     assert " above " not in text and " below " not in text
+
+
+def test_the_third_edition_has_seeds_enough_for_verdicts_and_every_claim_has_a_condition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GridRun, "refusal", "")
+    third = EXPERIMENTS["windtunnel3"]
+    comparisons = compare(third.claims, [], third.report(False, None, ()))
+    assert {each.claim for each in comparisons} == set(third.claims)
+    assert all(len(each.seeds) == 12 for each in comparisons)
+    # One sign on all twelve seeds, for any number of the declared comparisons.
+    assert 2 / 2**12 * len(comparisons) <= ALPHA < 2 / 2**11 * len(comparisons)
+    # The same budget for every searched loss: four settings on two seeds.
+    # MiniRL's search is refused: it has no staleness.
+    budget = Counter(run.loss for run in third.search(False) if run.loss != "minirl")
+    assert set(budget.values()) == {8} and all(name.endswith(" tuned") for name in budget)
 
 
 def test_the_columns_say_what_is_complete_and_what_it_cost(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.commands.diagnose import run as diagnosis
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.local import perturbation as quantized
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
+from megatron_dppo.engines.local.sampler import Sampler
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
 from megatron_dppo.run.guard import FirstUpdateGuard
@@ -164,6 +167,48 @@ def test_a_hidden_filter_draws_from_the_nucleus_and_reports_the_whole_distributi
     assert [c.token_ids.tolist() for c in greedy[0]] == [c.token_ids.tolist() for c in greedy[1]]
 
 
+def test_a_hidden_temperature_moves_the_draws_and_not_what_is_reported() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(40_000, -1)
+    rows = torch.arange(len(logits))
+    temperature, hidden = 0.8, 0.5
+
+    def draw(temperature: float, **options: float) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return Sampler(SamplingParams(max_new_tokens=4, temperature=temperature), generator, len(rows), **options)(
+            logits, rows
+        )
+
+    tokens, reported = draw(temperature, unrecorded_temperature=hidden)
+    assert reported.allclose((logits / temperature).log_softmax(-1))
+    shares = tokens.bincount(minlength=4).double() / len(rows)
+    expected = (logits[0].double() / (temperature * hidden)).softmax(-1)
+    # Five standard deviations; without the hidden temperature the first share is .72 and not .92.
+    assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / len(rows)).sqrt()).all()
+    greedy = [draw(0.0, unrecorded_temperature=value)[0] for value in (hidden, 1.0)]
+    assert greedy[0].equal(greedy[1]) and draw(temperature)[0].equal(draw(temperature, unrecorded_temperature=1.0)[0])
+    # Before the hidden filter: at half the temperature the nucleus of .85 is the first id alone.
+    assert draw(temperature, unrecorded_temperature=hidden, unrecorded_top_p=0.85)[0].max() == 0
+    assert draw(temperature, unrecorded_top_p=0.85)[0].max() == 1
+
+
+def test_the_engine_has_the_hidden_temperature_of_its_configuration() -> None:
+    model = build_hf_model(CONFIG, torch.float32, seed=1)
+    cold = sampled(Perturbation(unrecorded_temperature=1e-5), [model])
+    greedy = sampled(Perturbation(), [model], temperature=0.0)
+    assert [c.token_ids.tolist() for c in cold] == [c.token_ids.tolist() for c in greedy]
+    assert largest_difference(model, cold) < 1e-4
+
+
+def test_a_diagnosis_of_what_it_cannot_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "read_starts", lambda folder: [{"world_size": 1}])
+    for value, is_refused in ((0.8, True), (1.0, False)):
+        loaded = config(unrecorded_temperature=value)
+        monkeypatch.setattr(diagnosis, "load_run_config", lambda *_, loaded=loaded, **__: loaded)
+        refusal = pytest.raises(ConfigError, match=r"unrecorded_temperature = 0\.8: a diagnosis compares")
+        with refusal if is_refused else nullcontext():
+            assert diagnosis.load_diagnosed_config(tmp_path, []) is loaded
+
+
 def test_without_modelopt_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
@@ -188,7 +233,16 @@ def test_servers_are_not_perturbed() -> None:
         configured(rollout={"engine": "sglang", "perturbation": {"router_noise": 0.1}})
 
 
-@pytest.mark.parametrize("bad", [{"weights": "fp4"}, {"router_noise": -0.1}, {"unrecorded_top_p": 0.0}, {"noise": 1.0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"weights": "fp4"},
+        {"router_noise": -0.1},
+        {"unrecorded_top_p": 0.0},
+        {"unrecorded_temperature": 0.0},
+        {"noise": 1.0},
+    ],
+)
 def test_values_that_mean_nothing_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         config(**bad)
