@@ -70,10 +70,9 @@ def _execute_locked(
     for stage in experiment.stages(request.quick):
         search = stage.search(request.quick)
         left = _execute_missing(store, search, request, external, rows, left)
-        # The reported runs depend on the settings that the search chooses.
+        # The reported runs depend on the settings that the search chooses. A limit that ends it leaves nothing.
         report = stage.report(request.quick, request.seeds, rows.values())
-        is_search_done = all(run.refusal or run.key in rows for run in search)
-        left = _execute_missing(store, report, request, external, rows, left if is_search_done else 0)
+        left = _execute_missing(store, report, request, external, rows, left)
         runs += [*search, *report]
     for source in external:
         print(f"{len(source.imported)} rows imported from {source.file}", flush=True)

@@ -107,6 +107,7 @@ TABLES = {
     "grpo": {},
     "pg_is": {},
     "ipo": {},
+    "cispo": {},
 }
 CLAIMS = [
     Claim("A", "dppo_topk_tv", "dppo_binary_tv"),
@@ -114,6 +115,7 @@ CLAIMS = [
     Claim("C", "pg_is", "dppo_binary_tv"),
     Claim("D", "ipo", "dppo_binary_tv"),
     Claim("E", "cispo", "dppo_binary_tv"),
+    Claim("F", "sapo", "dppo_binary_tv"),
 ]
 
 
@@ -127,6 +129,7 @@ def grid(monkeypatch: pytest.MonkeyPatch) -> tuple[list[GridRun], list[dict[str,
         "grpo": lambda seed: -0.1,
         "pg_is": lambda seed: 0.1 * (-1) ** seed,
         "ipo": lambda seed: 0.2,
+        "cispo": lambda seed: -0.1 if seed == 3 else 0.1,
         "dppo_binary_tv": lambda seed: 0.0,
     }
     # The seeds themselves differ far more than the losses do.
@@ -141,17 +144,20 @@ def test_a_verdict_names_both_losses_with_their_settings_the_effect_and_the_corr
 ) -> None:
     runs, rows = grid
     lines = format_comparisons(compare(CLAIMS, rows, runs)).splitlines()
-    assert lines[0].startswith("4 declared comparisons.")
-    assert lines[1] == "With 10 seeds the least corrected p is 0.0078: a verdict is possible."
+    assert lines[0].startswith("5 declared comparisons.")
+    assert lines[1] == "With 10 seeds the least corrected p is 0.0098: a verdict is possible."
     cells = [line.strip("| ").split(" | ") for line in lines[5:]]
     assert cells[0][0] == (
         "A: dppo_topk_tv (dppo_topk_tv, delta 0.3) against dppo_binary_tv (dppo_binary_tv, "
         "divergence_threshold_low 0.1, divergence_threshold_high 0.2, ratio_cap 5.0), `whole`"
     )
-    assert [each[1] for each in cells] == ["rare_words, staleness 8"] * 4
-    assert [each[2] for each in cells] == ["above", "below", "cannot be told apart", "9 of 10 seeds"]
+    assert [each[1] for each in cells] == ["rare_words, staleness 8"] * 5
+    undecided = "cannot be told apart"
+    assert [each[2] for each in cells] == ["above", "below", undecided, "9 of 10 seeds", undecided]
     # d_z by hand: mean .055, deviation .0303.
-    assert cells[0][3:] == ["+0.055 [+0.010, +0.100]", "+1.8", "0.002", "0.0078"]
+    assert cells[0][3:] == ["+0.055 [+0.010, +0.100]", "+1.8", "0.002", "0.0098"]
+    # One of ten seeds against the rest: 22 of 1,024 sign assignments. The third of five p-values counts three times.
+    assert cells[4][5:] == ["0.021", "0.064"]
     assert cells[2][5:] == ["1", "1"] and cells[3][4:] == ["-", "-", "-"]
 
 
@@ -159,7 +165,7 @@ def test_five_seeds_carry_no_verdict_and_the_table_says_so(grid: tuple[list[Grid
     runs, rows = grid
     few = [run for run in runs if run.seed < 5]
     text = format_comparisons(compare(CLAIMS, [row for row in rows if row["seed"] < 5], few))
-    assert "With 5 seeds the least corrected p is 0.25: no verdict is possible." in text
+    assert "With 5 seeds the least corrected p is 0.31: no verdict is possible." in text
     assert " above " not in text and " below " not in text
 
 
@@ -187,5 +193,5 @@ def test_the_columns_say_what_is_complete_and_what_it_cost(
     text = format_columns([*rows, _row(search[0], 0.5), _row(search[1], 0.5)], [*search, *runs, runs[0]])
     assert text.splitlines()[2:] == [
         "| search on rare_words | 2 of 2 | yes | 0.20 |",
-        "| rare_words, staleness 8 | 49 of 50 | no | 4.90 |",
+        "| rare_words, staleness 8 | 59 of 60 | no | 5.90 |",
     ]
