@@ -23,8 +23,8 @@ from megatron_dppo.weights.quantization import is_never_quantized, is_quantized
 
 _VOCABULARY_MULTIPLE = 64
 """Multiple that SGLang and vLLM pad the vocabulary to."""
-_Shard = Literal["replicated", "rows", "heads", "columns", "vocabulary"]
-"""Way in which tensor parallelism shards a tensor."""
+_Shard = Literal["replicated", "rows", "heads", "columns", "vocabulary", "sections"]
+"""Way in which tensor parallelism shards a tensor. *sections* are unknown with more than one rank."""
 
 
 class ExpectedDigest(NamedTuple):
@@ -53,9 +53,13 @@ class _TargetSlot(NamedTuple):
 
 _QKV = re.compile(r"(?P<prefix>.*\.self_attn)\.(?P<part>[qkv])_proj\.(?P<kind>weight|bias|weight_scale_inv)")
 _EXPERT = re.compile(
-    r"(?P<prefix>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj"
+    r"(?P<prefix>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w3|w2)"
     r"\.(?P<kind>weight|weight_scale_inv|weight_packed|weight_scale)"
 )
+_LINEAR = re.compile(r"(?P<prefix>.*\.linear_attn\.in_proj)_(?P<part>qkv|z|b|a)\.(?P<kind>weight|weight_scale_inv)")
+"""Input projections of Qwen3.5's linear attention; those of Qwen3-Next are fused on disk."""
+_LATENT = re.compile(r"(?P<prefix>.*\.self_attn)\.(?P<part>q_a_proj|kv_a_proj_with_mqa)\.(?P<kind>weight)")
+"""Down projections of latent attention."""
 _MLP = re.compile(r"(?P<prefix>.*)\.(?P<part>gate|up)_proj\.(?P<kind>weight|weight_scale_inv)")
 _COLUMNS = re.compile(r".*\.(o|down)_proj\.(weight|weight_scale_inv)")
 _PACKED = ("weight_packed", "weight_scale")
@@ -70,17 +74,30 @@ def _target_slot(name: str) -> _TargetSlot:
         kind = match["kind"]
         # k and v are replicated on servers with more ranks than key and value heads.
         shard: _Shard = "rows" if match["part"] == "q" else "heads"
-        part = "qkv".index(match["part"])
-        return _TargetSlot(f"{prefix}.qkv_proj.{kind}", f"{prefix}.{{q,k,v}}_proj.{kind}", part, 3, shard)
+        slot = "qkv".index(match["part"])
+        return _TargetSlot(f"{prefix}.qkv_proj.{kind}", f"{prefix}.{{q,k,v}}_proj.{kind}", slot, 3, shard)
     if match := _EXPERT.fullmatch(name):
         prefix = match["prefix"]
         index = int(match["index"])
         kind = match["kind"]
-        if match["part"] == "down":
-            return _TargetSlot(f"{prefix}.w2_{kind}", f"{prefix}.*.down_proj.{kind}", index, None, "columns")
+        part = match["part"]
+        if part in ("down_proj", "w2"):
+            return _TargetSlot(f"{prefix}.w2_{kind}", f"{prefix}.*.{part}.{kind}", index, None, "columns")
         # gate and up alternate in w13: slot 0 is the gate of expert 0, slot 1 its up, slot 2 the gate of expert 1.
-        slot = 2 * index + (match["part"] == "up")
-        return _TargetSlot(f"{prefix}.w13_{kind}", f"{prefix}.*.{{gate,up}}_proj.{kind}", slot, None, "rows")
+        slot = 2 * index + (part in ("up_proj", "w3"))
+        both = "{gate,up}_proj" if part.endswith("_proj") else "{w1,w3}"
+        return _TargetSlot(f"{prefix}.w13_{kind}", f"{prefix}.*.{both}.{kind}", slot, None, "rows")
+    if match := _LINEAR.fullmatch(name):
+        prefix = match["prefix"]
+        parts = ("qkv", "z") if match["part"] in ("qkv", "z") else ("b", "a")
+        target = f"{prefix}_{'qkvz' if parts[0] == 'qkv' else 'ba'}.{match['kind']}"
+        sent_as = f"{prefix}_{{{','.join(parts)}}}.{match['kind']}"
+        return _TargetSlot(target, sent_as, parts.index(match["part"]), 2, "sections")
+    if match := _LATENT.fullmatch(name):
+        prefix = match["prefix"]
+        slot = int(match["part"] != "q_a_proj")
+        sent_as = f"{prefix}.{{q_a_proj,kv_a_proj_with_mqa}}.{match['kind']}"
+        return _TargetSlot(f"{prefix}.fused_qkv_a_proj.{match['kind']}", sent_as, slot, 2)
     if match := _MLP.fullmatch(name):
         prefix = match["prefix"]
         kind = match["kind"]
@@ -261,6 +278,8 @@ def _cut(tensor: Tensor, shard: _Shard, size: int, kv_heads: int) -> Cut | None:
     if shard == "replicated" or size == 1:
         return Cut(size, 1, tensor.nbytes, tensor.nbytes, 0)
     parts = size
+    if shard == "sections":
+        return None
     if shard == "heads" and size > kv_heads:
         if size % kv_heads:
             return None

@@ -20,13 +20,15 @@ from tests.engines.tiny import END, SPECIAL, VOCAB, byte_tokenizer
 PUBLISHED = "qwen3_5_moe"
 """The folder of Qwen3.5 as published: nested config.json, prefixed names, weights of vision and further tokens."""
 _TOKENS = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
+_POSITIONS = 2048
 _HEAD_DIM = 32
 """The smallest head of vLLM's attention on a CPU."""
 _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 """Sizes of families without a key for the size of a head."""
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Sizes of the published models, the only ones of vLLM's kernel for latent attention on a CPU."""
-_LINEAR = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+_LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""Those of vLLM's kernel for gated delta nets on a CPU."""
 SERVER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _TWO_HEADS,
     # SGLang does not read ``head_dim``.
@@ -43,10 +45,14 @@ def server_config(name: str) -> Any:
     """Return the configuration of a tiny model: that of the parity tests, with sizes that servers accept."""
     config = family_config("qwen3_5_moe_text" if name == PUBLISHED else name)
     keys = {"vocab_size": VOCAB, **_TOKENS, **SERVER_KEYS.get(name, {})}
-    if config.max_position_embeddings < 2048:
-        keys["max_position_embeddings"] = 2048
+    if config.max_position_embeddings < _POSITIONS:
+        keys["max_position_embeddings"] = _POSITIONS
     if "head_dim" in TINY.get(name, (None, {"head_dim": 0}))[1]:
         keys["head_dim"] = _HEAD_DIM
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "yarn":
+        # Servers have no positions beyond those of the scaled embedding.
+        keys["rope_parameters"] = {**rope, "original_max_position_embeddings": int(_POSITIONS / rope["factor"])}
     return type(config)(**{**config.to_dict(), **keys})
 
 
@@ -81,14 +87,15 @@ class FamilyModel:
         return stream_model(self.model)
 
     @torch.no_grad()
-    def distributions(self, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    def distributions(self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities at each response token in float64. Shape ``[R, V]``."""
         logits = self.exact(torch.tensor([[*prompt, *response]])).logits[0]
-        return logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+        return (logits[len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
 
-    def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    def logprobs(self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities of the response tokens. Shape ``[R]``."""
-        return self.distributions(prompt, response).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+        chosen = torch.tensor(response)[:, None]
+        return self.distributions(prompt, response, temperature).gather(1, chosen).squeeze(1)
 
 
 _VISION = dict(
@@ -103,7 +110,8 @@ def write_published(folder: Path, text: Any) -> None:
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
     tensors["mtp.fc.weight"] = torch.randn(64, 128)
-    model.config.save_pretrained(folder)
+    config.architectures = ["Qwen3_5MoeForConditionalGeneration"]
+    config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

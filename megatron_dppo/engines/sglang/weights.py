@@ -193,10 +193,13 @@ class SGLangWeightUpdates(ServerClient):
         try:
             ranks = sorted(response["ranks"], key=lambda rank: _parallelism_info(rank)["rank"])
             return tuple(
-                RankDigests(tp_rank=_parallelism_info(rank)["tp_rank"], digests=dict(rank["checksums"]))
+                RankDigests(
+                    tp_rank=_parallelism_info(rank)["tp_rank"],
+                    digests={_plain_name(name): digest for name, digest in rank["checksums"].items()},
+                )
                 for rank in ranks
             )
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise ServerError(
                 self.url + path, f"expected checksums of the weights, got {str(response)[:200]}"
             ) from None
@@ -259,3 +262,8 @@ def _parallelism_info(rank: dict[str, Any]) -> dict[str, int]:
     """Return the ranks of a process in the server; since 0.5.21 they are in a list with those of draft models."""
     info = rank["parallelism_info"]
     return info[0] if isinstance(info, list) else info
+
+
+def _plain_name(name: str) -> str:
+    """Return the name that vLLM gives the same tensor."""
+    return name.replace(".fused_qkv_a_proj_with_mqa.", ".fused_qkv_a_proj.")

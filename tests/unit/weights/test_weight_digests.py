@@ -226,3 +226,32 @@ def test_a_server_that_reports_loaded_digests_must_match_exactly() -> None:
         after = RankDigests(tp_rank=0, digests=dict.fromkeys(names, "b" * 64))
         proof = record.verify(layout, [after], {0: stream.expected(layout, 0)})
         assert (proof.wrong if complete else proof.changed) == names
+
+
+def test_fusions_of_other_families_are_predicted_as_servers_form_them() -> None:
+    """By the tables of vLLM 0.32 and SGLang 0.5.23: ``stacked_params_mapping`` and ``orig_to_new_stacked``."""
+    mixtral, linear, latent = "model.layers.0.block_sparse_moe.experts", "model.layers.0.linear_attn", "model.layers.1"
+    down = f"{latent}.self_attn"
+    w = {f"{mixtral}.{i}.{part}.weight": torch.randn(INTER, HIDDEN) for i in (1, 0) for part in ("w1", "w3")}
+    w |= {f"{mixtral}.{i}.w2.weight": torch.randn(HIDDEN, INTER) for i in (0, 1)}
+    w |= {f"{linear}.in_proj_{part}.weight": torch.randn(n, HIDDEN) for part, n in dict(a=3, b=3, z=5, qkv=7).items()}
+    w |= {f"{down}.{part}.weight": torch.randn(6, HIDDEN) for part in ("kv_a_proj_with_mqa", "q_a_proj")}
+
+    def cat(prefix: str, *parts: str) -> Tensor:
+        return torch.cat([w[f"{prefix}{part}.weight"] for part in parts])
+
+    held = {
+        f"{mixtral}.w13_weight": torch.stack([cat(f"{mixtral}.{i}.", "w1", "w3") for i in (0, 1)]),
+        f"{mixtral}.w2_weight": torch.stack([w[f"{mixtral}.{i}.w2.weight"] for i in (0, 1)]),
+        f"{linear}.in_proj_qkvz.weight": cat(f"{linear}.in_proj_", "qkv", "z"),
+        f"{linear}.in_proj_ba.weight": cat(f"{linear}.in_proj_", "b", "a"),
+        f"{down}.fused_qkv_a_proj.weight": cat(f"{down}.", "q_a_proj", "kv_a_proj_with_mqa"),
+    }
+    one, two = (WeightLayout(algorithm="sha256", tp_size=size, plain=True) for size in (1, 2))
+    stream = StreamDigests([one, two], KV_HEADS)
+    assert dict(stream.watch(w.items())).keys() == w.keys()
+    assert {name: e.digest for name, e in stream.expected(one, 0).items()} == {n: sha(t) for n, t in held.items()}
+    assert stream.predicts_all(one)
+    # Each rank has a part of each of q, k, v and z, which a tensor of all three does not show.
+    assert stream.expected(two, 0).keys() == held.keys() - {n for n in held if "in_proj" in n}
+    assert not stream.predicts_all(two)

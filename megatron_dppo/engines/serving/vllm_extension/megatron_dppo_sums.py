@@ -67,8 +67,9 @@ def sums_as_loaded(model: nn.Module) -> dict[str, str]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that vLLM's checkpoints and SGLang use."""
-    return name.replace(".routed_experts.", ".").replace(".base_layer.", ".")  # the latter in layers with adapters
+    """Return the name that vLLM's checkpoints and SGLang use, in a model for images that of its language model."""
+    name = name.removeprefix("language_model.").replace(".routed_experts.", ".")
+    return name.replace(".base_layer.", ".")  # in layers with adapters
 
 
 def record_loaded_digests(model: nn.Module) -> None:

@@ -1,0 +1,112 @@
+"""Servers with a model of each family: the exported folder loads, answers are those of float64, syncs are proved.
+
+docs/models.md has its column of servers from ``SERVED``. What stops the other pairs stands there too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.config.servers import WeightSyncConfig
+from megatron_dppo.engines.serving.collectives import TESTED
+from megatron_dppo.engines.sglang import SGLangServer
+from megatron_dppo.engines.vllm import VLLMServer
+from megatron_dppo.rollout.server import Generation, InferenceServer
+from megatron_dppo.weights.ipc import MemorySharing
+from megatron_dppo.weights.probe_requests import ProbeError
+from megatron_dppo.weights.sync import WeightSync
+from tests.engines.calls import LONG, SHORT, ask, call
+from tests.engines.family_models import PUBLISHED, FamilyModel
+from tests.engines.probes import expectation, run
+from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
+
+SERVED: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("mixtral", "olmoe"),
+    "sglang": ("olmoe",),
+}
+"""Models of ``family_models.NAMES`` that each engine serves on a CPU. Qwen3-MoE and Qwen2-MoE have other tests."""
+SAMPLED = {("vllm", "mixtral")}
+"""Pairs that CI takes."""
+BF16 = ("qwen3_next", "qwen3_5_moe_text", PUBLISHED)
+"""Models that vLLM computes in bf16 only on a CPU: its kernel of gated delta nets."""
+HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
+METHODS = ("ipc", "distributed", "disk")
+CASES = [
+    pytest.param(engine, name, id=f"{engine}-{name}", marks=() if (engine, name) in SAMPLED else pytest.mark.long)
+    for engine, names in SERVED.items()
+    for name in names
+]
+
+
+def start(engine: str, model: FamilyModel, name: str, log: Path) -> Engine:
+    """Start a server with the options that the model needs on a CPU."""
+    if engine == "sglang":
+        return start_sglang(model.folder, log, version=TESTED["sglang_newest"])
+    options = ("--dtype", "bfloat16", *HEAD) if name in BF16 else ()
+    images = ("--limit-mm-per-prompt", '{"image": 0, "video": 0}') if name == PUBLISHED else ()
+    return start_vllm(model.folder, log, *options, *images)
+
+
+def error(engine: Engine, model: FamilyModel) -> float:
+    """Mean difference of the log-probabilities of three responses from those of float64."""
+    requests = [ask(prompt, 40) for prompt in (SHORT, LONG, SHORT)]
+
+    async def use(server: InferenceServer) -> list[Generation]:
+        return await asyncio.gather(*(server.generate(request) for request in requests))
+
+    differences = [
+        answer.logprobs.double() - model.logprobs(request.token_ids, answer.token_ids.tolist())
+        for request, answer in zip(requests, call(engine, use), strict=True)
+    ]
+    return float(torch.cat(differences).abs().mean())
+
+
+@pytest.mark.parametrize(("engine_name", "name"), CASES)
+def test_the_exported_folder_is_served_and_each_way_of_a_sync_is_proved(
+    engine_name: str, name: str, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if engine_name == "vllm" and name in BF16 else torch.float32
+    limit = 0.05 if dtype == torch.bfloat16 else 1e-5
+    old, new = (FamilyModel(name, tmp_path / str(seed), seed, dtype) for seed in (0, 1))
+    with SharedEngine(lambda: start(engine_name, old, name, tmp_path / "log")) as shared:
+        engine = shared.engine()
+        assert error(engine, old) < limit
+        for version, method in enumerate(("disk",) if name == PUBLISHED else METHODS):
+            model, other = (old, new) if version % 2 else (new, old)
+            synced(engine, method, model, other, version, dtype, tmp_path / "weights")
+            assert error(engine, model) < limit, method
+        probed: Any = expectation(policy_version=version, dtype="fp32" if dtype == torch.float32 else "bf16")
+        assert run(engine, probed, model).logprobs.mean < limit  # type: ignore[arg-type]
+        with pytest.raises(ProbeError, match="wrong weights"):
+            run(engine, probed, other)  # type: ignore[arg-type]
+
+
+def synced(
+    engine: Engine,
+    method: Any,
+    model: FamilyModel,
+    other: FamilyModel,
+    version: int,
+    dtype: torch.dtype,
+    weights_folder: Path,
+) -> None:
+    """Send weights. Their proof must cover every tensor, and fail for other weights."""
+    client: Any = (SGLangServer if engine.kind == "sglang" else VLLMServer)(engine.url)
+    device = torch.device("cpu")
+    sharing = MemorySharing({client.url: [0]}, 2**20, dtype, tied=False, group=None) if method == "ipc" else None
+    config = WeightSyncConfig(method=method, timeout_seconds=60)
+    where = {"model_folder": model.folder, "weights_folder": weights_folder}
+    sync = WeightSync([client], config, **where, dtype=dtype, device=device, sharing=sharing)
+    try:
+        result = sync.send(iter(model.weights()), version)
+        assert result.good and not result.failed and not result.notes, (method, result)
+        proof = sync.prove_base(iter(other.weights()), [client.url])
+        assert not proof.good and "not what was sent" in str(proof.failed), (method, proof)
+    finally:
+        sync.close()
