@@ -35,7 +35,8 @@ SAMPLED = {("vllm", "mixtral")}
 """Pairs that CI takes."""
 BF16 = ("qwen3_next", "qwen3_5_moe_text", PUBLISHED)
 """Models that vLLM computes in bf16 only on a CPU: its kernel of gated delta nets."""
-HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
+SERVED_BF16 = ("--dtype", "bfloat16", "--hf-overrides", '{"head_dtype": "float32"}', "--mamba-ssm-cache-dtype", "float32")
+"""As ``megatron-dppo serve`` starts them."""
 METHODS = ("ipc", "distributed", "disk")
 CASES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=() if (engine, name) in SAMPLED else pytest.mark.long)
@@ -48,7 +49,7 @@ def start(engine: str, model: FamilyModel, name: str, log: Path) -> Engine:
     """Start a server with the options that the model needs on a CPU."""
     if engine == "sglang":
         return start_sglang(model.folder, log, version=TESTED["sglang_newest"])
-    options = ("--dtype", "bfloat16", *HEAD) if name in BF16 else ()
+    options = SERVED_BF16 if name in BF16 else ()
     images = ("--limit-mm-per-prompt", '{"image": 0, "video": 0}') if name == PUBLISHED else ()
     return start_vllm(model.folder, log, *options, *images)
 

@@ -217,6 +217,9 @@ def server_options(
             "worker-extension-cls": "megatron_dppo_vllm.WorkerExtension",
             "weight-transfer-config": {"backend": "megatron_dppo"},
         }
+        # By itself vLLM keeps recurrent states in the model's dtype. SGLang keeps them in fp32.
+        if rollout.dtype != "fp32" and _has_linear_attention(Path(model.path)):
+            options["mamba-ssm-cache-dtype"] = "float32"
         if rollout.has_filters:
             options["return-sampling-mask"] = True
         if topk_logprobs:
@@ -268,6 +271,12 @@ def _fp32_head_options(engine: str, user_options: dict[str, Any]) -> dict[str, A
         # Merged here, because the user's value replaces ours at the end.
         user_options[name] = override | user_options[name]
     return {name: override}
+
+
+def _has_linear_attention(folder: Path) -> bool:
+    file = folder / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return "linear_num_value_heads" in (values.get("text_config") or values)
 
 
 def _adapter_options(engine: str, lora: LoraConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -100,6 +101,22 @@ def test_a_bf16_server_computes_its_logits_in_fp32_unless_told_otherwise(
     assert flag in shlex.join(plans(config_of(engine))[0].argv)
     assert off not in shlex.join(plans(config_of(engine, rollout={engine: own}))[0].argv)
     assert flag not in shlex.join(plans(config_of(engine, rollout={"dtype": "fp32"}))[0].argv)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_recurrent_states_of_linear_attention_are_fp32_on_a_vllm_server_in_bf16(
+    is_nested: bool, tmp_path: Path
+) -> None:
+    def line(engine: str, values: dict[str, Any], **rollout: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": values} if is_nested else values))
+        config = config_of(engine, model={"path": str(tmp_path)}, rollout=rollout)
+        return shlex.join(plans(config)[0].argv)
+
+    linear, flag = {"linear_num_value_heads": 32}, "--mamba-ssm-cache-dtype float32"
+    assert flag in line("vllm", linear)
+    assert flag not in line("vllm", {"num_attention_heads": 32}) and flag not in line("vllm", linear, dtype="fp32")
+    assert "--mamba-ssm-cache-dtype bfloat16" in line("vllm", linear, vllm={"mamba_ssm_cache_dtype": "bfloat16"})
+    assert "mamba" not in line("sglang", linear), "its default"
 
 
 def test_a_server_that_gets_adapters_is_told_their_rank_and_targets() -> None:
