@@ -25,6 +25,7 @@ _HEAD_DIM = 32
 """The smallest head of vLLM's attention on a CPU."""
 _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 """Sizes of families without a key for the size of a head."""
+_EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Sizes of the published models, the only ones of vLLM's kernel for latent attention on a CPU."""
 _LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -49,6 +50,8 @@ def server_config(name: str) -> Any:
         keys["max_position_embeddings"] = _POSITIONS
     if "head_dim" in TINY.get(name, (None, {"head_dim": 0}))[1]:
         keys["head_dim"] = _HEAD_DIM
+    # SGLang pads smaller experts on a CPU, and could not prove them.
+    keys |= {key: 64 for key in _EXPERT_SIZES if getattr(config, key, None)}
     rope = config.rope_parameters
     if rope.get("rope_type") == "yarn":
         # Servers have no positions beyond those of the scaled embedding.

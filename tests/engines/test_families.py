@@ -35,7 +35,8 @@ SAMPLED = {("vllm", "mixtral")}
 """Pairs that CI takes."""
 BF16 = ("qwen3_next", "qwen3_5_moe_text", PUBLISHED)
 """Models that vLLM computes in bf16 only on a CPU: its kernel of gated delta nets."""
-SERVED_BF16 = ("--dtype", "bfloat16", "--hf-overrides", '{"head_dtype": "float32"}', "--mamba-ssm-cache-dtype", "float32")
+FP32_STATES = ("--mamba-ssm-cache-dtype", "float32")
+SERVED_BF16 = ("--dtype", "bfloat16", "--hf-overrides", '{"head_dtype": "float32"}', *FP32_STATES)
 """As ``megatron-dppo serve`` starts them."""
 METHODS = ("ipc", "distributed", "disk")
 CASES = [
