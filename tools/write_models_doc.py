@@ -23,6 +23,7 @@ from tests.distributed import layouts, test_families, test_lora, test_router_rep
 from tests.distributed.families import family_config  # noqa: E402
 from tests.distributed.lora import ALL  # noqa: E402
 from tests.distributed.parity import case_family  # noqa: E402
+from tests.engines.test_families import SERVED, STOPPED  # noqa: E402
 from tests.unit.configs import config as run_config  # noqa: E402
 
 BEGIN, END = "<!-- written by tools/write_models_doc.py -->", "<!-- end -->"
@@ -64,8 +65,15 @@ def replay(family: Family, shape: ModelShape) -> str:
 
 
 def servers(family: Family, _: ModelShape) -> str:
-    """Return whether a test serves a model of the family."""
-    return "yes" if family.hf_class.replace("ForCausalLM", "Config") in ENGINES else UNTESTED
+    """Return the engines that a test starts with a model of the family."""
+    if family.hf_class.replace("ForCausalLM", "Config") in ENGINES:
+        return "SGLang, vLLM"
+    names = {family.model_type, *family.variants}
+    titles = {"sglang": "SGLang", "vllm": "vLLM"}
+    served = [title for engine, title in titles.items() if names & set(SERVED[engine])]
+    stopped = [title for engine, title in titles.items() if family.model_type in STOPPED[engine]]
+    cells = [", ".join(served), f"[not {', '.join(stopped)}](#servers-on-a-cpu)" if stopped else ""]
+    return "; ".join(filter(None, cells)) or UNTESTED
 
 
 def sizes(family: Family, _: ModelShape) -> str:
