@@ -62,6 +62,8 @@ _LATENT = re.compile(r"(?P<prefix>.*\.self_attn)\.(?P<part>q_a_proj|kv_a_proj_wi
 """Down projections of latent attention."""
 _MLP = re.compile(r"(?P<prefix>.*)\.(?P<part>gate|up)_proj\.(?P<kind>weight|weight_scale_inv)")
 _COLUMNS = re.compile(r".*\.(o|down)_proj\.(weight|weight_scale_inv)")
+_HELD_IN_FP32 = ".linear_attn.A_log"
+"""End of the names that servers hold in fp32, whatever the dtype of the model."""
 _PACKED = ("weight_packed", "weight_scale")
 """Suffixes of INT4 experts, which servers reorder for their kernels."""
 _SHAPE = ".weight_shape"
@@ -242,8 +244,9 @@ class StreamDigests:
         if self._combined and (is_quantized(tensor) or tensor.dim() < 2 or is_never_quantized(name)):
             for digests in self._combined.values():
                 digests.add(name, 0, tensor)
+        held = tensor.float() if name.endswith(_HELD_IN_FP32) else tensor
         for layout in self._kinds.values():
-            layout.add(slot, tensor)
+            layout.add(slot, held)
 
     def expected(self, layout: WeightLayout, rank: int) -> dict[str, ExpectedDigest]:
         """Return the digests that can be predicted for one rank of a server, by the server's name."""

@@ -255,3 +255,14 @@ def test_fusions_of_other_families_are_predicted_as_servers_form_them() -> None:
     # Each rank has a part of each of q, k, v and z, which a tensor of all three does not show.
     assert stream.expected(two, 0).keys() == held.keys() - {n for n in held if "in_proj" in n}
     assert not stream.predicts_all(two)
+
+
+def test_decay_rates_of_linear_attention_are_held_in_fp32() -> None:
+    layout = WeightLayout(algorithm="sha256", tp_size=1, plain=True)
+    stream = StreamDigests([layout], KV_HEADS)
+    sent = {f"model.layers.0.linear_attn.{name}": torch.randn(6).bfloat16() for name in ("A_log", "dt_bias")}
+    for name, tensor in sent.items():
+        stream.add(name, tensor)
+    digests = {name: e.digest for name, e in stream.expected(layout, 0).items()}
+    held = {"A_log": torch.float32, "dt_bias": torch.bfloat16}
+    assert digests == {name: sha(t.to(held[name.rpartition(".")[2]])) for name, t in sent.items()}
