@@ -7,7 +7,8 @@
 # make test    set up, run the unit tests without the slowest, a sample of the distributed ones, three whole runs: at most
 #              eight minutes
 # make test-rest      the other unit tests (make test-rest-unit), distributed tests and whole runs (make test-rest-runs)
-# make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-gym, test-page, test-slurm
+# make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-bridge, test-gym, test-page,
+#                     test-slurm
 # make test-long      what test-rest leaves out, as others cover nearly the same (a quarter of an hour)
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
@@ -19,6 +20,7 @@
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
 # make test-python312  a sample of the tests (PYTHON312_TESTS below) with Python 3.12 and thus the newest Megatron Core, in
 #                     .venv312: parity, families, checkpoints, router replay, compiled extensions, the demo from the wheel
+# make test-bridge    models that Megatron Bridge builds, with Python 3.12; installs it into .venv312
 # make test-page   the report of a run and the site in a real Chromium; installs it by apt-get where it is missing, which needs root
 # make engines        install these servers, and nothing else
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
@@ -46,7 +48,7 @@ PYTHON312_TESTS := tests/unit/mcore/test_extensions.py tests/distributed/test_ex
 	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[2-weights]' \
 	tests/e2e/test_demo.py::test_the_demo_runs_from_the_wheel_alone
 
-.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-rest-unit test-rest-runs test-all test-long engines test-engines test-faults test-faults-long test-faults-mutants test-slurm test-slurm-long test-matrix test-gym test-python312 test-page bench-head docs wheel lint setup clean
+.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-rest-unit test-rest-runs test-all test-long engines test-engines test-faults test-faults-long test-faults-mutants test-slurm test-slurm-long test-matrix test-gym test-python312 test-bridge test-page bench-head docs wheel lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.commands.main demo --output $(OUT) --seed $(SEED) $(ARGS)
@@ -93,7 +95,7 @@ test-rest-runs:
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/distributed tests/e2e -m "distributed or e2e" \
 		$(addprefix --deselect ,$(SAMPLE)) --durations 25 $(ARGS)
 
-test-all: test test-rest test-faults test-engines test-python312 test-gym test-page test-slurm
+test-all: test test-rest test-faults test-engines test-python312 test-bridge test-gym test-page test-slurm
 
 test-long:
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/unit tests/distributed tests/e2e -m long $(ARGS)
@@ -103,6 +105,10 @@ test-slurm-long: test-slurm
 
 test-python312:
 	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pytest $(PYTHON312_TESTS) --durations 15 $(ARGS)
+
+test-bridge:
+	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pip install -q --no-deps --disable-pip-version-check \
+		'megatron-bridge==0.6.2' && $$python -m pytest tests/distributed/test_megatron_bridge.py --durations 5 $(ARGS)
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \

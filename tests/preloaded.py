@@ -8,7 +8,7 @@ from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge"))
+apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "megatron.bridge", "mbridge"))
 
 import megatron_dppo.mcore.setup  # noqa: E402
 import megatron_dppo.policy.trainer  # noqa: E402

@@ -57,6 +57,9 @@ class ModelConfig(Section):
 
     path: str
     """Hugging Face folder with config.json, tokenizer files and, unless ``random_init``, safetensors weights."""
+    provider: Literal["builtin", "megatron-bridge"] = "builtin"
+    """Origin of the Megatron model and of the conversion of its weights. "builtin" has the families of docs/models.md.
+    "megatron-bridge" is NVIDIA's package, for other models on GPUs; an export checks every load."""
     random_init: bool = False
     """Start from random weights with the folder's configuration. Use it only with a warm-up or in tests."""
     reference_path: str | None = None

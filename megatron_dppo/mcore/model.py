@@ -109,7 +109,6 @@ def transformer_config(
     has_te = platform.is_cuda and has_transformer_engine()
     shape = model_shape(hf_config)
     check_attention_support(model.dtype, layout.cp, transformer_engine=has_te)
-    dtype = DTYPES[model.dtype]
     family_fields = get_family(hf_config).fields(hf_config, shape)
     topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)
     if topk > experts:
@@ -128,6 +127,30 @@ def transformer_config(
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
+        **training_fields(model, layout, platform),
+        moe_enable_routing_replay=router_replay,
+    )
+    overrides = checked_overrides(model.transformer, router_replay=router_replay)
+    check_padding_support(overrides, layout.row_multiple * row_multiple(overrides))
+    check_fp8(overrides, model.dtype, platform, transformer_engine=has_te)
+    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts > 0)
+    kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig
+    try:
+        config = kind(**(values | fused | family_fields | overrides))
+    # Megatron raises ValueError, AssertionError, ImportError, AttributeError, ...
+    except Exception as error:
+        raise ConfigError(
+            f"Megatron's TransformerConfig rejects this model, layout and model.transformer = {model.transformer}: "
+            f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
+        ) from error
+    check_pipeline_split(config, layout)
+    return config
+
+
+def training_fields(model: ModelConfig, layout: Layout, platform: Platform) -> dict[str, Any]:
+    """Return the TransformerConfig fields that follow from the run, whatever the model."""
+    dtype = DTYPES[model.dtype]
+    return dict(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -156,26 +179,10 @@ def transformer_config(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
-        moe_enable_routing_replay=router_replay,
         overlap_p2p_comm=layout.overlap_p2p_comm,
         # The interleaved schedule refuses both at once.
         batch_p2p_comm=not layout.overlap_p2p_comm,
     )
-    overrides = checked_overrides(model.transformer, router_replay=router_replay)
-    check_padding_support(overrides, layout.row_multiple * row_multiple(overrides))
-    check_fp8(overrides, model.dtype, platform, transformer_engine=has_te)
-    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts > 0)
-    kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig
-    try:
-        config = kind(**(values | fused | family_fields | overrides))
-    # Megatron raises ValueError, AssertionError, ImportError, AttributeError, ...
-    except Exception as error:
-        raise ConfigError(
-            f"Megatron's TransformerConfig rejects this model, layout and model.transformer = {model.transformer}: "
-            f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
-        ) from error
-    check_pipeline_split(config, layout)
-    return config
 
 
 def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:

@@ -37,6 +37,7 @@ from megatron_dppo.mcore.host_memory import DeviceState, ReferenceWeights
 from megatron_dppo.mcore.invariant import TILE, enable_batch_invariant_mode
 from megatron_dppo.mcore.layer_noise import LayerNoise
 from megatron_dppo.mcore.lora import Lora
+from megatron_dppo.mcore.megatron_bridge import ProvidedWeights, build_provided_model, provider_config
 from megatron_dppo.mcore.model import LoadBalancingLosses, build_model, transformer_config
 from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes, with_worst_layer
@@ -111,13 +112,20 @@ class PolicyTrainer:
         # Kernels and C++ extensions first: modules bind them while the model is built.
         if rollout.batch_invariant:
             enable_batch_invariant_mode(platform.device)
-        megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
-        prepare_extensions(megatron_config)
-        self.models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
-        exclude_padding(self.models, megatron_config, groups)
+        pp_rank = dist.get_rank(groups.pp)
         shape = model_shape(hf_config)
-        tied = bool(hf_config.tie_word_embeddings)
-        self.bridge = Bridge(self.models, shape, tied=tied, groups=groups)
+        self.bridge: Bridge | ProvidedWeights
+        if model.provider == "megatron-bridge":
+            megatron_config = provider_config(hf_config, model, layout, platform)
+            prepare_extensions(megatron_config)
+            self.models = build_provided_model(megatron_config, pp_rank, platform.device)
+            self.bridge = ProvidedWeights(self.models, hf_config)
+        else:
+            megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
+            prepare_extensions(megatron_config)
+            self.models = build_model(megatron_config, hf_config, pp_rank, platform.device)
+            self.bridge = Bridge(self.models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups)
+        exclude_padding(self.models, megatron_config, groups)
 
         # Weights are loaded before Megatron's DDP wraps the model: its optimizer copies them into fp32 main parameters.
         self.lora = Lora(self.models, shape, groups, lora, seed) if lora.rank else None

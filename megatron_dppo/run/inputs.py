@@ -22,7 +22,7 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.hf.families import get_family
+from megatron_dppo.hf.families import FAMILIES, get_family, mark_bridged
 from megatron_dppo.hf.folder import (
     check_weights_fit,
     is_nested_config,
@@ -31,6 +31,7 @@ from megatron_dppo.hf.folder import (
     read_hf_config,
 )
 from megatron_dppo.parallel.objects import broadcast_object
+from megatron_dppo.run.bridge_checks import bridge_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
     """
     errors = ErrorCollector()
     hf_config = errors.attempt(read_hf_config, config.model.path)
+    if hf_config is not None and config.model.provider == "megatron-bridge":
+        mark_bridged(hf_config)
     shape = None if hf_config is None else errors.attempt(model_shape, hf_config)
     layout = None
     if shape is not None:
@@ -176,9 +179,13 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
 def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     """Check that the model supports the configuration."""
     problems, path = ErrorCollector(), config.model.path
-    problems.attempt(get_family(hf_config).rope, hf_config)
-    if not config.model.random_init:
-        problems.attempt(check_weights_fit, path, hf_config)
+    if config.model.provider == "megatron-bridge":
+        for problem in bridge_problems(config, hf_config.model_type):
+            problems.add(problem)
+    if hf_config.model_type in FAMILIES:
+        problems.attempt(get_family(hf_config).rope, hf_config)
+        if not config.model.random_init:
+            problems.attempt(check_weights_fit, path, hf_config)
     method = config.rollout.weight_sync.method
     if config.rollout.engine != "local" and method != "disk" and is_nested_config(path):
         problems.add(

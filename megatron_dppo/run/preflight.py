@@ -167,16 +167,21 @@ def _megatron(start: Start) -> Iterable[UserError]:
     apply_shims(platform)
     from megatron_dppo.mcore import model
     from megatron_dppo.mcore.compat.extensions import check_build_tools
+    from megatron_dppo.mcore.megatron_bridge import provider_config
     from megatron_dppo.mcore.trial_build import check_build
 
     config, replay = start.config, start.config.train.router_replay != "off"
     check_flags(config)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
-        megatron_config = model.transformer_config(hf_config, config.model, layout, platform, router_replay=replay)
+        is_bridged = config.model.provider == "megatron-bridge"
+        if is_bridged:
+            megatron_config = provider_config(hf_config, config.model, layout, platform)
+        else:
+            megatron_config = model.transformer_config(hf_config, config.model, layout, platform, router_replay=replay)
         if not start.dry_run:
             check_build_tools(megatron_config)
-        elif not platform.is_cuda:
+        elif not platform.is_cuda and not is_bridged:
             # A run builds its model anyway. On a machine with GPUs the layers need one.
             check_build(hf_config, megatron_config, layout)
         if platform.is_cuda:

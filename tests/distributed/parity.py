@@ -47,6 +47,7 @@ class Case:
     """the rollouts were sampled under top-p: most tokens have a sampling mask"""
     micro_batch_tokens: int = 24
     fused_head: bool = True
+    provider: str = "builtin"
 
 
 def case_family(case: Case) -> str:
@@ -158,7 +159,13 @@ def config_for(case: Case, dtype: str = "fp32", **sections: dict[str, Any]) -> C
     """The configuration of one case, with some keys of some sections changed."""
     values: dict[str, Any] = {
         "run": {"output_dir": "unused", "num_steps": STEPS},
-        "model": {"path": "unused", "dtype": dtype, "transformer": case.transformer, "fused_head": case.fused_head},
+        "model": {
+            "path": "unused",
+            "provider": case.provider,
+            "dtype": dtype,
+            "transformer": case.transformer,
+            "fused_head": case.fused_head,
+        },
         "parallel": case.parallel,
         "data": {"train": "unused"},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
@@ -181,6 +188,8 @@ def build_trainer(
     from megatron_dppo.policy.trainer import PolicyTrainer
 
     config = config_for(case, dtype, **sections)
+    # A folder names it; Megatron Bridge chooses by it.
+    model.config.architectures = [type(model).__name__]
     shape, split = model_shape(model.config), config.model.transformer
     layout = resolve_layout(config.parallel, config.batch, dist.get_world_size(), shape, split)
     return PolicyTrainer(

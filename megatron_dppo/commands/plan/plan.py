@@ -29,6 +29,7 @@ from megatron_dppo.commands.plan.step_time import StepPlan, plan_step, served_mo
 from megatron_dppo.commands.plan.teacher import PlannedTeacher
 from megatron_dppo.config.layout import Layout, ModelShape, layer_split, resolve_layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import model_shape
 
 TIGHT = 0.1
@@ -56,7 +57,13 @@ class PlannedModel:
 
         Raises:
             CheckpointError: Neither a folder nor a known model.
+            ConfigError: Megatron Bridge builds the model, which is not rehearsed.
         """
+        if config.model.provider != "builtin":
+            raise ConfigError(
+                f"plan rehearses the layers of the families of docs/models.md, and cannot with model.provider = "
+                f"{config.model.provider!r}. Fix: --model.provider builtin, if it has the model's family"
+            )
         hf_config, note = load_model_config(config.model.path)
         shape = model_shape(hf_config)
         parameters, experts = count_parameters(hf_config)

@@ -61,7 +61,7 @@ def megatron_version() -> tuple[int, ...]:
     return version
 
 
-def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core",)) -> bool:
+def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core", "megatron.bridge")) -> bool:
     """Apply the shims that this platform needs; a second call does nothing.
 
     Args:
