@@ -1,13 +1,15 @@
 """Models that Megatron Bridge builds and converts: ``model.provider = "megatron-bridge"``.
 
-Its provider gives configuration and model, its mappings load and export the weights. Where it has no mapping, it warns
-and leaves a parameter at its random values. So an export follows each load, and must equal what was loaded.
+Its provider gives configuration and model, its mappings load and export the weights. Where it has no mapping or no
+weight, it warns, leaves the parameter random, and does not export it. So each parameter is looked up before a load. An
+export follows, which must equal what was loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from megatron_dppo.mcore.compat.layers import ColumnParallelGroupedLinear, RowPa
 from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
 from megatron_dppo.mcore.fusions import check_fp8, default_fusions, output_layer_without_fusion, row_multiple
 from megatron_dppo.mcore.head import hand_out_hidden_states
+from megatron_dppo.mcore.mapping import router_biases
 from megatron_dppo.mcore.model import VOCAB_MULTIPLE, training_fields
 from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
@@ -172,6 +175,7 @@ class ProvidedWeights:
         from megatron.bridge import AutoBridge
 
         self._bridge = AutoBridge(_pretrained(self._hf_config, source))
+        self._check_mappings()
         try:
             self._bridge.load_hf_weights(self._chunks)
         except (ValueError, AssertionError, KeyError, AttributeError, RuntimeError) as error:
@@ -180,6 +184,24 @@ class ProvidedWeights:
                 "folder of one model that it supports"
             ) from error
         self._check_export(source)
+
+    def _check_mappings(self) -> None:
+        """Check that each parameter of all ranks gets a weight; one that does not is not exported either."""
+        tasks = self._bridge.get_conversion_tasks(self._chunks)
+        mapped = {id(task.param_weight) for task in tasks if task is not None}
+        unmapped = [
+            name
+            for chunk in self._chunks
+            for name, parameter in chain(chunk.named_parameters(), router_biases(chunk))
+            if id(parameter) not in mapped and not (self._tied_names and name.startswith("output_layer."))
+        ]
+        affected = _gather(unmapped)
+        if affected:
+            raise CheckpointError(
+                f"Megatron Bridge leaves {len(affected)} parameters random, for example {affected[:2]}: it has no "
+                "mapping for them, or the folder lacks their weights. Fix: use the complete folder of a model that it "
+                "supports"
+            )
 
     def _check_export(self, source: WeightSource) -> None:
         names = source.names()
@@ -192,13 +214,11 @@ class ProvidedWeights:
             is_compared = name in names and index % world_size == rank
             if is_compared and not torch.equal(source[name].to(tensor), tensor):
                 different.append(name)
-        gathered: list[list[str]] = [[] for _ in range(world_size)]
-        dist.all_gather_object(gathered, different)
         missing = {name for name in names - exported - self._tied_names if not is_mtp_weight(name, self._shape)}
         for problem, affected in (
             ("are not exported", missing),
             ("are exported and were not loaded", exported - names),
-            ("are exported with other values", {name for part in gathered for name in part}),
+            ("are exported with other values", set(_gather(different))),
         ):
             if affected:
                 raise CheckpointError(
@@ -215,16 +235,8 @@ class ProvidedWeights:
 
         Args:
             read: Returns the exported value of each local parameter: its data, or for example its gradient.
-
-        Raises:
-            CheckpointError: Megatron Bridge has no mapping for a parameter.
         """
         tasks = self._bridge.get_conversion_tasks(self._chunks)
-        if None in tasks:
-            raise CheckpointError(
-                f"Megatron Bridge has no mapping for {tasks.count(None)} of {len(tasks)} parameters. Its warnings "
-                "above name them"
-            )
         padded = {str(task.mapping.hf_param) for task in tasks if task.global_param_name in _PADDED}
         local = [
             task if task.param_weight is None else replace(task, param_weight=read(task.param_weight)) for task in tasks
@@ -232,6 +244,13 @@ class ProvidedWeights:
         for name, tensor in self._bridge.export_hf_weights(self._chunks, show_progress=False, conversion_tasks=local):
             if name not in self._tied_names:
                 yield name, tensor[: self._shape.vocab_size] if name in padded else tensor
+
+
+def _gather(names: list[str]) -> list[str]:
+    """Return the names of all ranks, each once."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, names)
+    return sorted(set(chain.from_iterable(gathered)))
 
 
 def _pretrained(hf_config: Any, source: WeightSource) -> Any:
