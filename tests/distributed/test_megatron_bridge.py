@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import sys
 import types
 from pathlib import Path
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import CheckpointError, ConfigError
-from megatron_dppo.hf.folder import DictWeights, stream_model
+from megatron_dppo.hf.families import get_family
+from megatron_dppo.hf.folder import DictWeights, stream_model, weight_shapes
 from megatron_dppo.parallel.platform import Platform
+from tests.distributed.families import TINY, family_config
 from tests.distributed.layouts import EP, FULL, PP, TP, VPP
 from tests.distributed.parity import TOLERANCE, Case, build_trainer, config_for, hf_reference, measure, on_cpu
 from tests.distributed.spawn import run_distributed
@@ -138,6 +141,44 @@ def refusals(rank: int, world_size: int) -> None:
 
 def test_what_megatron_bridge_does_not_give_back_is_refused_by_name() -> None:
     run_distributed(refusals, 2, timeout=400.0)
+
+
+OPTIONAL = re.compile(
+    r"mtp\..*"  # layers for further tokens, which come after the last layer in other models
+    r"|model\.layers\.\d+\..*"
+    r"|.*\.self_attn\.(q_proj|q_a_proj|q_a_layernorm|q_b_proj|q_norm|k_norm)\.weight"  # one of two kinds of queries
+    r"|.*\.mlp\.(gate_proj|up_proj|down_proj)\.weight"  # dense layers, which not every model of a family has
+    r"|.*\.mlp\.shared_experts?[._]gate\.weight"
+)
+"""What Megatron Bridge maps for other models of a family."""
+
+
+def names(rank: int, world_size: int) -> None:
+    """Every weight of the tiny model of each family stands in the table of Megatron Bridge, which NVIDIA wrote."""
+    import_bridge()
+    from megatron.bridge import AutoBridge
+
+    compared = []
+    for name in TINY:
+        hf_config = family_config(name)
+        hf_class = get_family(hf_config).hf_class
+        if hf_class not in AutoBridge.list_supported_models():
+            continue
+        hf_config.architectures = [hf_class]
+        hf_config.mlp_only_layers = []  # as published
+        bridge = AutoBridge.from_hf_config(hf_config)._model_bridge
+        bridge.hf_config = hf_config
+        mapped = [mapping.hf_param for mapping in bridge.mapping_registry().get_all_mappings()]
+        theirs = {part for each in mapped for part in ([each] if isinstance(each, str) else each.values())}
+        ours = {re.sub(r"\.\d+(?=\.)", ".*", weight) for weight in weight_shapes(hf_config)}
+        assert ours <= theirs, (name, ours - theirs)
+        assert not {weight for weight in theirs - ours if not OPTIONAL.fullmatch(weight)}, name
+        compared.append(name)
+    assert {"qwen3_next", "qwen3_5_moe_text", "minimax_m2", "glm4_moe_lite", "kimi_k2", "olmoe"} <= set(compared)
+
+
+def test_names_are_those_of_megatron_bridges_tables() -> None:
+    run_distributed(names, 1)
 
 
 def checkpoints(rank: int, world_size: int, folder: str) -> None:
