@@ -78,7 +78,7 @@ SAMPLE := tests/e2e/test_training.py::test_reward_and_held_out_accuracy_rise \
 	tests/e2e/test_resume.py::test_sigterm_saves_and_the_next_run_continues \
 	tests/distributed/test_model_parity.py::test_two_processes_equal_transformers \
 	tests/distributed/test_fused_head.py \
-	'tests/distributed/test_objective.py::test_losses_on_layouts[2-14]' \
+	'tests/distributed/test_objective.py::test_losses_on_layouts[2]' \
 	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[2-experts]' \
 	tests/distributed/test_vocab_logprobs.py
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every loss on every layout, up to 8 processes, with both supported versions of Megatron Core; writes docs/parity.md.
+# Every loss on every layout, up to 8 processes, with both supported versions of Megatron Core, and every family on every
+# layout; writes docs/parity.md.
 #
 #   tools/run_matrix.sh [PYTHON312]     a Python 3.12 for megatron-core 0.19.2 (see tools/setup_python312.sh)
 set -euo pipefail
@@ -10,6 +11,7 @@ export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
 
 python=$(tools/setup_env.sh)
 "$python" -m tests.distributed.run_matrix "$folder/first.md"
+"$python" -m tests.distributed.run_family_matrix "$folder/families.md"
 
 newer=$(tools/setup_python312.sh "$@")
 "$newer" -m tests.distributed.run_matrix "$folder/second.md"
@@ -23,4 +25,6 @@ newer=$(tools/setup_python312.sh "$@")
     cat "$folder/first.md"
     echo
     cat "$folder/second.md"
+    echo
+    cat "$folder/families.md"
 } > docs/parity.md

@@ -37,6 +37,7 @@ def tested_layouts(family: Family, _: ModelShape) -> str:
     grid = [case for processes in test_families.SAMPLED for case in test_families.whole_grid(processes)]
     # 8 processes run in the matrix only.
     matrix = [case for processes, cases in layouts.LAYOUTS.items() if processes < 8 for case in cases]
+    matrix += [case for cases in layouts.LINEAR_LAYOUTS.values() for case in cases]
     sampled = [case for cases in test_families.SAMPLED.values() for case in cases] + matrix
     every, few = (sum(case_family(case) in names for case in cases) for cases in (grid, sampled))
     return f"{every} (CI: {few})"

@@ -36,7 +36,10 @@ _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 _ROUTER_BIAS = "e_score_correction_bias"
 
 
-_FP32_SUFFIXES = (_ROUTER_BIAS, ".weight_scale_inv")
+_DECAY = ".linear_attn.A_log"
+
+
+_FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
 
 
 _ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
@@ -63,6 +66,8 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
     require_regular_files(folder)
     try:
         hf_config = _load_config(folder)
+    except CheckpointError:
+        raise
     # transformers and huggingface_hub raise many kinds of errors.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -79,12 +84,21 @@ def _load_config(folder: Path) -> Any:
 
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     alias = ALIASES.get(values.get("model_type"))
+    _check_tied(values)
     if alias is None:
         return _language_model(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     # Such a folder names its class by ``auto_map``: Python code that came with it, which is never run.
     return AutoConfig.for_model(
         **{key: value for key, value in values.items() if key != "auto_map"} | {"model_type": alias}
     )
+
+
+def _check_tied(values: dict[str, Any]) -> None:
+    """Check that a nested language model is tied if the model around it is: readers take one or the other key."""
+    nested = values.get("text_config")
+    key = "tie_word_embeddings"
+    if isinstance(nested, dict) and key in nested and nested[key] != values.get(key, nested[key]):
+        raise CheckpointError(f"Expected text_config.{key} = {values[key]} as {key}, got {nested[key]}. Fix: set both.")
 
 
 def _language_model(hf_config: Any) -> Any:
@@ -203,17 +217,19 @@ def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) 
         if seed is not None:
             torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
-    # from_config converts router biases to ``dtype``; from_pretrained keeps them in fp32.
+    # from_config converts router biases to ``dtype``; from_pretrained keeps them in fp32. It rounds decays of linear
+    # attention, servers do not.
     if dtype.itemsize < 4:
-        for bias in router_biases(model).values():
-            bias.data = bias.float()
+        decays = [parameter for name, parameter in model.named_parameters() if name.endswith(_DECAY)]
+        for tensor in (*router_biases(model).values(), *decays):
+            tensor.data = tensor.data.float()
     return model
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a weight is stored and sent.
 
-    It is the model's, except for router biases and the scales of FP8 blocks, which are fp32.
+    It is the model's, except for router biases, decays of linear attention and the scales of FP8 blocks: fp32.
     """
     return torch.float32 if name.endswith(_FP32_SUFFIXES) else dtype
 

@@ -81,15 +81,31 @@ def router_biases(model: Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(f".router.{_BIAS}"))
 
 
+def use_fp32_decays(model: Module) -> None:
+    """Give the decays of linear attention (``A_log``) fp32 in a model of another dtype, as servers have them.
+
+    Their exponential multiplies the state at every token, so rounding them adds up over a sequence.
+    """
+    for parameter in _decays(model):
+        parameter.data = parameter.data.float()
+
+
+def _decays(model: Module) -> Iterator[Tensor]:
+    return (parameter for name, parameter in model.named_parameters() if name.endswith(".A_log"))
+
+
 @contextmanager
-def preserve_router_biases(models: Sequence[Module]) -> Iterator[None]:
-    """Keep router biases in fp32 while the block converts models to another dtype.
+def preserve_fp32(models: Sequence[Module]) -> Iterator[None]:
+    """Keep router biases and decays in fp32 while the block converts models to another dtype.
 
     The token counts that update the biases stay in fp32 too: in bf16 a count would stop at 256.
     """
     routers = [m for model in models for m in model.modules() if isinstance(getattr(m, _BIAS, None), Tensor)]
     names = (_BIAS, "local_tokens_per_expert")
     buffers = [(router, name, getattr(router, name)) for router in routers for name in names]
+    decays = [(parameter, parameter.data) for model in models for parameter in _decays(model)]
     yield
     for router, name, buffer in buffers:
         setattr(router, name, buffer)
+    for parameter, data in decays:
+        parameter.data = data

@@ -28,6 +28,7 @@ from megatron_dppo.mcore.fusions import (
     summarize_kernels,
 )
 from megatron_dppo.mcore.head import hand_out_hidden_states
+from megatron_dppo.mcore.mapping import use_fp32_decays
 from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
@@ -227,5 +228,6 @@ def _build_chunks(config: TransformerConfig, hf_config: Any, pp_rank: int, devic
                 vp_stage=vp_stage,
             )
             hand_out_hidden_states(model)
+            use_fp32_decays(model)
             chunks.append(model.to(device))
     return chunks

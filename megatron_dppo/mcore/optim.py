@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.mcore.mapping import preserve_router_biases
+from megatron_dppo.mcore.mapping import preserve_fp32
 from megatron_dppo.mcore.offload import (
     drop_gradient_copies,
     hybrid_settings,
@@ -30,7 +30,7 @@ from megatron_dppo.mcore.offload import (
     offloaded_tensors,
     start_offloaded,
 )
-from megatron_dppo.mcore.optimizer_shards import use_box_sharding
+from megatron_dppo.mcore.optimizer_shards import correct_group_order, use_box_sharding
 from megatron_dppo.parallel.platform import DTYPES
 
 
@@ -111,7 +111,7 @@ class LossScale(MegatronGradScaler):
 
 def wrap_float16(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[Any]:
     """Wrap each chunk in Megatron's Float16Module for bf16 and fp16, which converts its weights."""
-    with preserve_router_biases(chunks):
+    with preserve_fp32(chunks):
         return [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
 
 
@@ -203,6 +203,7 @@ class Optimizer:
             else:
                 part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer):
+                correct_group_order(part)
                 use_box_sharding(part)
                 part.state_dict = partial(self._group_state, part)
         if self.loss_scale is not None:

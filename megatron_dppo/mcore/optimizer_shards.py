@@ -76,6 +76,20 @@ def use_box_sharding(optimizer: DistributedOptimizer) -> None:
     optimizer.load_parameter_state_from_fully_reshardable = partial(_load_state, optimizer)
 
 
+def correct_group_order(optimizer: DistributedOptimizer) -> None:
+    """Correct the index of each parameter in its group.
+
+    Reason: in a bf16 or fp16 model Megatron moves the parameters in fp32 to the front of their group, after it has
+        numbered them. Each parameter then saves and loads the state of another one.
+    Affected: Megatron Core 0.16.1 to 0.19.2.
+    Delete when: ``_build_model_and_main_param_groups`` keeps the order of a group.
+    """
+    groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+    for group, (fp32, half) in enumerate(groups):
+        for order, parameter in enumerate((*fp32, *half)):
+            optimizer.model_param_group_index_map[parameter] = (group, order)
+
+
 def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]]:
     """Yield each parameter of which this rank holds a range, with the start and end of the range."""
     for buffer in optimizer.gbuf_ranges:

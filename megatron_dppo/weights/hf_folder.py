@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial as partial_function
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
 from megatron_dppo.weights.quantization import Quantization, is_quantized, quantize_stream
 
 _WHAT = "the weights"
+_FP32_BYTES = 4
 COPIED = {".json", ".txt", ".model", ".jinja"}
 """Suffixes of a model's files other than weights."""
 
@@ -41,7 +43,8 @@ def save_hf_folder(
     """Write a Hugging Face folder: config and tokenizer files of ``source``, weights from the stream.
 
     Names are those of ``source``, one weight for each expert. Weights of ``source`` that are not trained (vision model,
-    layers for further tokens) are copied.
+    layers for further tokens) are copied. What ``source`` stores in fp32 beside weights of 16 bits (norms of Qwen3.5's
+    linear attention) stays in fp32.
 
     The folder appears complete and synced to disk, by a rename, and replaces an older one of that name. The stream is
     consumed to its end in any case. A rank holds the tensors of one file at a time. Tensors of a stream that is
@@ -64,7 +67,11 @@ def save_hf_folder(
     target = Path(target)
     partial = target.with_name(target.name + ".partial")
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    writer = _FileWriter(partial, rank, size, dtype, max_shard_bytes)
+    fp32_names = frozenset[str]()
+    if config is None and dtype is not None and dtype.itemsize < _FP32_BYTES:
+        fp32_names = _fp32_names(Path(source))
+    written_dtype = partial_function(_written_dtype, dtype=dtype, fp32_names=fp32_names)
+    writer = _FileWriter(partial, rank, size, written_dtype, max_shard_bytes)
     stream = iter(weights if quantization is None else quantize_stream(_round_weights(weights, dtype), quantization))
     if config is None:
         stream = _complete(stream, Path(source))
@@ -78,6 +85,18 @@ def save_hf_folder(
         # The stream is a collective: a rank that failed must still take every tensor, or the others wait for it.
         drain(stream)
         writer.close()
+
+
+def _fp32_names(source: Path) -> frozenset[str]:
+    """Return the weights that a folder stores in fp32 while its config.json says 16 bits; names as in the folder."""
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    values = values | (values.get("text_config") or {})
+    is_half = (values.get("dtype") or values.get("torch_dtype")) in ("bfloat16", "float16")
+    if not is_half or not any(source.glob("*.safetensors")):
+        return frozenset()
+    weights = FolderWeights(source)
+    rename = published_name if is_nested_config(source) else str
+    return frozenset(rename(name) for name in weights.names() if weights.describe(name)[1] == "F32")
 
 
 def _complete(weights: WeightStream, source: Path) -> Iterator[tuple[str, Tensor]]:
@@ -96,8 +115,12 @@ def _round_weights(weights: WeightStream, dtype: torch.dtype | None) -> WeightSt
         yield name, tensor.detach().to(_written_dtype(name, tensor, dtype))
 
 
-def _written_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return tensor.dtype if dtype is None or is_quantized(tensor) or is_carried(name) else stored_dtype(name, dtype)
+def _written_dtype(
+    name: str, tensor: Tensor, dtype: torch.dtype | None, fp32_names: frozenset[str] = frozenset()
+) -> torch.dtype:
+    if dtype is None or is_quantized(tensor) or is_carried(name):
+        return tensor.dtype
+    return torch.float32 if name in fp32_names else stored_dtype(name, dtype)
 
 
 def _run_on_all(work: Callable[[], None], target: Path, group: dist.ProcessGroup | None) -> None:
@@ -157,11 +180,18 @@ def _publish(writer: _FileWriter, partial: Path, target: Path, quantization: dic
 class _FileWriter:
     """Writer of the safetensors files of a folder; every rank counts all files and writes its share of them."""
 
-    def __init__(self, folder: Path, rank: int, size: int, dtype: torch.dtype | None, max_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        size: int,
+        written_dtype: Callable[[str, Tensor], torch.dtype],
+        max_bytes: int,
+    ) -> None:
         self._folder = folder
         self._rank = rank
         self._size = size
-        self._dtype = dtype
+        self._written_dtype = written_dtype
         self._max_bytes = max_bytes
         self._file_numbers: dict[str, int] = {}
         """Number of the file of each tensor."""
@@ -177,7 +207,7 @@ class _FileWriter:
         number = 0
         file_bytes = 0
         for name, tensor in weights:
-            dtype = _written_dtype(name, tensor, self._dtype)
+            dtype = self._written_dtype(name, tensor)
             size = tensor.numel() * dtype.itemsize
             if file_bytes and file_bytes + size > self._max_bytes:
                 self._flush(number)

@@ -21,6 +21,7 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import Divergence, SamplingMask, TrainingSample, VersionSpan
+from tests.distributed.families import LINEAR
 from tests.distributed.layouts import CP, EP, ETP, PP, TP, VPP
 from tests.distributed.objective import (
     TEMPERATURE,
@@ -31,7 +32,16 @@ from tests.distributed.objective import (
     model_of,
     statistics,
 )
-from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_config, on_cpu
+from tests.distributed.parity import (
+    Case,
+    build_trainer,
+    case_family,
+    config_for,
+    gradient_reader,
+    hf_config,
+    on_cpu,
+    use_small_chunks,
+)
 from tests.distributed.plain_losses import plain_loss
 from tests.unit.head.test_distillation_head import plain
 
@@ -56,6 +66,8 @@ class Lecture:
     loss: str = "dppo"
     dense_teacher: bool = False
     by_layer: bool = False
+    teacher_family: str = ""
+    """Family of the teacher, of ``tests.distributed.families``. Empty: a Qwen3-MoE, or a dense Qwen3."""
 
 
 GRID: dict[int, list[Lecture]] = {
@@ -65,8 +77,8 @@ GRID: dict[int, list[Lecture]] = {
         Lecture(Case(micro_batch_tokens=29), "forward_kl", "gspo"),
     ],
     2: [
-        Lecture(Case(TP), "reverse_kl", dense_teacher=True),
-        Lecture(Case(CP), "reverse_kl", "gspo"),
+        Lecture(Case(TP, family="qwen3_next"), "reverse_kl", dense_teacher=True),
+        Lecture(Case(CP), "reverse_kl", "gspo", by_layer=True, teacher_family="qwen3_5_moe_text"),
         Lecture(Case(PP, tied=True), "forward_kl", by_layer=True),
         Lecture(Case(EP), "forward_kl", "topk", dense_teacher=True),
     ],
@@ -86,13 +98,18 @@ MORE: dict[int, list[Lecture]] = {
         )
         for dense, other in [((i + j) % 3 == 0 and layout is not EP, (i + j) % 2 == 0)]
     ]
+    + [
+        Lecture(Case(layout, family=family), "forward_kl", loss, by_layer=i % 2 == 0, teacher_family=teacher)
+        for i, layout in enumerate((TP, CP, PP, VPP, EP))
+        for family, loss, teacher in ((LINEAR[0], "topk", LINEAR[1]), (LINEAR[1], "gspo", LINEAR[0]))
+    ]
 }
 
 
 @cache
-def teacher_model(dense: bool) -> Any:
+def teacher_model(dense: bool, family: str) -> Any:
     """Another model over the same vocabulary: other width, layers, experts and sharpness."""
-    config = hf_config(tied=False, dense=dense)
+    config = hf_config(tied=False, dense=dense, family=family)
     config.hidden_size = 96
     config.num_key_value_heads = 4
     config.num_hidden_layers = 7  # two pipeline stages get four and three
@@ -118,7 +135,10 @@ class Expected:
 
 def make_expected(lecture: Lecture, samples: list[TrainingSample]) -> Expected:
     """Everything in float64."""
-    student, teacher = in_float64(model_of(lecture.case)), in_float64(teacher_model(lecture.dense_teacher))
+    student, teacher = (
+        in_float64(model_of(lecture.case)),
+        in_float64(teacher_model(lecture.dense_teacher, lecture.teacher_family)),
+    )
     inputs = statistics(student, samples)
     loss, _ = plain_loss(inputs, LossConfig(**LOSSES[lecture.loss]))
     divergence, mask = DIVERGENCES[lecture.divergence], inputs.loss_mask
@@ -147,10 +167,10 @@ def make_expected(lecture: Lecture, samples: list[TrainingSample]) -> Expected:
 
 def make_all(lectures: list[Lecture]) -> list[tuple[list[TrainingSample], Expected]]:
     """The samples of each lecture's policy, and what to expect."""
-    drawn: dict[tuple[bool, ...], list[TrainingSample]] = {}
+    drawn: dict[tuple[str, bool], list[TrainingSample]] = {}
     result = []
     for lecture in lectures:
-        key = (lecture.case.tied, lecture.case.dense)
+        key = (case_family(lecture.case), lecture.case.tied)
         if key not in drawn:
             with torch.no_grad():
                 drawn[key] = make_samples(in_float64(model_of(lecture.case)))
@@ -170,7 +190,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
         "distillation": {"teacher_path": "unused", "divergence": chosen.name, "coef": chosen.coef} | more,
     }
     trainer = build_trainer(lecture.case, model_of(lecture.case), platform, "fp32", **sections)
-    config, model = config_for(lecture.case, **sections), teacher_model(lecture.dense_teacher)
+    config, model = config_for(lecture.case, **sections), teacher_model(lecture.dense_teacher, lecture.teacher_family)
     teacher = MegatronTeacher(
         model=config.model,
         distillation=config.distillation,
@@ -212,6 +232,7 @@ def run(rank: int, world_size: int, lectures: list[Lecture], file: Path) -> None
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
+    use_small_chunks()
     from megatron.core import parallel_state
 
     with torch.serialization.safe_globals([Expected, SamplingMask, TrainingSample, VersionSpan]):

@@ -30,6 +30,9 @@ TINY: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
 }
 """Family, and what differs from the common sizes, of each tiny model."""
 
+LINEAR = ("qwen3_next", "qwen3_5_moe_text")
+"""Families with linear attention."""
+
 
 def family_config(family: str, *, tied: bool = False) -> Any:
     """The configuration of a tiny model."""

@@ -57,6 +57,12 @@ OF_OTHER_FAMILIES: Mapping[str, tuple[Any, ...]] = {
     "rope_theta": (500.0,),
     "rope_scaling": ({"type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 4.0}),
     "partial_rotary_factor": (0.5,),
+    "attn_output_gate": (False,),
+    "output_gate_type": ("sigmoid",),
+    "qkv_bias": (True,),
+    "full_attention_interval": (2,),
+    "mamba_ssm_dtype": ("bfloat16",),
+    "mtp_num_hidden_layers": (1,),
     "quantization_config": ({"quant_method": "fp8"},),
 }
 """Keys that some model has: a family that transformers gives none of them may find them in a config.json."""
@@ -90,6 +96,9 @@ def variations(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     rope = keys["rope_parameters"]
     for key, value in rope.items():
         changes += [("rope_parameters", {"rope_parameters": rope | {key: other}}) for other in others(key, value)]
+    # Sections of positions for images; those of text are the same in each.
+    mrope = rope | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    changes.append(("rope_parameters", {"rope_parameters": mrope}))
     for kind in ("default", "linear", "dynamic", "yarn", "llama3"):
         scaled = rope | {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
         changes.append(("rope_parameters", {"rope_parameters": scaled}))

@@ -60,6 +60,24 @@ LAYOUTS: dict[int, list[Case]] = {
     ],
 }
 
+LINEAR_LAYOUTS: dict[int, list[Case]] = {
+    1: [Case(family="qwen3_next", micro_batch_tokens=29), Case(family="qwen3_5_moe_text", filtered=True)],
+    2: [
+        Case(TP, family="qwen3_5_moe_text"),
+        Case(CP, family="qwen3_next"),
+        Case(EP, family="qwen3_next", fused_head=False, transformer=SELECTIVE),
+        Case(VPP, family="qwen3_5_moe_text"),
+    ],
+    4: [
+        Case({**TP, **ETP, **OVERLAP}, family="qwen3_5_moe_text", transformer=SELECTIVE),
+        Case({**CP, **PP}, family="qwen3_next", transformer=FULL),
+    ],
+}
+"""Layouts of these families on which losses are checked.
+
+None is tied: the sharper output layer, which is the embedding then, would leave these models certain of each token.
+"""
+
 
 def describe(case: Case) -> str:
     """The switches of a case in short, for a table."""
@@ -69,7 +87,12 @@ def describe(case: Case) -> str:
     sizes = [f"{short[key]}{value}" for key, value in case.parallel.items() if key in short]
     flags = [key for key, value in case.parallel.items() if value is True]
     other = [f"{value}" for key, value in case.transformer.items() if "recompute_gran" in key or "dispatcher" in key]
-    kind = ["dense"] * case.dense + ["tied"] * case.tied + ["shared expert"] * case.shared
+    kind = (
+        [case.family] * bool(case.family)
+        + ["dense"] * case.dense
+        + ["tied"] * case.tied
+        + ["shared expert"] * case.shared
+    )
     kind += [f"micro-batches of {case.micro_batch_tokens}"] * (case.micro_batch_tokens != Case().micro_batch_tokens)
     kind += ["filtered"] * case.filtered
     kind += ["plain head"] * (not case.fused_head)

@@ -8,7 +8,7 @@ variants that the layouts of a model take.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,17 @@ from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.types import LossInputs, SamplingMask, TrainingSample, VersionSpan
-from tests.distributed.families import in_float64
-from tests.distributed.parity import Case, build_trainer, config_for, gradient_reader, hf_reference, on_cpu
+from tests.distributed.families import LINEAR, in_float64
+from tests.distributed.parity import (
+    Case,
+    build_trainer,
+    case_family,
+    config_for,
+    gradient_reader,
+    hf_reference,
+    on_cpu,
+    use_small_chunks,
+)
 from tests.distributed.plain_losses import plain_loss
 from tests.distributed.sampling_masks import keep, top_p
 
@@ -32,6 +41,8 @@ SAMPLES, TOPK, TEMPERATURE, HORIZON = 12, 6, 0.7, 9
 SHARPNESS = 4.0
 """Factor of the output layer: a distribution in which thresholds of the paper's size bite."""
 TOLERANCE = 2e-5
+LINEAR_TOLERANCE = 5e-5
+"""Bound for gradients of families with linear attention, whose norms amplify fp32 rounding (3.1e-5 for ``spo``)."""
 _EXAMPLES = Path(__file__).parents[2] / "examples/losses"
 _OWN = Path(__file__).with_name("user_functions.py")
 _DPPO = {"divergence_threshold_low": 0.04, "divergence_threshold_high": 0.04}
@@ -123,7 +134,7 @@ class Reference:
 
 def model_of(case: Case) -> Any:
     """The transformers model with a sharper output layer."""
-    model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers)
+    model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
     with torch.no_grad():
         model.lm_head.weight.mul_(SHARPNESS)
     return model
@@ -237,22 +248,37 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     )
 
 
-def make_reference(case: Case, variants: Iterable[str]) -> Reference:
-    """Everything in float64 for one model."""
-    model = in_float64(model_of(case))
-    with torch.no_grad():
-        result = Reference(make_samples(model, filtered=case.filtered))
-    inputs = statistics(model, result.samples)
-    for variant in variants:
-        model.zero_grad()
-        loss = plain_loss(inputs, reference_config(variant))[0]
+class ReferenceModel:
+    """A model in float64 with its samples. Each variant is computed once."""
+
+    def __init__(self, case: Case) -> None:
+        self._model = in_float64(model_of(case))
+        with torch.no_grad():
+            self._samples = make_samples(self._model, filtered=case.filtered)
+        self._inputs = statistics(self._model, self._samples)
+        self._known = Reference(self._samples)
+
+    def reference(self, variants: Iterable[str]) -> Reference:
+        """Return the samples, losses and gradients of some variants."""
+        for variant in variants:
+            if variant not in self._known.losses:
+                self._compute(variant)
+        losses, gradients = self._known.losses, self._known.gradients
+        return Reference(self._samples, {v: losses[v] for v in variants}, {v: gradients[v] for v in variants})
+
+    def _compute(self, variant: str) -> None:
+        self._model.zero_grad()
+        loss = plain_loss(self._inputs, reference_config(variant))[0]
         loss.backward(retain_graph=True)
-        result.losses[variant] = float(loss.detach())
-        holder = build_hf_model(model.config, torch.float64)
-        for target, source in zip(holder.parameters(), model.parameters(), strict=True):
+        self._known.losses[variant] = float(loss.detach())
+        holder = build_hf_model(self._model.config, torch.float64)
+        for target, source in zip(holder.parameters(), self._model.parameters(), strict=True):
             target.data = torch.zeros_like(source) if source.grad is None else source.grad.clone()
-        result.gradients[variant] = {name: value.clone() for name, value in stream_model(holder)}
-    return result
+        self._known.gradients[variant] = {name: value.clone() for name, value in stream_model(holder)}
+
+
+_MODELS: dict[str, ReferenceModel] = {}
+"""Models by the name of their file, for all tests of a process."""
 
 
 def dropped_shares() -> dict[str, float]:
@@ -279,32 +305,32 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
     return error, abs(metrics["loss"] - reference.losses[variant])
 
 
-def _file(folder: Path, case: Case) -> Path:
-    return folder / f"tied={case.tied} dense={case.dense} shared={case.shared} filtered={case.filtered}.pt"
+def _file_name(case: Case) -> str:
+    return f"{case_family(case)} tied={case.tied} filtered={case.filtered}.pt"
 
 
-def divide_variants(cases: list[Case], every: int) -> list[tuple[Case, list[str]]]:
-    """Each layout with every n-th variant; the next layout begins one further on."""
-    return [(case, list(VARIANTS)[number % every :: every]) for number, case in enumerate(cases)]
+def divide_variants(cases: list[Case], variants: Sequence[str]) -> list[tuple[Case, list[str]]]:
+    """Give each layout another part of the variants."""
+    return [(case, list(variants[number :: len(cases)])) for number, case in enumerate(cases)]
 
 
 def write_references(folder: Path, work: list[tuple[Case, list[str]]]) -> Path:
     """Write the reference of each model in ``work`` for the workers; returns the folder."""
-    variants: dict[Path, set[str]] = defaultdict(set)
-    models: dict[Path, Case] = {}
+    variants: dict[str, set[str]] = defaultdict(set)
     for case, names in work:
-        path = _file(folder, case)
-        models[path] = case
-        variants[path].update(names)
-    for path, case in models.items():
-        torch.save(make_reference(case, sorted(variants[path])), path)
+        file = _file_name(case)
+        variants[file].update(names)
+        if file not in _MODELS:
+            _MODELS[file] = ReferenceModel(case)
+    for file, required in variants.items():
+        torch.save(_MODELS[file].reference(sorted(required)), folder / file)
     return folder
 
 
 def read_reference(folder: Path, case: Case) -> Reference:
     """What ``write_references`` made for the model of ``case``."""
     with torch.serialization.safe_globals([SamplingMask, Reference, TrainingSample, VersionSpan]):
-        actual: Reference = torch.load(_file(folder, case), weights_only=True)
+        actual: Reference = torch.load(folder / _file_name(case), weights_only=True)
     return actual
 
 
@@ -324,6 +350,7 @@ def run(
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
+    use_small_chunks()
     from megatron.core import parallel_state
 
     lines = []
@@ -335,7 +362,8 @@ def run(
         for variant in variants:
             gradient, loss = error_of(trainer, reference, variant, case)
             lines.append(f"{trainer.layout} | {variant} | {gradient:.1e} | {loss:.1e}")
-            assert gradient < TOLERANCE, f"{case}, {variant}, rank {rank}: gradient off by {gradient:.1e}"
+            bound = LINEAR_TOLERANCE if case.family in LINEAR else TOLERANCE
+            assert gradient < bound, f"{case}, {variant}, rank {rank}: gradient off by {gradient:.1e}"
             assert loss < TOLERANCE, f"{case}, {variant}, rank {rank}: loss off by {loss:.1e}"
         dist.barrier()
         parallel_state.destroy_model_parallel()

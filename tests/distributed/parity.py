@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Case:
     micro_batch_tokens: int = 24
     fused_head: bool = True
     provider: str = "builtin"
+    lengths: tuple[int, ...] = ()
+    """tokens of each sample; empty = ``SAMPLES`` short ones"""
 
 
 def case_family(case: Case) -> str:
@@ -90,13 +93,15 @@ def randomize(model: Any) -> Any:
     return model
 
 
-def samples() -> list[TrainingSample]:
+def samples(lengths: Sequence[int] = ()) -> list[TrainingSample]:
     """Ragged sequences with an advantage and made-up rollout log-probabilities near the truth."""
     generator = torch.Generator().manual_seed(2)
+    # The last token of a response is a label alone.
+    sizes = [(1 + n // 3, n - n // 3) for n in lengths] or [(3 + i % 4, 2 + (5 * i) % 11) for i in range(SAMPLES)]
     result = []
-    for i in range(SAMPLES):
-        prompt = torch.randint(0, 117, (3 + i % 4,), generator=generator).tolist()
-        response = torch.randint(0, 117, (2 + (5 * i) % 11,), generator=generator).tolist()
+    for i, (prompt_size, response_size) in enumerate(sizes):
+        prompt = torch.randint(0, 117, (prompt_size,), generator=generator).tolist()
+        response = torch.randint(0, 117, (response_size,), generator=generator).tolist()
         logprobs = (-4.5 + 0.3 * torch.randn(len(response), generator=generator)).tolist()
         result.append(to_training_sample(prompt, response, logprobs, advantage=1.0 - 0.3 * i))
     return result
@@ -112,6 +117,7 @@ class HFSide:
         if rounded:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.bfloat16().float()
+        self.samples = samples(case.lengths)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
 
     def logprobs(self, sample: TrainingSample) -> Tensor:
@@ -121,9 +127,9 @@ class HFSide:
     def backward(self) -> tuple[float, float]:
         """The loss and the mean size of its terms, which have both signs and nearly cancel."""
         self.optimizer.zero_grad()
-        tokens = sum(int(s.loss_mask.sum()) for s in samples())
+        tokens = sum(int(s.loss_mask.sum()) for s in self.samples)
         loss, size = torch.zeros(()), 0.0
-        for sample in samples():
+        for sample in self.samples:
             logprobs = self.logprobs(sample)
             assert sample.rollout_logprobs is not None
             weight = (logprobs.detach() - sample.rollout_logprobs).exp()
@@ -131,6 +137,12 @@ class HFSide:
             loss, size = loss - terms.sum(), size + float(terms.detach().abs().sum())
         loss.backward()
         return float(loss.detach()), size
+
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Continue from these weights, by on-disk name."""
+        with torch.no_grad():
+            for name, tensor in stream_model(self.model):
+                tensor.copy_(weights[name])
 
     def step(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -214,14 +226,16 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     """Relative errors of everything about one layout against transformers in fp32 on the CPU.
 
     ``export``: what comes out against what went in; ``logprobs``; ``loss``; ``gradient``: of the worst parameter;
-    ``gradient_direction``: 1 - cosine over all parameters; ``grad_norm``; ``weights``: of the worst after all updates.
+    ``gradient_direction``: 1 - cosine over all parameters; ``grad_norm``; ``weights``: of the worst after each update.
+    The reference continues from Megatron's weights after each update: in such a small model the gradient changes by up
+    to 30 times the rounding of the weights.
     """
     hf = HFSide(case, rounded=dtype == "bf16")
     trainer = build_trainer(case, hf.model, platform, dtype)
     exported = on_cpu(trainer.export_weights())
-    errors = dict.fromkeys(("loss", "gradient", "gradient_direction", "grad_norm"), 0.0)
+    errors = dict.fromkeys(("loss", "gradient", "gradient_direction", "grad_norm", "weights"), 0.0)
     errors["export"] = worst(exported, dict(stream_model(hf.model)))
-    local_samples = samples()[trainer.dp_rank :: trainer.layout.dp]
+    local_samples = hf.samples[trainer.dp_rank :: trainer.layout.dp]
     train = config_for(case, dtype).train
     batches = Updater(trainer, train, LOSS).pack_batches(local_samples)
     errors["logprobs"] = logprob_error(Updater(trainer, train, LossConfig(name="minirl")), hf, local_samples)
@@ -236,7 +250,10 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
             errors["gradient_direction"] = 1 - cosine(actual, expected)
         result, norm = trainer.apply(metrics), hf.step()
         errors["grad_norm"] = max(errors["grad_norm"], abs(result.grad_norm - norm) / norm)
-    errors["weights"] = worst(on_cpu(trainer.export_weights()), dict(stream_model(hf.model)))
+        weights = on_cpu(trainer.export_weights())
+        errors["weights"] = max(errors["weights"], worst(weights, dict(stream_model(hf.model))))
+        if dtype == "fp32":  # in other dtypes Megatron's own main parameters are exact
+            hf.set_weights(weights)
     return errors
 
 
@@ -295,23 +312,40 @@ def logprob_error(updater: Updater, hf: HFSide, local_samples: list[TrainingSamp
     return relative_error(got, want)
 
 
-def run(rank: int, world_size: int, cases: list[Case]) -> None:
-    """Check several layouts in one set of processes."""
+def use_small_chunks(size: int = 4) -> None:
+    """Give the short sequences of the tests several chunks of the delta rule, and rows several groups of lengths."""
+    from megatron_dppo.mcore.compat import attention as length_buckets
+    from megatron_dppo.mcore.compat import delta_rule
+
+    delta_rule._CHUNK_SIZE = size
+    length_buckets._FREE_SLOTS = 0
+
+
+def run(rank: int, world_size: int, cases: list[Case], report: str | None = None) -> None:
+    """Check several layouts in one set of processes.
+
+    Args:
+        rank: of this process.
+        world_size: number of them.
+        cases: the layouts with their models.
+        report: a file that gets the largest error of each case, one a line; None = no file.
+    """
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.mcore.compat import attention as length_buckets
-    from megatron_dppo.mcore.compat import delta_rule
-
-    delta_rule._CHUNK_SIZE = 4  # so that the short sequences have several chunks
-    length_buckets._FREE_SLOTS = 0  # the rows are so short that all of their sequences would be one group
     from megatron.core import parallel_state
 
+    lines = []
     for case in cases:
+        use_small_chunks(64 if case.lengths else 4)
         errors = measure(case, platform)
         assert errors.pop("export") == 0.0, f"{case} on rank {rank}: export differs from what was loaded"
         wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
         assert not wrong, f"{case} on rank {rank}: {wrong}"
-        dist.barrier()
+        worst_error = torch.tensor(max(errors.values()))
+        dist.all_reduce(worst_error, op=dist.ReduceOp.MAX)
+        lines.append(f"{worst_error:.1e}\n")
         parallel_state.destroy_model_parallel()
+    if report is not None and rank == 0:
+        Path(report).write_text("".join(lines), encoding="utf-8")

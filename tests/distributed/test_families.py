@@ -54,6 +54,8 @@ EXPERTS: dict[int, Layouts] = {
         ({**CP, **VPP, **EP}, {}),
     ],
 }
+BORDERS: dict[str, Any] = {"lengths": (1, 63, 2, 64, 1, 65, 128, 33), "micro_batch_tokens": 140}
+"""Rows of samples around the chunk of 64 tokens of the delta rule, and of one token."""
 SAMPLED: dict[int, list[Case]] = {
     1: [Case(family="qwen2", tied=True), Case(family="moonlight"), Case(family="kimi_k2")],
     2: [
@@ -66,9 +68,9 @@ SAMPLED: dict[int, list[Case]] = {
         Case(TP, family="olmoe"),
         Case(EP, family="mixtral", tied=True),
         Case(EP, family="glm4_moe_lite"),
-        Case(TP, family="qwen3_next"),
+        Case(TP, family="qwen3_next", **BORDERS),
         Case(PP, family="qwen3_next", transformer=FULL),
-        Case(CP, family="qwen3_5_moe_text", transformer=SELECTIVE),
+        Case(CP, family="qwen3_5_moe_text", transformer=SELECTIVE, **BORDERS),
         Case(TP, family="minimax_m2"),
     ],
     4: [

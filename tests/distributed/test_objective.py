@@ -1,26 +1,42 @@
 """The losses on the layouts: the whole objective equals the float64 reference of one process.
 
-Each layout takes another part of the losses, from a seventh to a fifteenth. On one process and on two all are there, on
-four a third of them: what a loss sees of four ranks it sees of two. ``make test-matrix`` takes all.
+Each layout takes another part of the losses. On one process and on two all are there, half of them on families with
+linear attention, another half on each. On four a third is there: what a loss sees of four ranks it sees of two. ``make
+test-matrix`` takes all, ``make test-long`` all of linear attention.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.layouts import LAYOUTS
-from tests.distributed.objective import divide_variants, dropped_shares, run, write_references
+from tests.distributed.families import LINEAR
+from tests.distributed.layouts import LAYOUTS, LINEAR_LAYOUTS
+from tests.distributed.objective import VARIANTS, divide_variants, dropped_shares, run, write_references
 from tests.distributed.spawn import run_distributed
+from tests.distributed.test_families import EXPERTS, whole_grid
 
 pytestmark = pytest.mark.distributed
+EVERY = list(VARIANTS)
+SPLIT = {1: (EVERY[1::2], EVERY[::2]), 2: (EVERY[::2], EVERY[1::2]), 4: (EVERY[::3], EVERY[1::6])}
+"""By number of processes: the losses of other families, and those of families with linear attention."""
 
 
-@pytest.mark.parametrize(("processes", "every"), [(1, 7), (2, 14), (4, 15)])
-def test_losses_on_layouts(processes: int, every: int, tmp_path: Path) -> None:
-    work = divide_variants(LAYOUTS[processes], every)
+@pytest.mark.parametrize("processes", sorted(SPLIT))
+def test_losses_on_layouts(processes: int, tmp_path: Path) -> None:
+    others, linear = SPLIT[processes]
+    work = divide_variants(LAYOUTS[processes], others) + divide_variants(LINEAR_LAYOUTS[processes], linear)
     run_distributed(run, processes, work, write_references(tmp_path, work), timeout=600.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", sorted(EXPERTS))
+def test_every_loss_on_every_layout_of_linear_attention(processes: int, tmp_path: Path) -> None:
+    cases = [replace(case, tied=False) for case in whole_grid(processes) if case.family in LINEAR]
+    work = [(case, EVERY) for case in cases]
+    run_distributed(run, processes, work, write_references(tmp_path, work), timeout=7200.0)
 
 
 def test_the_variants_do_drop_tokens() -> None:

@@ -20,7 +20,8 @@ from tests.distributed.test_device_state import lend_device
 
 pytestmark = pytest.mark.distributed
 
-CASE = Case({"expert_model_parallel_size": 2})
+CASE = Case({"expert_model_parallel_size": 2}, family="qwen3_next")
+"""A model with weights in fp32 (``A_log``) and bf16."""
 HOST = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -37,6 +38,7 @@ def state_of(trainer: Any) -> dict[tuple[str, str], Tensor]:
     parts = trainer.optimizer.megatron.chained_optimizers
     actual = {}
     for name, parameter in trainer.models[0].named_parameters():
+        assert parameter.dtype == (torch.float32 if name.endswith("A_log") else torch.bfloat16)
         actual[name, "weight"] = parameter.detach().clone()
         for part in parts:
             if parameter in part.model_param_gbuf_map:

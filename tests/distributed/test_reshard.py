@@ -1,4 +1,4 @@
-"""A checkpoint of one layout continues on another: the third update is that of the uninterrupted reference."""
+"""A checkpoint of one layout continues on another: it has the same bits, and the third update is the reference's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.layout import layer_split
@@ -58,19 +59,27 @@ def case_of(layout: dict[str, Any], model: dict[str, Any]) -> Case:
 
 
 def save(
-    rank: int, world_size: int, layouts: list[dict[str, Any]], folder: str, model: dict[str, Any] | None = None
+    rank: int,
+    world_size: int,
+    layouts: list[dict[str, Any]],
+    folder: str,
+    model: dict[str, Any] | None = None,
+    dtype: str = "fp32",
 ) -> None:
-    """Two updates on each layout, then a checkpoint. ``model`` are fields of ``Case``."""
+    """Two updates on each layout, then a checkpoint, and the weights by name. ``model`` are fields of ``Case``."""
     model = model or {}
     here = platform()
     from megatron.core import parallel_state
 
     for i, layout in enumerate(layouts):
         case = case_of(layout, model)
-        trainer = build_trainer(case, HFSide(Case(**model)).model, here, "fp32")
+        trainer = build_trainer(case, HFSide(Case(**model)).model, here, dtype)
         for step in range(STEPS - 1):
             update(trainer, step)
         trainer.save(Path(folder) / f"{world_size}-{i}", STEPS - 1, {}, keep=1)
+        weights = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        if rank == 0:
+            torch.save(weights, Path(folder) / f"{world_size}-{i}.pt")
         dist.barrier()
         parallel_state.destroy_model_parallel()
 
@@ -81,8 +90,12 @@ def load(
     cases: list[tuple[str, dict[str, Any]]],
     folder: str,
     model: dict[str, Any] | None = None,
+    dtype: str = "fp32",
 ) -> None:
-    """Each checkpoint on each layout: one more update, then all weights against transformers after three."""
+    """Each checkpoint on each layout: the same weights; after one more update those of transformers after three.
+
+    The update of a dtype other than fp32 has no reference.
+    """
     model = model or {}
     here = platform()
     from megatron.core import parallel_state
@@ -95,12 +108,17 @@ def load(
         hf.step()
     for name, layout in cases:
         case = case_of(layout, model)
-        trainer = build_trainer(case, HFSide(Case(**model)).model, here, "fp32")
+        trainer = build_trainer(case, HFSide(Case(**model)).model, here, dtype)
         trainer.load(checkpoints(Path(folder) / name)[0], same_layout=False)
         assert trainer.policy_version == STEPS - 1
+        saved = torch.load(Path(folder) / f"{name}.pt", weights_only=True)
+        for weight, tensor in trainer.export_weights():
+            expected = saved.pop(weight)
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), f"{name} on {layout}: {weight}"
+        assert not saved
         update(trainer, STEPS - 1)
         error = worst(on_cpu(trainer.export_weights()), dict(stream_model(hf.model)))
-        assert error < TOLERANCE, f"checkpoint {name} on {layout}: weights off by {error:.1e}"
+        assert error < TOLERANCE or dtype != "fp32", f"checkpoint {name} on {layout}: weights off by {error:.1e}"
         dist.barrier()
         parallel_state.destroy_model_parallel()
 
@@ -148,3 +166,9 @@ def test_checkpoints_of_a_family_continue_on_other_layouts(family: str, tmp_path
     if os.environ.get("EVERYTHING"):
         cases += [("2-0", EP), ("2-1", PP)]
     run_distributed(load, 2, cases, folder, model)
+
+
+def test_a_bf16_checkpoint_with_weights_in_fp32_has_the_same_bits_on_another_layout(tmp_path: Path) -> None:
+    folder, model = str(tmp_path), {"family": "qwen3_5_moe_text"}
+    run_distributed(save, 2, [TP], folder, model, "bf16")
+    run_distributed(load, 2, [("2-0", EP), ("2-0", PP)], folder, model, "bf16")

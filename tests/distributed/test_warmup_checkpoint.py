@@ -1,4 +1,7 @@
-"""The checkpoint of a stopped warm-up, on two ranks: when it is damaged, one error says so; whole, it goes on."""
+"""The checkpoint of a stopped warm-up, on two ranks: when it is damaged, one error says so; whole, it goes on.
+
+Its weights are then those of transformers in float64 after the same supervised updates.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,27 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.folder import stream_model
+from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.run.session import warmup_from_config
-from tests.distributed.parity import Case, config_for, samples
+from tests.distributed.parity import (
+    TOLERANCE,
+    Case,
+    HFSide,
+    build_trainer,
+    config_for,
+    on_cpu,
+    samples,
+    use_small_chunks,
+    worst,
+)
 from tests.distributed.spawn import run_distributed
-from tests.distributed.test_checkpoints import damages, make_trainer, put
+from tests.distributed.test_checkpoints import damages, put
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 4
+STEPS, BATCH = 4, 4
+CASE = Case({"expert_model_parallel_size": 2}, family="qwen3_next")
 
 
 class StopAfter:
@@ -36,7 +52,7 @@ def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
     from megatron_dppo.run.stop_signal import Stopped
     from megatron_dppo.run.warmup import run_warmup
 
-    config = config_for(Case(), warmup={"num_steps": STEPS, "batch_size": 4})
+    config = config_for(Case(), warmup={"num_steps": STEPS, "batch_size": BATCH})
     done: list[int] = []
     stop: Any = StopAfter(stop_after)
     try:
@@ -58,8 +74,24 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_weights()}
 
 
+def expected_weights() -> dict[str, torch.Tensor]:
+    """The weights after the warm-up: each update has the mean over all tokens of the responses of its batch."""
+    hf = HFSide(CASE)
+    for step in range(STEPS):
+        batch = hf.samples[step * BATCH : (step + 1) * BATCH]
+        hf.optimizer.zero_grad()
+        (-torch.cat([hf.logprobs(sample)[sample.loss_mask] for sample in batch]).mean()).backward()
+        hf.step()
+    return dict(stream_model(hf.model))
+
+
 def all_checks(rank: int, world_size: int, path: str) -> None:
-    trainer, folder = make_trainer(), Path(path)
+    from megatron_dppo.mcore.compat.shims import apply_shims
+
+    platform = Platform.detect(force_cpu=True)
+    apply_shims(platform)
+    use_small_chunks()
+    trainer, folder = build_trainer(CASE, HFSide(CASE).model, platform, "fp32"), Path(path)
     assert warm_up(trainer, folder, 2) == [0, 1]
     checkpoint = folder / "checkpoints/warmup/step_000002"
     for name in sorted(file.name for file in checkpoint.iterdir()):
@@ -80,6 +112,8 @@ def all_checks(rank: int, world_size: int, path: str) -> None:
         (partial / "state.json").write_text("{}")  # a save that a kill has cut off: it does not count
     dist.barrier()
     assert warm_up(trainer, folder, STEPS + 1) == [2, 3], "it goes on where it was stopped"
+    error = worst(on_cpu(trainer.export_weights()), expected_weights())
+    assert error < TOLERANCE, f"weights off by {error:.1e}"
 
 
 def test_a_damaged_checkpoint_of_the_warm_up_is_one_error_and_a_whole_one_goes_on(tmp_path: Path) -> None:

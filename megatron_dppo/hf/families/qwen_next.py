@@ -159,8 +159,29 @@ def _linear_shape(hf_config: Any) -> LinearAttentionShape:
     )
 
 
+def _check_layers(hf_config: Any) -> None:
+    """Check ``layer_types`` against the interval of layers with full attention, from which SGLang derives them."""
+    interval = getattr(hf_config, "full_attention_interval", None)
+    if interval is None:
+        return
+    kinds = hf_config.layer_types
+    is_same = isinstance(interval, int) and interval > 0
+    if not is_same or any((kind == "full_attention") != ((i + 1) % interval == 0) for i, kind in enumerate(kinds)):
+        raise_unsupported(hf_config, "full_attention_interval", interval, f"that of layer_types, {kinds}")
+
+
 def _shape(hf_config: Any) -> ModelShape:
     require_values(hf_config, attention_bias=False, attn_output_gate=True)
+    # Transformers ignores these keys, and servers do not.
+    require_values(
+        hf_config,
+        output_gate_type=("silu", "swish"),
+        qkv_bias=False,
+        layer_scale=False,
+        is_causal=True,
+        dual_chunk_attention_config=None,
+    )
+    _check_layers(hf_config)
     layers = range(hf_config.num_hidden_layers)
     # Qwen3.5 has experts in every layer, and no such keys.
     step, listed = getattr(hf_config, "decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", None) or ()

@@ -119,7 +119,9 @@ def _gate(x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _l2_norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPS)
+    # In fp32, as flash-linear-attention: in fp16 the gradient of the root of a small sum would overflow.
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + _L2_EPS)).type_as(x)
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

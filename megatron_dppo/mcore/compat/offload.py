@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dppo.mcore.compat.torch_proxy import host_copies
 
@@ -42,3 +43,25 @@ def copy_shards_only() -> None:
             copy(self)
 
     HybridDeviceOptimizer._init_sub_optimizers = init_sub_optimizers
+
+
+def accept_fp32_weights() -> None:
+    """Let the optimizer offload models of another dtype that have weights in fp32, such as decays.
+
+    Reason: the shards of such weights are views with a gradient, which no optimizer of torch accepts. Those that stay
+        on the device are not updated: their gradients are in ``decoupled_grad``, which is read for other dtypes only.
+    Affected: Megatron Core 0.16.1 to 0.19.2.
+    Delete when: HybridDeviceOptimizer trains weights in fp32.
+    """
+    build = DistributedOptimizer._build_model_and_main_param_groups
+    DistributedOptimizer._build_model_and_main_param_groups = staticmethod(torch.no_grad()(build))
+    set_grads = HybridDeviceOptimizer._set_sub_optimizer_grads
+
+    def set_sub_optimizer_grads(self: Any) -> None:
+        set_grads(self)
+        for group in self.gpu_optimizer.param_groups if self.gpu_optimizer is not None else ():
+            for parameter in group["params"]:
+                if parameter not in self.fp32_param_to_orig_param:
+                    parameter.grad = parameter.decoupled_grad
+
+    HybridDeviceOptimizer._set_sub_optimizer_grads = set_sub_optimizer_grads

@@ -184,6 +184,12 @@ def _copy_offloaded_shards_only() -> None:
     copy_shards_only()
 
 
+def _offload_fp32_weights() -> None:
+    from megatron_dppo.mcore.compat.offload import accept_fp32_weights
+
+    accept_fp32_weights()
+
+
 def _accept_fp8_false() -> None:
     from megatron.core.tensor_parallel import random
 
@@ -266,6 +272,14 @@ SHIMS = (
         "offloading copies all weights of a rank to the host before the distributed optimizer builds it on the shards",
         _ALL,
         "the distributed optimizer builds the only HybridDeviceOptimizer",
+        on_cuda=True,
+        with_te=True,
+    ),
+    Shim(
+        _offload_fp32_weights,
+        "offloading refuses weights in fp32 of a model of another dtype, or does not update them",
+        _ALL,
+        "HybridDeviceOptimizer trains weights in fp32",
         on_cuda=True,
         with_te=True,
     ),

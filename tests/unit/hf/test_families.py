@@ -119,6 +119,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob = False.*supported: True"),
     ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
+    ("qwen3_5_moe_text", {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'.*'silu' or 'swish'"),
+    ("qwen3_5_moe_text", {"qkv_bias": True}, "qkv_bias = True"),
+    ("qwen3_5_moe_text", {"layer_scale": True}, "layer_scale = True"),
+    ("qwen3_next", {"dual_chunk_attention_config": {}}, "dual_chunk_attention_config = {}"),
+    ("qwen3_next", {"full_attention_interval": 2}, "full_attention_interval = 2.*that of layer_types"),
+    ("qwen3_5_moe_text", {"full_attention_interval": 0}, "full_attention_interval = 0"),
     ("qwen3_5_moe_text", {"layer_types": ["full_attention"]}, "layer_types = .*each of the 4 layers"),
     (
         "deepseek_v3",
@@ -227,10 +233,13 @@ def test_kimi_k2_is_deepseek_v3_and_its_code_is_not_run(tmp_path: Path) -> None:
     assert torch.equal(copied(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "minimax_m2"])
-def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "minimax_m2", "qwen3_next"])
+def test_biases_of_routers_and_decays_stay_fp32_in_the_engine_the_folder_and_the_sync(
+    family: str, tmp_path: Path
+) -> None:
     source = hf_reference(False, family=family)
-    biases = {name: value for name, value in stream_model(source) if name.endswith("e_score_correction_bias")}
+    in_fp32 = ("e_score_correction_bias", "A_log")
+    biases = {name: value for name, value in stream_model(source) if name.endswith(in_fp32)}
     assert len(biases) in (3, 4) and all(not torch.equal(b, b.bfloat16().float()) for b in biases.values())
     model = build_hf_model(source.config, torch.bfloat16)
     copy_into_model(model, stream_model(source))
@@ -245,7 +254,7 @@ def test_biases_of_routers_stay_fp32_in_the_engine_the_folder_and_the_sync(famil
     others = [name for name in sent if name not in biases]
     assert {sent[name].dtype for name in others} == {written[name].dtype for name in others} == {torch.bfloat16}
     assert stored_dtype("lm_head.weight", torch.float16) == torch.float16
-    with pytest.raises(CheckpointError, match=r"Missing weights.*e_score"):
+    with pytest.raises(CheckpointError, match=r"Missing weights.*(e_score|A_log)"):
         copy_into_model(model, ((n, w) for n, w in stream_model(source) if n not in biases))
     second = build_hf_model(read_hf_config(tmp_path / "out"), torch.bfloat16)
     copy_into_model(second, written.stream(tied=False))

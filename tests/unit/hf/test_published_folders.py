@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import (
     build_hf_model,
     check_weights_fit,
@@ -26,6 +27,7 @@ from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.run.inputs import _check_model, _check_served_keys
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.families import family_config
+from tests.distributed.key_variations import variations
 from tests.unit.configs import config as run_config
 
 VISION = dict(
@@ -87,9 +89,99 @@ def test_an_exported_folder_has_the_published_names_and_what_is_not_trained(tmp_
     second = build_hf_model(read_hf_config(tmp_path / "out"), torch.bfloat16)
     copy_into_model(second, stream_folder(tmp_path / "out", hf_config))
     tokens = torch.tensor([[5, 9, 30, 2, 77, 41]])
+    decays = {name: tensor for name, tensor in written.items() if name.endswith("A_log")}
+    for model in (loaded, trained.bfloat16()):  # transformers rounds them
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.data = decays[name if name in decays else name.replace("model.", "model.language_model.", 1)]
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=tokens).logits, second(tokens).logits)
-        assert torch.equal(second(tokens).logits, trained.bfloat16()(tokens).logits)
+        assert torch.equal(second(tokens).logits, trained(tokens).logits)
+
+
+def test_an_exported_folder_has_the_published_dtype_of_each_tensor(tmp_path: Path) -> None:
+    _, tensors = published(tmp_path / "in")
+    # As Qwen3.5-35B-A3B: decays and norms of linear attention in fp32, all else in bf16.
+    stored = {
+        name: tensor if name.endswith((".linear_attn.A_log", ".linear_attn.norm.weight")) else tensor.bfloat16()
+        for name, tensor in tensors.items()
+    }
+    assert sum(tensor.dtype == torch.float32 for tensor in stored.values()) == 2 * 3
+    save_file(stored, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    for dtype, expected in (("bfloat16", stored), ("float32", {})):
+        config["text_config"]["dtype"] = dtype
+        (tmp_path / "in/config.json").write_text(json.dumps(config))
+        hf_config = read_hf_config(tmp_path / "in")
+        trained = build_hf_model(hf_config, torch.bfloat16)
+        copy_into_model(trained, stream_folder(tmp_path / "in", hf_config))
+        save_hf_folder(tmp_path / "out", tmp_path / "in", stream_model(trained), torch.bfloat16)
+        written = load_file(tmp_path / "out/model.safetensors")
+        in_fp32 = {name for name, tensor in written.items() if tensor.dtype == torch.float32}
+        if expected:
+            assert in_fp32 == {name for name, tensor in stored.items() if tensor.dtype == torch.float32}
+        else:  # a folder in fp32 is not written in fp32, except for decays
+            assert {name.rpartition(".")[2] for name in in_fp32} == {"A_log"}
+        for name in in_fp32:
+            exact = stored[name] if name.endswith("A_log") else stored[name].bfloat16().float()
+            assert torch.equal(written[name], exact), name
+
+
+# Keys of text_config in the released Qwen3.5-35B-A3B that transformers does not have, or that tiny models leave out.
+RELEASED: dict[str, Any] = dict(
+    attn_output_gate=True,
+    full_attention_interval=4,
+    mamba_ssm_dtype="float32",
+    mlp_only_layers=[],
+    mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False,
+    partial_rotary_factor=0.25,
+)
+MROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+
+
+def outcome(hf_config: Any) -> Any:
+    """Return the shape, Megatron's fields and the rotary embedding; None if the model is refused."""
+    try:
+        shape = model_shape(hf_config)
+        family = get_family(hf_config)
+        return shape, family.fields(hf_config, shape), family.rope(hf_config)
+    except CheckpointError:
+        return None
+
+
+def test_a_nested_config_is_the_one_of_the_language_model_whatever_its_keys(tmp_path: Path) -> None:
+    plain = family_config("qwen3_5_moe_text")
+    released = plain.to_dict() | RELEASED | {"rope_parameters": plain.rope_parameters | MROPE}
+    changes = [keys for _, keys in variations(plain)]
+    counts = {True: 0, False: 0}
+    for keys in ({}, released, *changes):
+        values = {"model_type": "qwen3_5_moe", "vision_config": VISION, "image_token_id": 3, "video_token_id": 4}
+        values["text_config"] = plain.to_dict() | keys
+        values["tie_word_embeddings"] = values["text_config"]["tie_word_embeddings"]
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        try:
+            flat = AutoConfig.for_model(**{**plain.to_dict(), **keys})
+            expected = outcome(flat)
+        except Exception:  # transformers raises what its checks raise
+            expected = None
+        try:
+            read = outcome(read_hf_config(tmp_path))
+        except CheckpointError:
+            read = None
+        assert read == expected, keys
+        counts[read is not None] += 1
+    assert counts[True] > 50 and counts[False] > 30, counts
+    assert outcome(AutoConfig.for_model(**released)) == outcome(plain)
+
+
+def test_a_nested_config_that_is_tied_in_one_of_two_places_is_refused(tmp_path: Path) -> None:
+    published(tmp_path / "in")
+    values = json.loads((tmp_path / "in/config.json").read_text())
+    values["tie_word_embeddings"] = not values["text_config"]["tie_word_embeddings"]
+    (tmp_path / "in/config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"Expected text_config.tie_word_embeddings = True .*got False"):
+        read_hf_config(tmp_path / "in")
 
 
 @pytest.mark.parametrize("kind", ["twice", "short", "missing"])
