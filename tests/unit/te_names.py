@@ -136,7 +136,7 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
         if parameter.shape != expected:
             yield f"{name}: {tuple(parameter.shape)}, expected {tuple(expected)}"
         # The router's weight is the one that Megatron makes on the CPU, and keeps in fp32 if asked to.
-        dtype = torch.float32 if name.endswith("router.expert_bias") else torch.bfloat16
+        dtype = torch.float32 if name.endswith(("router.expert_bias", ".A_log")) else torch.bfloat16
         if parameter.dtype != dtype or parameter.device.type != "meta":
             yield f"{name}: {parameter.dtype} on {parameter.device}"
         if rule.is_expert and getattr(parameter, "allreduce", True) != (layout.ep == 1):
