@@ -112,7 +112,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["linear_attention", "full_attention", "sliding_attention", "full_attention"]},
         r"layer_types = \['sliding_attention'\].*'full_attention' or 'linear_attention'",
     ),
-    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3.*multiple of the 2 key heads"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3.*multiple of the 4 key heads"),
     ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim = 0"),
     ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate = False.*supported: True"),
     ("qwen3_5_moe_text", {"use_sliding_window": True}, "use_sliding_window = True"),
