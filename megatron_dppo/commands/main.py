@@ -32,6 +32,7 @@ from megatron_dppo.commands.report import add_report_arguments, run_report
 from megatron_dppo.commands.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.commands.serve import add_serve_arguments, run_serve
 from megatron_dppo.commands.streams import prepare_streams
+from megatron_dppo.commands.tasks import add_tasks_arguments, run_tasks
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import raise_file_limit, require_open_files
 from megatron_dppo.report.printable import printable
@@ -247,6 +248,7 @@ _COMMANDS = {
     "restarts": _Command(
         "for launch scripts: decide whether to requeue a job", add_restarts_arguments, _reported(run_restarts)
     ),
+    "tasks": _Command("write the tasks of agent.environment as data", add_tasks_arguments, _reported(run_tasks)),
     "experiment": _Command(
         "compare losses under controlled mismatches, on small embedded tasks",
         add_experiment_arguments,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -21,10 +22,19 @@ class AgentConfig(Section):
     """Python function instead of a program: ``module:function`` or ``path/to/file.py:function``. It runs in the
     trainer's process with the task as its argument, as a coroutine (``async``) or in a thread. null calls no
     function."""
-    reward: Literal["function", "call", "exit"] = "function"
+    environment: str | None = None
+    """Environment of the package verifiers 0.4 that plays the episodes, instead of a program: ``verifiers:TASKSET``
+    with the id of a taskset. ``megatron-dppo tasks`` writes its tasks as data. null uses none."""
+    environment_python: str | None = None
+    """Python interpreter of an environment in which verifiers and the taskset are installed."""
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of verifiers' ``SingleAgentEnvConfig``, such as ``{agent = {harness = {id = "null"}}}``. The
+    default of ``agent.runtime`` is ``{type = "subprocess"}``."""
+    reward: Literal["function", "call", "exit", "environment"] = "function"
     """Source of the rewards. ``function``: the run's ``[reward]``. With the others the agent gives its own reward.
     ``call``: by ``POST /v1/reward``; an episode without one counts as failed. ``exit``: 1 if the program exits with
-    status 0, otherwise 0; or the number that the function returns."""
+    status 0, otherwise 0; or the number that the function returns. ``environment``: that of ``agent.environment``, the
+    default with one."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
     """Largest fraction of a step's episodes that may fail, over all ranks. A step with more stops the run after a save.
     A single failed episode never does. 1 allows all failures but 64 in a row."""
@@ -86,12 +96,47 @@ class AgentConfig(Section):
     @property
     def is_set(self) -> bool:
         """True if the run has an agent."""
-        return self.command is not None or self.function is not None
+        return any(each is not None for each in (self.command, self.function, self.environment))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environment_gives_rewards(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("environment") is not None:
+            return {"reward": "environment", **values}
+        return values
+
+    @model_validator(mode="after")
+    def _environment_is_complete(self) -> AgentConfig:
+        if self.environment is None:
+            if self.reward == "environment":
+                raise ValueError("agent.reward = 'environment' without agent.environment; set it, or another reward")
+            settings = [key for key in self.changed_keys() if key.startswith("environment_")]
+            if settings and self.is_set:
+                raise ValueError(f"agent.{settings[0]} has no effect without agent.environment; remove it")
+            return self
+        if not re.fullmatch(r"verifiers:[^:]+", self.environment):
+            raise ValueError(
+                f"agent.environment = {self.environment!r}, expected 'verifiers:TASKSET' with the id of a taskset"
+            )
+        if self.environment_python is None:
+            raise ValueError(
+                "agent.environment needs agent.environment_python, the interpreter of an environment with verifiers "
+                "and the taskset, such as '/opt/verifiers/bin/python'"
+            )
+        if self.reward in ("call", "exit"):
+            raise ValueError(
+                f"agent.reward = {self.reward!r} with agent.environment: an environment gives its own reward. Set "
+                "'environment', or 'function' for that of [reward]"
+            )
+        if "id" in self.environment_options.get("taskset", {}):
+            raise ValueError("agent.environment_options has 'taskset.id', which agent.environment names; remove it")
+        return self
 
     @model_validator(mode="after")
     def _has_one_agent(self) -> AgentConfig:
-        if self.command is not None and self.function is not None:
-            raise ValueError("agent.command and agent.function are both set; remove one of them")
+        agents = [name for name in ("command", "function", "environment") if getattr(self, name) is not None]
+        if len(agents) > 1:
+            raise ValueError(f"agent.{agents[0]} and agent.{agents[1]} are both set; remove one of them")
         if self.command is not None and not (self.command and self.command[0]):
             raise ValueError(
                 f"agent.command = {self.command!r} names no program; set it, for example, to ['python', 'my_agent.py']"
@@ -105,7 +150,7 @@ class AgentConfig(Section):
         if changed and not self.is_set:
             raise ValueError(
                 f"agent.{changed[0]} = {getattr(self, changed[0])!r} has no effect without an agent; set "
-                "agent.command or agent.function"
+                "agent.command, agent.function or agent.environment"
             )
         return self
 

@@ -74,8 +74,8 @@ class World:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def engine(self, agent: Any, **settings: Any) -> ServerEngine:
-        key = "command" if isinstance(agent, list) else "function"
-        name = agent if key == "command" else "tests.unit.scripted:one"
+        key = "command" if isinstance(agent, list) else "environment" if isinstance(agent, str) else "function"
+        name = "tests.unit.scripted:one" if key == "function" else agent
         function = AgentFunction(AgentConfig(**{key: name, **settings}), {})
         if key == "function":
             function._agent._function = agent  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -293,8 +293,14 @@ class Episode:
         else:
             self.interrupted.cancel()
 
-    async def finish(self, reward: float | None, failure: str) -> Completion:
-        """Return the response, with all segments that are trained on."""
+    async def finish(self, reward: float | None, failure: str, counts: Mapping[str, float]) -> Completion:
+        """Return the response, with all segments that are trained on.
+
+        Args:
+            reward: Reward of the episode. None: the reward function is called.
+            failure: Reason why the agent failed, else empty.
+            counts: Further counters of the episode.
+        """
         turns = self._turns
         # Sampled by calls that were in progress when the agent ended, and sent to nobody.
         interrupted = sum(c.branch.response.num_sampled_tokens(c.branch.position) for c in self._conversations)
@@ -338,6 +344,7 @@ class Episode:
                 "agent/untrained/interrupted": interrupted / sampled,
                 "agent/ignored_settings": self._num_ignored.total(),
                 **{f"agent/ignored/{name}": number for name, number in self._num_ignored.items()},
+                **counts,
                 "agent/malformed_calls": self._num_malformed,
             },
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.endpoint import Endpoint
+from megatron_dppo.engines.agents.environment import EnvironmentAgent
 from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
 from megatron_dppo.engines.agents.formats import choose_format
 from megatron_dppo.engines.agents.launcher import landlock_version
@@ -67,18 +68,10 @@ class AgentFunction:
         self._variables = variables
         self._now = now
         self._agent: Agent
-        if config.command:
-            is_isolated = config.isolation == "landlock"
-            if is_isolated and landlock_version() < 1:
-                raise GenerateError(_NO_LANDLOCK)
-            self._agent = ProgramAgent(config.command, config.pass_env, is_isolated=is_isolated)
-        else:
+        if config.function is not None:
             self._agent = FunctionAgent(_load_function(config))
-        if config.command and shutil.which(config.command[0]) is None:
-            raise GenerateError(
-                f"agent.command = {config.command!r}: there is no program {config.command[0]!r} that can be executed; "
-                "give its path, or put it in PATH"
-            )
+        else:
+            self._agent = _load_program(config)
         if config.renderer is not None:
             import_renderers(config.renderer)
         self._endpoint = Endpoint(config.host, config.max_body_bytes)
@@ -96,7 +89,9 @@ class AgentFunction:
         self._slots = nullcontext() if config.max_running is None else asyncio.Semaphore(config.max_running)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end an environment."""
+        if isinstance(self._agent, EnvironmentAgent):
+            self._agent.close()
         self._endpoint.close()
         self._executor.shutdown(cancel_futures=True)
 
@@ -127,7 +122,7 @@ class AgentFunction:
             finally:
                 episode.close()
             reward, failure = self._reward_and_failure(agent_exit, episode)
-            completion = await episode.finish(reward, failure)
+            completion = await episode.finish(reward, failure, agent_exit.counts)
         self._failures = self._failures + 1 if completion.failure else 0
         if self._failures == MAX_FAILURES:
             raise GenerateError(
@@ -169,9 +164,28 @@ class AgentFunction:
                 return None, agent_exit.failure or f"agent.function: {error}"
         if agent_exit.failure and (agent_exit.has_timed_out or not episode.is_cut_off):
             return None, agent_exit.failure
+        if self._config.reward == "environment":
+            return float(agent_exit.value or 0.0), ""
         if self._config.reward == "call" and episode.reward is None:
             return None, "the agent ended without POST /v1/reward"
         return episode.reward, ""
+
+
+def _load_program(config: AgentConfig) -> Agent:
+    """Return the program or the environment."""
+    is_isolated = config.isolation == "landlock"
+    if is_isolated and landlock_version() < 1:
+        raise GenerateError(_NO_LANDLOCK)
+    setting, program = f"agent.command = {config.command!r}", (config.command or [""])[0]
+    if config.environment is not None:
+        setting, program = "agent.environment_python", str(config.environment_python)
+    if shutil.which(program) is None:
+        raise GenerateError(
+            f"{setting}: there is no program {program!r} that can be executed; give its path, or put it in PATH"
+        )
+    if config.command is None:
+        return EnvironmentAgent(config)
+    return ProgramAgent(config.command, config.pass_env, is_isolated=is_isolated)
 
 
 def _load_function(config: AgentConfig) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from megatron_dppo.engines.agents.episode import Episode
 
 T = TypeVar("T")
-_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
+LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _OUTPUT_SECONDS = 2.0
 """Time to wait for the remaining output of a program that has exited."""
 _MAX_OUTPUT = 2000
@@ -59,6 +59,18 @@ class AgentExit:
     failure: str = ""
     """Error text; empty if the agent succeeded."""
     has_timed_out: bool = False
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Counters of the episode, by the names of metrics."""
+
+
+def program_variables(pass_env: Collection[str]) -> dict[str, str]:
+    """Return the environment variables of the trainer that a program gets.
+
+    Args:
+        pass_env: ``agent.pass_env``.
+    """
+    names = {*_ENVIRONMENT, *pass_env}
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
 
 class Agent(Protocol):
@@ -80,14 +92,15 @@ class ProgramAgent:
 
     def __init__(self, command: Sequence[str], pass_env: Collection[str], *, is_isolated: bool) -> None:
         self._command = list(command)
-        self._names = {*_ENVIRONMENT, *pass_env}
+        self._pass_env = pass_env
         self._is_isolated = is_isolated
 
     async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
-        environment = {
-            name: value for name, value in os.environ.items() if name in self._names or name.startswith("LC_")
-        } | {"OPENAI_BASE_URL": task.base_url, "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1")}
+        environment = program_variables(self._pass_env) | {
+            "OPENAI_BASE_URL": task.base_url,
+            "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
+        }
         if self._is_isolated:
             environment |= {"OPENAI_API_KEY": task.api_key, "ANTHROPIC_API_KEY": task.api_key}
         output = bytearray()
@@ -122,7 +135,7 @@ class ProgramAgent:
         try:
             pipe = asyncio.subprocess.PIPE
             # Isolated mode: neither PYTHON* variables nor site packages run code before the isolation.
-            launcher = [sys.executable, "-I", "-S", _LAUNCHER] if self._is_isolated else []
+            launcher = [sys.executable, "-I", "-S", LAUNCHER] if self._is_isolated else []
             return await asyncio.create_subprocess_exec(
                 *launcher,
                 *self._command,

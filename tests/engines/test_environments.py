@@ -1,0 +1,115 @@
+"""Environments of verifiers 0.4 in a Python of their own: tasks, rewards, failures, and a training run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.commands.main import main
+from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.engines.agents.environment import EnvironmentAgent
+from megatron_dppo.errors import GenerateError
+from megatron_dppo.types import Completion, SamplingParams
+from tests.engines.servers import TOOLS
+from tests.unit.scripted import CALL, SAMPLED, World, chat_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
+ASK = "<|im_end|>\n<|im_start|>assistant\n"
+NAME = "verifiers:vf_sums"
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """The interpreter that has verifiers."""
+    done = subprocess.run([TOOLS / "agents.sh", "install", "verifiers"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return f"{done.stdout.strip()}/bin/python"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environments_are_found() -> Iterator[None]:
+    """The process gets PYTHONPATH, as programs do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH")])))
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows(python: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The tasks, as ``megatron-dppo tasks`` writes them."""
+    file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    command = ["tasks", str(EXAMPLES / "calculator.toml"), str(file), "--agent.command", "null"]
+    command += ["--agent.environment", NAME, "--agent.environment_python", python]
+    assert main(command) == 0
+    assert main(command) != 0  # The file exists.
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def episodes(world: World, python: str, tasks: list[str], **settings: Any) -> list[Completion]:
+    prompts = [replace(SAMPLED, prompt_id=f"row:{n}", metadata={"task": task}) for n, task in enumerate(tasks)]
+    engine = world.engine(NAME, environment_python=python, **settings)
+    return engine.generate(prompts, SamplingParams(max_new_tokens=3000, seed=1))
+
+
+def test_tasks_rewards_and_failures_by_name(
+    rows: list[dict[str, Any]], python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [row["name"] for row in rows] == [f"{a}+{b}" for a in (1, 2, 3) for b in (1, 2, 3)]
+    assert all(row["prompt"] == row["name"] and len(row["task"]) == 64 for row in rows)
+    keys = {row["name"]: row["task"] for row in rows}
+    world = World(chat_tokenizer(), monkeypatch)
+    world.script = {
+        f"1+2{ASK}": CALL,
+        f"3</tool_response>{ASK}": "It is 3",
+        f"2+2{ASK}": "I am quite sure that it is 4",
+        f"3+3{ASK}": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    }
+    try:
+        found = episodes(world, python, [keys["1+2"], keys["2+2"], keys["3+3"], "0" * 64])
+    finally:
+        for part in world.open:
+            part.close()
+    tool, long, broken, unknown = found
+    # One sequence of two turns, with all sampled tokens trained.
+    assert not tool.failure and tool.reward == 1.25
+    assert world.trained(tool) == [f"{CALL}<|im_end|>", "It is 3<|im_end|>"]
+    assert (tool.counts["agent/reward/right"], tool.counts["agent/reward/short"]) == (1, 1)
+    assert tool.counts["agent/metric/turns"] == 2 and tool.counts["agent/segments"] == 1
+    assert not long.failure and long.reward == 1.0 and long.counts["agent/reward/short"] == 0
+    # The program raises a KeyError.
+    assert broken.reward is None and "KeyError" in broken.failure, broken.failure
+    assert "no task '0000" in unknown.failure
+
+
+def test_the_keys_of_episodes_stay_with_them(
+    rows: list[dict[str, Any]], python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that the environment starts get the secret of verifiers' own server, and no key of the endpoint."""
+    world = World(chat_tokenizer(), monkeypatch)
+    world.script = {f"1+2{ASK}": "nothing"}
+    monkeypatch.setenv("SECRET_OF_THE_TRAINER", "leaked")
+    options = {"agent": {"harness": {"id": "vf_environ"}}}
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'agents'}{os.pathsep}{os.environ['PYTHONPATH']}")
+    key = next(row["task"] for row in rows if row["name"] == "1+2")
+    try:
+        (found,) = episodes(world, python, [key], environment_options=options)
+    finally:
+        for part in world.open:
+            part.close()
+    shown = found.failure
+    assert "OPENAI_BASE_URL" in shown and "MEGATRON_DPPO" not in shown and "SECRET_OF_THE_TRAINER" not in shown
+
+
+def test_an_environment_that_cannot_be_used_is_named_before_it_plays(python: str) -> None:
+    config = AgentConfig(environment=NAME, environment_python=python, environment_options={"taskset": {"largst": 2}})
+    with pytest.raises(GenerateError, match="largst"):
+        EnvironmentAgent(config).tasks()
+    with pytest.raises(GenerateError, match="taskset 'no_such_tasks' not found"):
+        EnvironmentAgent(AgentConfig(environment="verifiers:no_such_tasks", environment_python=python)).tasks()
