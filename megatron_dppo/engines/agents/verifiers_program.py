@@ -82,7 +82,7 @@ async def play(environment: Any, task: Any, call: Mapping[str, Any]) -> dict[str
     return {
         "id": call["id"],
         "reward": trace.reward,
-        "rewards": {name: found.score for name, found in trace.rewards.items() if found is not None},
+        "rewards": {name: reward.score for name, reward in trace.rewards.items() if reward is not None},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
         "failure": failure,
     }
