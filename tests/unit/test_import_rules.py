@@ -13,7 +13,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
 # Servers load what is in those folders, as modules of their own; the package imports digests and patches alone.
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if "vllm_extension" not in file.parts)
+ELSEWHERE = ("vllm_extension", "verifiers_program.py")
+"""run by the Python of another package, which is not installed beside the trainer"""
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if not {*ELSEWHERE} & {*file.parts})
 
 _TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
 """Packages that talk between ranks."""
