@@ -56,7 +56,8 @@ def lognormal_lengths(tokens: int, longest: int, seed: int) -> list[int]:
 def attention(lengths: list[int], most_padded: float) -> Way:
     """Forward and backward of one layer: 8 heads, 2 groups of keys, 64 wide."""
     starts = [0, *accumulate(lengths)]
-    module = SDPACoreAttention(SimpleNamespace(attention_dropout=0.0), 1, None, "self")
+    fields = {"attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
+    module = SDPACoreAttention(SimpleNamespace(**fields), 1, None, "self")
     parts = [torch.randn(starts[-1], heads, 64, requires_grad=True) for heads in (8, 2, 2)]
     positions = torch.cat([torch.arange(n) for n in lengths])
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)

@@ -64,6 +64,12 @@ class ModelShape:
     """Indices of layers without experts in a mixture-of-experts model, from 0."""
     linear: LinearAttentionShape | None = None
     """Linear attention. None for a model with full attention in every layer."""
+    window_layers: tuple[int, ...] = ()
+    """Indices of layers with a sliding window, from 0."""
+    has_attention_sinks: bool = False
+    """True if the softmax of attention has a further score for each head."""
+    has_linear_bias: bool = False
+    """True if the output projection, routers and experts have biases."""
 
     def tensor_parallel_shard(self, parts: int) -> ModelShape:
         """Return the shape with the heads of one of ``parts`` tensor-parallel ranks."""
@@ -369,6 +375,11 @@ def _silently_wrong_layouts(layout: Layout, shape: ModelShape) -> list[str]:
             "interleaved schedule then computes a wrong loss, and with 4 or more micro-batches gradients wrong by a "
             "factor of 10. "
             "Set overlap_p2p_comm = true"
+        )
+    if shape.num_experts and shape.has_linear_bias and layout.etp > 1:
+        problems.append(
+            f"expert_tensor_parallel_size = {layout.etp} with experts that have biases: Megatron adds each bias on "
+            "every rank and refuses it. Set expert_tensor_parallel_size = 1 and expert_model_parallel_size above 1"
         )
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
         problems.append(

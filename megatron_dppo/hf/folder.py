@@ -30,9 +30,6 @@ from megatron_dppo.types import RoutingShape
 WeightStream = Iterable[tuple[str, Tensor]]
 
 
-_FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
-
-
 _ROUTER_BIAS = "e_score_correction_bias"
 
 
@@ -40,9 +37,6 @@ _DECAY = ".linear_attn.A_log"
 
 
 _FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
-
-
-_ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 
 
 def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
@@ -75,6 +69,9 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
             f"{folder / 'config.json'} cannot be read by transformers: {reason}. Copy the folder again; a new model "
             "needs a newer transformers"
         ) from error
+    if is_mxfp4(hf_config) and get_family(hf_config).fused_experts.is_interleaved:
+        # ``FolderWeights`` reads such experts as bf16, so this is the configuration of an unquantized model.
+        del hf_config.quantization_config
     _add_generation_end_tokens(folder, hf_config)
     return hf_config
 
@@ -121,12 +118,34 @@ def with_served_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**({} if family is None else family.served_keys(values)), **values}
 
 
+def is_mxfp4(hf_config: Any) -> bool:
+    """Return True if a configuration says that the experts are quantized to MXFP4, as released gpt-oss models are."""
+    quantization = getattr(hf_config, "quantization_config", None)
+    return (
+        hf_config.model_type in FAMILIES
+        and isinstance(quantization, Mapping)
+        and quantization.get("quant_method") == "mxfp4"
+    )
+
+
 def is_nested_config(path: str | Path) -> bool:
     """Return True if a folder's config.json holds the language model beside other models."""
-    file = Path(path) / "config.json"
-    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    nested = values.get("text_config")
+    nested = _config_values(path).get("text_config")
     return isinstance(nested, dict) and nested.get("model_type") in FAMILIES
+
+
+def num_joined_experts(path: str | Path) -> int | None:
+    """Return the number of experts that a folder's files must hold in one tensor each. None: one weight an expert."""
+    values = _config_values(path)
+    family = FAMILIES.get(str(values.get("model_type")))
+    is_joined = family is not None and family.fused_experts.is_interleaved
+    return int(values["num_local_experts"]) if is_joined else None
+
+
+def _config_values(path: str | Path) -> dict[str, Any]:
+    file = Path(path) / "config.json"
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return values
 
 
 def _add_generation_end_tokens(folder: Path, hf_config: Any) -> None:
@@ -235,27 +254,14 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Stream the weights of a transformers model by on-disk name, without tied output weights."""
-    disk_names = get_family(model.config).disk_names
-    return ((rename(name, disk_names), tensor) for name, tensor in _stream_experts(model))
-
-
-def _stream_experts(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Stream the weights of a transformers model, one for each expert, by their usual names."""
+    """Stream the weights of a transformers model by on-disk name, one for each expert, without tied output weights."""
+    family = get_family(model.config)
     tied = bool(model.config.tie_word_embeddings)
-    for name, tensor in model.state_dict().items():
-        match = _FUSED_EXPERTS.match(name)
-        if tied and name == "lm_head.weight":
+    for stored_name, stored in model.state_dict().items():
+        if tied and stored_name == OUTPUT.hf[0]:
             continue
-        if match is None:
-            yield name, tensor
-        elif match[2] == "down_proj":
-            yield from ((f"{match[1]}.{e}.down_proj.weight", w) for e, w in enumerate(tensor))
-        else:
-            for e, w in enumerate(tensor):
-                gate, up = w.chunk(2, dim=0)
-                yield f"{match[1]}.{e}.gate_proj.weight", gate
-                yield f"{match[1]}.{e}.up_proj.weight", up
+        for name, tensor in family.fused_experts.split(stored_name, stored):
+            yield rename(name, family.disk_names), tensor
 
 
 def weight_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
@@ -292,10 +298,14 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
     targets = {**dict(model.named_parameters()), **router_biases(model)}
     # Elements and not names: experts arrive one by one in a tensor that holds all of them.
     elements_left = {name: parameter.numel() for name, parameter in targets.items()}
-    usual_names = [(disk, usual) for usual, disk in get_family(model.config).disk_names]
+    family = get_family(model.config)
+    usual_names = [(disk, usual) for usual, disk in family.disk_names]
     for disk_name, tensor in weights:
         name = rename(disk_name, usual_names)
-        target, key = (targets[name], name) if name in targets else _expert_slice(targets, name)
+        match = (targets[name], name) if name in targets else family.fused_experts.find(targets, name)
+        if match is None:
+            raise CheckpointError(f"weight {name} does not belong to this model")
+        target, key = match
         if target.shape != tensor.shape:
             raise CheckpointError(f"weight {name} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
         target.copy_(tensor)
@@ -308,25 +318,6 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
 def router_biases(model: Any) -> dict[str, Tensor]:
     """Return the router biases of a transformers model by name; they are buffers, not parameters."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
-
-
-def _expert_slice(targets: dict[str, Tensor], name: str) -> tuple[Tensor, str]:
-    """Return the part of a fused expert tensor that an on-disk name stands for, and the fused tensor's name."""
-    match = _ONE_EXPERT.match(name)
-    kind = None if match is None else ("down_proj" if match[3] == "down_proj" else "gate_up_proj")
-    key = "" if match is None else f"{match[1]}.{kind}"
-    if match is None or key not in targets:
-        raise CheckpointError(f"weight {name} does not belong to this model")
-    expert = targets[key][int(match[2])]
-    if match[3] == "down_proj":
-        return expert, key
-    gate, up = expert.chunk(2, dim=0)
-    return (gate if match[3] == "gate_proj" else up), key
-
-
-def is_fused_experts(name: str) -> bool:
-    """Return True if a transformers parameter holds the weights of all experts ``[num_experts, out, in]``."""
-    return _FUSED_EXPERTS.match(name) is not None
 
 
 def drain(weights: WeightStream) -> None:

@@ -1,23 +1,29 @@
-"""Names of a model within a folder that holds more: a vision model, layers for further tokens.
+"""Weights of a model in folders that name them otherwise, join experts, quantize them or hold more than the model.
 
 Released Qwen3.5 folders have the language model under ``model.language_model.``, the weights of all experts of a layer
 in one tensor, a vision model and a layer for further tokens. The last two are not trained. An exported folder gets them
-unchanged, so that servers find a complete model.
+unchanged, so that servers find a complete model. Released gpt-oss folders join experts too, in MXFP4.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.families.fused_experts import CHUNKED, INTERLEAVED, FusedExperts, match_fused
+from megatron_dppo.hf.mxfp4 import BLOCK, check_blocks, dequantize
 
 LANGUAGE_MODEL = "model.language_model."
 """Prefix of the language model's weights in such a folder. Elsewhere it is ``model.``"""
 _CARRIED = ("mtp.", "model.visual.")
-_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
-_GATE_UP = ("gate_proj", "up_proj")
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_QUANTIZED = re.compile(rf"(.*\.mlp\.experts\.(?:gate_up|down)_proj)({_BLOCKS}|{_SCALES})")
 
 
 def is_carried(name: str) -> bool:
@@ -35,47 +41,112 @@ def published_name(name: str) -> str:
     return LANGUAGE_MODEL + name.removeprefix("model.") if name.startswith("model.") and not is_carried(name) else name
 
 
-class StoredWeight(NamedTuple):
-    """One weight, or one expert's part of a tensor of all experts, in an open safetensors file."""
+@dataclass(frozen=True)
+class StoredWeight:
+    """One weight in an open safetensors file."""
 
     file: Any
     """Handle of ``safe_open``."""
     name: str
     """Name in the file."""
-    expert: int | None = None
-    """Expert of the part. None for the whole tensor."""
-    half: int | None = None
-    """0 for the gate and 1 for the up projection of an expert. None for all rows."""
 
     def read(self) -> Tensor:
-        """Return the tensor; only its part is read."""
-        if self.expert is None:
-            tensor: Tensor = self.file.get_tensor(self.name)
-            return tensor
-        part: Tensor = self.file.get_slice(self.name)[self.expert]
-        return (part if self.half is None else part.chunk(2, 0)[self.half]).contiguous()
+        """Return the tensor."""
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
 
     def describe(self) -> tuple[tuple[int, ...], str]:
         """Return the shape, and the dtype in safetensors' words, without reading the tensor."""
-        header = self.file.get_slice(self.name)
-        shape = tuple(header.get_shape())
-        if self.expert is not None:
-            shape = shape[1:]
-        if self.half is not None:
-            shape = (shape[0] // 2, *shape[1:])
-        return shape, str(header.get_dtype())
+        return _header(self.file, self.name)
 
 
-def stored_weights(file: Any, name: str) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the weights of one stored tensor by their usual names: itself, or one for each expert."""
-    fused = _FUSED.fullmatch(name)
-    if fused is None:
-        yield usual_name(name), StoredWeight(file, name)
-        return
-    module = usual_name(fused[1])
-    for expert in range(file.get_slice(name).get_shape()[0]):
-        if fused[2] == "down_proj":
-            yield f"{module}.{expert}.down_proj.weight", StoredWeight(file, name, expert)
-            continue
-        for half, projection in enumerate(_GATE_UP):
-            yield f"{module}.{expert}.{projection}.weight", StoredWeight(file, name, expert, half)
+@dataclass(frozen=True)
+class ExpertWeight(StoredWeight):
+    """One expert's weight in a tensor of all experts."""
+
+    expert: int
+    kind: str
+    """Projection of the tensor (``gate_up_proj``)."""
+    local_name: str
+    """Projection and kind of the weight (``up_proj.weight``)."""
+    layout: FusedExperts
+
+    def read(self) -> Tensor:
+        """Return the weight; only the expert's part is read."""
+        return self.layout.parts(self.kind, self.file.get_slice(self.name)[self.expert])[self.local_name].contiguous()
+
+    def describe(self) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the dtype of the weight."""
+        shape, dtype = _header(self.file, self.name)
+        return tuple(self.layout.parts(self.kind, torch.empty(shape[1:], device="meta"))[self.local_name].shape), dtype
+
+
+@dataclass(frozen=True)
+class QuantizedExpertWeight(ExpertWeight):
+    """One expert's weight in a tensor of all experts in MXFP4, whose rows are those of the weight."""
+
+    scales_file: Any
+    """Handle of the file of the scales."""
+
+    def read(self) -> Tensor:
+        """Return the weight in bf16; only the expert's part is read."""
+        rows = self.layout.rows(self.local_name)
+        blocks = self.file.get_slice(self.name)[self.expert][rows]
+        scales = self.scales_file.get_slice(_scales_name(self.name))[self.expert][rows]
+        return dequantize(blocks, scales, self.name)
+
+    def describe(self) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the dtype that ``read`` returns."""
+        shape, _ = _header(self.file, self.name)
+        rows = len(range(shape[1])[self.layout.rows(self.local_name)])
+        return (rows, shape[2] * BLOCK), "BF16"
+
+
+def _header(file: Any, name: str) -> tuple[tuple[int, ...], str]:
+    header = file.get_slice(name)
+    return tuple(header.get_shape()), str(header.get_dtype())
+
+
+def _scales_name(name: str) -> str:
+    return name.removesuffix(_BLOCKS) + _SCALES
+
+
+def stored_weights(files: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield the weights of the stored tensors ``names`` by their usual names: itself, or one for each expert.
+
+    Args:
+        files: Handle of each tensor's file, by name.
+        names: Names of the tensors.
+
+    Raises:
+        CheckpointError: A tensor in MXFP4 has no scales, or other ones.
+    """
+    names = set(names)
+    # Only gpt-oss joins biases of experts, and only its tensors are interleaved.
+    is_interleaved = any(name.endswith(".mlp.experts.gate_up_proj_bias") for name in names)
+    layout = INTERLEAVED if is_interleaved else CHUNKED
+    for name in names:
+        quantized = _QUANTIZED.fullmatch(name) if is_interleaved else None
+        fused = match_fused(name if quantized is None else quantized[1])
+        if fused is None:
+            yield usual_name(name), StoredWeight(files[name], name)
+        elif quantized is None or quantized[2] == _BLOCKS:
+            yield from _expert_weights(files, name, *fused, layout, is_quantized=quantized is not None)
+        elif name.removesuffix(_SCALES) + _BLOCKS not in names:
+            raise CheckpointError(f"Expected {name.removesuffix(_SCALES) + _BLOCKS} beside {name}, got none.")
+
+
+def _expert_weights(
+    files: Mapping[str, Any], name: str, module: str, kind: str, layout: FusedExperts, *, is_quantized: bool
+) -> Iterator[tuple[str, StoredWeight]]:
+    header = _header(files[name], name)
+    if is_quantized:
+        scales = _scales_name(name)
+        if scales not in files:
+            raise CheckpointError(f"Expected {scales} beside {name}, got none. Copy the folder again.")
+        check_blocks(header, _header(files[scales], scales), name)
+    for expert in range(header[0][0]):
+        for local_name in layout.names(kind):
+            part = (files[name], name, expert, kind, local_name, layout)
+            weight = QuantizedExpertWeight(*part, files[scales]) if is_quantized else ExpertWeight(*part)
+            yield f"{usual_name(module)}.{expert}.{local_name}", weight

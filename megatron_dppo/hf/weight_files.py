@@ -207,14 +207,15 @@ class FolderWeights:
         self.buffers = sorted(filter(is_known_buffer, weight_map))
         self.carried = {n: StoredWeight(handles[file], n) for n, file in weight_map.items() if is_carried(n)}
         self._files: dict[str, StoredWeight] = {}
-        for stored_name in weight_map.keys() - self.carried.keys() - set(self.buffers):
-            for name, weight in stored_weights(handles[weight_map[stored_name]], stored_name):
-                if name in self._files:
-                    raise CheckpointError(
-                        f"Expected {name} once in {path}, got {self._files[name].name} and {stored_name}. Copy the "
-                        "folder again."
-                    )
-                self._files[name] = weight
+        files_by_name = {name: handles[file] for name, file in weight_map.items()}
+        stored_names = weight_map.keys() - self.carried.keys() - set(self.buffers)
+        for name, weight in stored_weights(files_by_name, stored_names):
+            if name in self._files:
+                raise CheckpointError(
+                    f"Expected {name} once in {path}, got {self._files[name].name} and {weight.name}. Copy the folder "
+                    "again."
+                )
+            self._files[name] = weight
         self.ignored_files = selected.ignored
 
     def __getitem__(self, name: str) -> Tensor:

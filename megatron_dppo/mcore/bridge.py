@@ -37,7 +37,7 @@ def global_names(chunks: Sequence[GPTModel], first_expert: int) -> dict[str, Ten
             if name.startswith(f"{ADAPTERS}."):
                 continue
             name = _shift_index(r"^(decoder\.layers\.)(\d+)", name, offset)
-            name = _shift_index(r"(\.experts\.linear_fc[12]\.weight)(\d+)$", name, first_expert)
+            name = _shift_index(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$", name, first_expert)
             result[name] = parameter
     return result
 

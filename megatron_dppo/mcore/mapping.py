@@ -41,7 +41,7 @@ def find_rule(name: str, shape: ModelShape, tied: bool) -> tuple[Rule, int, int]
         KeyError: No rule maps this parameter.
     """
     layer_match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    expert_match = re.search(r"\.experts\.linear_fc[12]\.weight(\d+)$", name)
+    expert_match = re.search(r"\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$", name)
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))
     family = get_family(shape)
     output = TIED_OUTPUT if tied else OUTPUT

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
@@ -19,7 +20,11 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.families.family import raise_unsupported
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
+from megatron_dppo.mcore.compat.transformer_engine import (
+    check_attention_support,
+    has_transformer_engine,
+    mark_split_parameters,
+)
 from megatron_dppo.mcore.fusions import (
     check_fp8,
     default_fusions,
@@ -109,8 +114,17 @@ def transformer_config(
     """
     has_te = platform.is_cuda and has_transformer_engine()
     shape = model_shape(hf_config)
-    check_attention_support(model.dtype, layout.cp, transformer_engine=has_te)
+    check_attention_support(
+        model.dtype,
+        layout.cp,
+        transformer_engine=has_te,
+        windows=bool(shape.window_layers) or shape.has_attention_sinks,
+        cp_comm_type=model.transformer.get("cp_comm_type"),
+    )
     family_fields = get_family(hf_config).fields(hf_config, shape)
+    # The name of Megatron's argument, which its TransformerConfig has as a function.
+    if family_fields.pop("quick_geglu", False):
+        family_fields["activation_func"] = quick_gelu
     topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)
     if topk > experts:
         raise_unsupported(hf_config, "num_experts_per_tok", topk, f"at most the {experts} experts")
@@ -145,6 +159,8 @@ def transformer_config(
             f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
         ) from error
     check_pipeline_split(config, layout)
+    for name, value in (get_family(hf_config).rope(hf_config).yarn or {}).items():
+        setattr(config, f"yarn_{name}", value)
     return config
 
 
@@ -222,11 +238,11 @@ def _build_chunks(config: TransformerConfig, hf_config: Any, pp_rank: int, devic
                 # last one.
                 pre_process=pp_rank == 0 and stage == 0,
                 post_process=pp_rank == last_stage and stage == (vpp_size or 1) - 1,
-                position_embedding_type="rope",
                 **get_family(hf_config).rope(hf_config).arguments(),
                 share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
                 vp_stage=vp_stage,
             )
+            mark_split_parameters(model)
             hand_out_hidden_states(model)
             use_fp32_decays(model)
             chunks.append(model.to(device))

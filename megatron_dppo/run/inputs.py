@@ -27,6 +27,7 @@ from megatron_dppo.hf.folder import (
     check_weights_fit,
     is_nested_config,
     model_shape,
+    num_joined_experts,
     parameter_count,
     read_hf_config,
 )
@@ -187,13 +188,17 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
         if not config.model.random_init:
             problems.attempt(check_weights_fit, path, hf_config)
     method = config.rollout.weight_sync.method
-    if config.rollout.engine != "local" and method != "disk" and is_nested_config(path):
-        problems.add(
-            ConfigError(
-                f"rollout.weight_sync.method = {method!r} with {path!r}, whose language model is nested in a model for "
-                "images: its weights have other names in the servers. Set it to 'disk'"
+    if config.rollout.engine != "local" and method != "disk":
+        reason = "whose language model is nested in a model for images" if is_nested_config(path) else None
+        if num_joined_experts(path) is not None:
+            reason = "which has one tensor for all experts of a layer"
+        if reason is not None:
+            problems.add(
+                ConfigError(
+                    f"rollout.weight_sync.method = {method!r} with {path!r}, {reason}: its weights have other names "
+                    "in the servers. Set it to 'disk'"
+                )
             )
-        )
     if config.rollout.engine != "local":
         problems.attempt(_check_served_keys, path, hf_config)
     if config.loss.is_topk and config.loss.topk > shape.vocab_size:
@@ -270,6 +275,19 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
             "linear attention has no batch-invariant kernel; use false",
         ),
         (
+            "rollout.batch_invariant",
+            config.rollout.batch_invariant,
+            bool(shape.window_layers) or shape.has_attention_sinks,
+            "its attention kernel has neither windows nor sinks; use false",
+        ),
+        (
+            "rollout.engine",
+            config.rollout.engine,
+            # SGLang has windows for gpt-oss, the family with sinks.
+            config.rollout.engine == "sglang" and bool(shape.window_layers) and not shape.has_attention_sinks,
+            "SGLang computes its layers without their sliding window; use 'vllm' or 'local'",
+        ),
+        (
             "rollout.perturbation.router_noise",
             perturbation.router_noise,
             shape.has_router_bias,
@@ -284,6 +302,12 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     ):
         if value and has_it:
             yield ConfigError(f"{key} = {value!r} with a model of type {shape.family!r}: {reason}")
+    experts = {"gate_proj", "up_proj", "down_proj"} & set(config.lora.target_modules)
+    if config.lora.rank and experts and get_family(shape).fused_experts.is_interleaved:
+        yield ConfigError(
+            f"lora.target_modules = {config.lora.target_modules!r} with a model of type {shape.family!r}: adapters of "
+            "one projection of its experts have no form that PEFT or servers load. Use q_proj, k_proj, v_proj, o_proj"
+        )
 
 
 class PromptReader:

@@ -15,9 +15,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_dppo.errors import DiskError
+from megatron_dppo.errors import CheckpointError, DiskError
 from megatron_dppo.files import disk_errors, fsync, usual_rights
-from megatron_dppo.hf.folder import WeightStream, drain, is_nested_config, stored_dtype, with_served_keys
+from megatron_dppo.hf.families.fused_experts import INTERLEAVED
+from megatron_dppo.hf.folder import (
+    WeightStream,
+    drain,
+    is_nested_config,
+    num_joined_experts,
+    stored_dtype,
+    with_served_keys,
+)
 from megatron_dppo.hf.published_names import is_carried, published_name
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
@@ -42,9 +50,9 @@ def save_hf_folder(
 ) -> None:
     """Write a Hugging Face folder: config and tokenizer files of ``source``, weights from the stream.
 
-    Names are those of ``source``, one weight for each expert. Weights of ``source`` that are not trained (vision model,
-    layers for further tokens) are copied. What ``source`` stores in fp32 beside weights of 16 bits (norms of Qwen3.5's
-    linear attention) stays in fp32.
+    Names are those of ``source``, one weight for each expert (gpt-oss: one tensor for all). Weights of ``source`` that
+    are not trained (vision model, layers for further tokens) are copied. What ``source`` stores in fp32 beside weights
+    of 16 bits (norms of Qwen3.5's linear attention) stays in fp32.
 
     The folder appears complete and synced to disk, by a rename, and replaces an older one of that name. The stream is
     consumed to its end in any case. A rank holds the tensors of one file at a time. Tensors of a stream that is
@@ -62,9 +70,14 @@ def save_hf_folder(
 
     Raises:
         DiskError: On all ranks, if one of them cannot write.
-        CheckpointError: The format of ``quantization`` cannot hold a weight.
+        CheckpointError: The format of ``quantization`` cannot hold a weight, or ``source`` joins experts.
     """
     target = Path(target)
+    if quantization is not None and num_joined_experts(source) is not None:
+        raise CheckpointError(
+            f"Expected a model with one weight for each expert for a folder in {quantization.format}, got {source}, "
+            "which joins the experts of a layer in one tensor. Fix: write it without quantization."
+        )
     partial = target.with_name(target.name + ".partial")
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     fp32_names = frozenset[str]()
@@ -102,6 +115,9 @@ def _fp32_names(source: Path) -> frozenset[str]:
 def _complete(weights: WeightStream, source: Path) -> Iterator[tuple[str, Tensor]]:
     """Stream the weights by their names in ``source``, then those of ``source`` that are not trained."""
     rename = published_name if is_nested_config(source) else str
+    num_experts = num_joined_experts(source)
+    if num_experts is not None:
+        weights = INTERLEAVED.join(weights, num_experts)
     for name, tensor in weights:
         yield rename(name), tensor
     # A folder for ``model.random_init`` has no weights.
@@ -150,6 +166,9 @@ def _write_config(
             if file.is_file() and file.suffix in COPIED and "safetensors" not in file.name:
                 shutil.copyfile(file, partial / file.name)
         written = with_served_keys(json.loads((partial / "config.json").read_text()) if config is None else config)
+        # Weights in MXFP4 were read as bf16.
+        if (written.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+            del written["quantization_config"]
         if dtype is not None:
             # A nested language model has an entry of its own.
             for entry in (written, written.get("text_config")):

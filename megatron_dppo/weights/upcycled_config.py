@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.families import FAMILIES
-from megatron_dppo.hf.families.family import default_rope, head_dim
+from megatron_dppo.hf.families.family import default_rope, head_dim, raise_unsupported
 from megatron_dppo.hf.folder import model_shape
 
 TARGETS: Mapping[str, str] = {
@@ -83,7 +83,8 @@ def upcycled_config(dense_config: Any, settings: Upcycling, source: Path) -> dic
         )
     model_type = TARGETS[dense_config.model_type]
     try:
-        model_shape(dense_config)
+        if model_shape(dense_config).window_layers:
+            raise_unsupported(dense_config, "sliding_window", dense_config.sliding_window, "None")
         rope = default_rope(dense_config)
     except CheckpointError as error:
         raise CheckpointError(

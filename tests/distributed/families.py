@@ -52,7 +52,8 @@ def in_float64(model: Any) -> Any:
     for module in copy.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, m=module: _norm(m, x)
-        elif type(module).__name__.lower().endswith("topkrouter"):
+        # The router of gpt-oss has a bias, and rounds nothing.
+        elif type(module).__name__.lower().endswith("topkrouter") and not hasattr(module, "bias"):
             module.forward = lambda x, *bias, m=module: _route(m, x, *bias)
     return copy
 

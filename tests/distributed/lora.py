@@ -93,11 +93,15 @@ class Float64:
 
     def logprobs(self, weights: dict[str, Tensor]) -> list[Tensor]:
         parameters: dict[str, Tensor] = {}
-        disk_names = get_family(self.model.config).disk_names
+        family = get_family(self.model.config)
+        disk_names = family.disk_names
         weights = {rename(name, [(disk, usual) for usual, disk in disk_names]): w for name, w in weights.items()}
         for name, parameter in self.model.named_parameters():
             if name in weights:
                 parameters[name] = weights[name]
+                continue
+            if family.fused_experts.is_interleaved:  # the experts of gpt-oss have no adapters
+                parameters[name] = parameter
                 continue
             layer, _, kind = name.rpartition(".")
             each = range(len(parameter))

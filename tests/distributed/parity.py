@@ -83,6 +83,8 @@ def randomize(model: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif name.endswith("sinks"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
             elif name.endswith("A_log"):  # else a state forgets everything after some tokens
                 parameter.sub_(4.0)
             elif "conv1d" in name:

@@ -92,8 +92,9 @@ class ForcedRouters:
         self.live_weights: dict[int, Tensor] = {}
         """by layer, ``[tokens, experts]`` of its own, of the experts that were used"""
         for i, layer in enumerate(model.model.layers):
-            if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.forward = lambda x, *bias, m=layer.mlp.gate, i=i: self._route(m, i, x, *bias)
+            router = getattr(layer.mlp, "router", None) or getattr(layer.mlp, "gate", None)
+            if router is not None:
+                router.forward = lambda x, *bias, m=router, i=i: self._route(m, i, x, *bias)
 
     @contextmanager
     def using(self, routes: Tensor | None, weights: Tensor | None = None) -> Iterator[None]:
@@ -103,7 +104,9 @@ class ForcedRouters:
         self._routes = self._weights = None
 
     def _route(self, module: Any, layer: int, x: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = x.reshape(-1, module.hidden_dim) @ module.weight.T
+        logits = torch.nn.functional.linear(
+            x.reshape(-1, module.hidden_dim), module.weight, getattr(module, "bias", None)
+        )
         weights, order = router_scores(module, logits, *bias)
         chosen = self.live[layer] = order.topk(module.top_k, dim=-1).indices
         if self._routes is not None:

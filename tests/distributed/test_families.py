@@ -57,7 +57,12 @@ EXPERTS: dict[int, Layouts] = {
 BORDERS: dict[str, Any] = {"lengths": (1, 63, 2, 64, 1, 65, 128, 33), "micro_batch_tokens": 140}
 """Rows of samples around the chunk of 64 tokens of the delta rule, and of one token."""
 SAMPLED: dict[int, list[Case]] = {
-    1: [Case(family="qwen2", tied=True), Case(family="moonlight"), Case(family="kimi_k2")],
+    1: [
+        Case(family="qwen2", tied=True),
+        Case(family="moonlight"),
+        Case(family="kimi_k2"),
+        Case(family="mixtral_window"),
+    ],
     2: [
         Case(TP, family="llama"),
         Case(VPP, family="llama", transformer=FULL),
@@ -72,6 +77,8 @@ SAMPLED: dict[int, list[Case]] = {
         Case(PP, family="qwen3_next", transformer=FULL),
         Case(CP, family="qwen3_5_moe_text", transformer=SELECTIVE, **BORDERS),
         Case(TP, family="minimax_m2"),
+        Case({**TP, **EP}, family="gpt_oss", transformer=SELECTIVE),
+        Case(CP, family="gpt_oss", tied=True),
     ],
     4: [
         Case({**TP, **CP}, family="llama"),
@@ -83,16 +90,24 @@ SAMPLED: dict[int, list[Case]] = {
 }
 
 
-ALIKE = ("mistral", "moonlight", "kimi_k2")
+ALIKE = ("mistral", "mistral_window", "mixtral_window", "moonlight", "kimi_k2")
 """Models that several processes split like another one's."""
+
+
+def without_expert_tensor_parallelism(parallel: dict[str, Any]) -> dict[str, Any]:
+    """The layout with the experts spread over expert parallelism, which biases of experts need."""
+    sizes = {key: value for key, value in parallel.items() if key != "expert_tensor_parallel_size"}
+    return EP | sizes if "tensor_model_parallel_size" in sizes else sizes
 
 
 def whole_grid(processes: int) -> list[Case]:
     """Every family on every layout of so many processes."""
     cases = []
     for family in TINY:
-        has_experts = model_shape(family_config(family)).num_experts is not None
-        layouts = (EXPERTS if has_experts else DENSE)[processes]
+        shape = model_shape(family_config(family))
+        layouts = (DENSE if shape.num_experts is None else EXPERTS)[processes]
+        if shape.has_linear_bias:
+            layouts = [(without_expert_tensor_parallelism(parallel), transformer) for parallel, transformer in layouts]
         for parallel, transformer in layouts[:1] if processes > 1 and family in ALIKE else layouts:
             cases.append(Case(parallel, family=family, transformer=transformer, tied=len(cases) % 5 == 0))
     return cases

@@ -31,6 +31,7 @@ CASES = {
         (Case(EP, family="glm4_moe"), SOME),
         (Case(TP, family="olmoe"), ALL),
         (Case(TP, family="mixtral"), ATTENTION),
+        (Case({**TP, **EP}, family="gpt_oss"), ATTENTION),
         (Case(TP, family="qwen3_5_moe_text"), LINEAR["qwen3_5_moe_text"]),
         (Case(CP), ALL),
         (Case(PP, tied=True), ("k_proj", "o_proj")),

@@ -30,6 +30,7 @@ LAYOUTS = {
         Case(micro_batch_tokens=8),
         Case(family="deepseek_v3"),
         Case(family="mixtral"),
+        Case(family="gpt_oss"),
     ],
     2: [
         Case(TP, family="deepseek_v3"),
@@ -50,6 +51,7 @@ LAYOUTS = {
         Case({}, transformer=SELECTIVE),
         Case(VPP, family="qwen3_5_moe_text"),
         Case(TP, family="qwen3_next"),
+        Case({**TP, **EP}, family="gpt_oss"),
     ],
     4: [
         Case({**TP, **CP}, transformer=FULL),
@@ -69,6 +71,7 @@ WEIGHTED = {
         Case(family="glm4_moe"),
         Case(family="olmoe"),
         Case(family="minimax_m2"),
+        Case(family="gpt_oss"),
     ],
     2: [
         Case(CP),

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dppo.engines.local.recurrence import round_states
+from megatron_dppo.engines.local.sampler import routers_by_layer
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.hf.folder import is_fused_experts
+from megatron_dppo.hf.families.fused_experts import match_fused
 from megatron_dppo.types import RoutingShape
 
 CONFIGS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_WEIGHT_ONLY_CFG", "int4": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG"}
@@ -23,7 +24,7 @@ CONFIGS = {"fp8": "FP8_DEFAULT_CFG", "int8": "INT8_WEIGHT_ONLY_CFG", "int4": "IN
 FP8 E4M3 has one scale per tensor, INT8 one per output channel, INT4 one per 128 inputs of a channel.
 """
 QUANTIZATION_MODULE = "modelopt.torch.quantization"
-_EXCLUDED = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate")
+_EXCLUDED = ("embed_tokens", "lm_head", "mlp.gate.", "mlp.router.", "shared_expert_gate")
 """Parts of the names that modelopt's configurations exclude: embedding, output layer, routers."""
 
 
@@ -68,7 +69,7 @@ def quantized_weights(model: nn.Module) -> Iterator[Tensor]:
     for name, parameter in model.named_parameters():
         if any(part in name for part in _EXCLUDED):
             continue
-        if is_fused_experts(name):
+        if match_fused(name) is not None and parameter.dim() == 3:
             yield from parameter
         elif parameter.dim() == 2:
             yield parameter
@@ -139,10 +140,9 @@ class PerturbedModel:
         if routing is None:
             raise ValueError(f"router_noise = {self._noise} for a dense model, which has no routers")
         self._weights_add_to_one = routing.weights_add_to_one
-        for index, layer in enumerate(model.model.layers):
-            if index not in routing.dense_layers:
-                # Registered before the hooks of a RouteRecorder, which then records the perturbed choices.
-                layer.mlp.gate.register_forward_hook(self._add_noise)
+        for router in routers_by_layer(model, routing).values():
+            # Registered before the hooks of a RouteRecorder, which then records the perturbed choices.
+            router.register_forward_hook(self._add_noise)
 
     def quantize_weights(self) -> None:
         """Quantize the weights that were just copied into the model."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engines.local.recurrence import decoding_linear_attention
-from megatron_dppo.engines.local.sampler import build_filters, combine_weights
+from megatron_dppo.engines.local.sampler import build_filters, combine_weights, routers_by_layer
 from megatron_dppo.types import (
     MISSING_EXPERT,
     RoutingShape,
@@ -33,8 +33,7 @@ class ForcedRoutes:
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
         self._shape = shape
-        layers = enumerate(model.model.layers)
-        self._routers = {i: layer.mlp.gate for i, layer in layers if i not in shape.dense_layers}
+        self._routers = routers_by_layer(model, shape)
 
     @contextmanager
     def replaying(self, routes: Tensor) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_dppo.types import MISSING_EXPERT, RoutingShape, SamplingMask, SamplingParams, with_weights
 
@@ -123,11 +124,17 @@ class SamplingMaskRecord:
         return [all_rows[end - number : end] for end, number in zip(ends, steps, strict=True)]
 
 
+def routers_by_layer(model: Any, shape: RoutingShape) -> dict[int, Module]:
+    """Return the routers of a transformers model by layer. They are named ``gate``, or ``router`` in gpt-oss."""
+    mlps = {i: layer.mlp for i, layer in enumerate(model.model.layers) if i not in shape.dense_layers}
+    return {i: mlp.router if hasattr(mlp, "router") else mlp.gate for i, mlp in mlps.items()}
+
+
 class RouteRecorder:
     """Recorder of the experts that the routers choose in a forward pass.
 
     Args:
-        model: A transformers causal language model. Its routers (``layers[i].mlp.gate``) return
+        model: A transformers causal language model. Its routers (``routers_by_layer``) return
             ``(logits, weights [tokens, k], experts [tokens, k])``, as those of Qwen3-MoE and Qwen2-MoE do. The outputs
             of the experts are multiplied by the weights.
         shape: Shape of its routes.
@@ -135,8 +142,7 @@ class RouteRecorder:
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
         self._shape = shape
-        layers = enumerate(model.model.layers)
-        self._routers = {i: layer.mlp.gate for i, layer in layers if i not in shape.dense_layers}
+        self._routers = routers_by_layer(model, shape)
         self._routes_by_layer: dict[int, Tensor] = {}
 
     @contextmanager

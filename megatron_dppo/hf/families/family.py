@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.families.fused_experts import CHUNKED, FusedExperts
 from megatron_dppo.hf.families.rules import EXPERTS, Rule
 
 
@@ -21,13 +22,18 @@ class Rope:
     """Fraction of a head's dimensions that is rotated, from the first one."""
     llama3_factor: float | None = None
     """Factor of Llama 3's scaling. None disables scaling."""
+    yarn: Mapping[str, Any] | None = None
+    """YaRN's parameters by Megatron's names, without ``yarn_``. Megatron reads them as attributes of its
+    TransformerConfig, which has no such fields (0.16.1 to 0.19.2). None: no YaRN, or latent attention, whose
+    configuration has the fields."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by the names of GPTModel."""
+        kind = {"position_embedding_type": "rope" if self.yarn is None else "yarn"}
         scaling = (
             {} if self.llama3_factor is None else {"rope_scaling": True, "rope_scaling_factor": self.llama3_factor}
         )
-        return {"rotary_base": self.theta, "rotary_percent": self.percent, **scaling}
+        return {"rotary_base": self.theta, "rotary_percent": self.percent, **kind, **scaling}
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Family:
     """Rules of the MLP in a layer with experts."""
     disk_names: tuple[tuple[str, str], ...] = ()
     """Parts of weight names that differ on disk: ``(part in other families, part in this one)``."""
+    fused_experts: FusedExperts = CHUNKED
+    """Layout of the tensors that hold all experts of a layer in transformers."""
     linear: Callable[[ModelShape], tuple[Rule, ...]] = lambda shape: ()
     """Rules of linear attention, in the layers that have it instead of ``attention``."""
     served_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
@@ -79,6 +87,10 @@ class Family:
 
     transformers does not write them. An exported config.json has them, and no other values go to servers.
     """
+
+
+SLIDING = "sliding_attention"
+"""Kind of a layer with a sliding window in ``layer_types``."""
 
 
 def raise_unsupported(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:
@@ -118,7 +130,9 @@ def check_common_keys(hf_config: Any, kinds: Sequence[str] = ("full_attention",)
         raise_unsupported(
             hf_config, "quantization_config", method, "weights in bf16, fp16 or fp32 (convert the folder first)"
         )
-    require_values(hf_config, hidden_act="silu", mlp_bias=(False, None), use_sliding_window=(False, None))
+    require_values(hf_config, hidden_act="silu", mlp_bias=(False, None))
+    if SLIDING not in kinds:
+        require_values(hf_config, use_sliding_window=(False, None))
     unsupported = set(getattr(hf_config, "layer_types", None) or ()) - set(kinds)
     if unsupported:
         raise_unsupported(
@@ -244,6 +258,35 @@ def head_dim(hf_config: Any) -> int:
     return size
 
 
+def window_layers(hf_config: Any) -> tuple[int, ...]:
+    """Return the indices of the layers with a sliding window: those of ``layer_types``, or without the key, all.
+
+    Raises:
+        CheckpointError: The window is no number of tokens, or ``layer_types`` has another length.
+    """
+    count, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
+    default = ["full_attention" if window is None else SLIDING] * count
+    kinds = getattr(hf_config, "layer_types", None) or default
+    if len(kinds) != count:
+        raise_unsupported(hf_config, "layer_types", kinds, f"one kind for each of the {count} layers")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
+    if layers and not (type(window) is int and 0 < window <= _LARGEST_SIZE):
+        raise_unsupported(hf_config, "sliding_window", window, "a number of tokens in a model with windows")
+    return layers
+
+
+def window_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+    """Return the TransformerConfig fields of sliding windows; {} for a model without."""
+    if not shape.window_layers:
+        return {}
+    return dict(
+        # Keys before and after the query's own. Hugging Face counts the query's own too.
+        window_size=(hf_config.sliding_window - 1, 0),
+        # 1 marks a layer with a window.
+        window_attn_skip_freq=[int(i in shape.window_layers) for i in range(shape.num_layers)],
+    )
+
+
 def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     """Return the TransformerConfig fields of grouped-query attention."""
     return dict(
@@ -251,6 +294,7 @@ def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
         kv_channels=head_dim(hf_config),
         add_qkv_bias=shape.has_qkv_bias,
         qk_layernorm=shape.has_qk_norm,
+        **window_fields(hf_config, shape),
     )
 
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and Mistral without a sliding window."""
+"""Llama 2 and 3, and Mistral."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_dppo.hf.families.family import (
     require_values,
     rope_number,
     rope_parameters,
+    window_layers,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
 
@@ -29,6 +30,11 @@ def _shape(hf_config: Any) -> ModelShape:
     return common_shape(hf_config)
 
 
+def _mistral_shape(hf_config: Any) -> ModelShape:
+    require_values(hf_config, attention_bias=False, layer_types=None)
+    return common_shape(hf_config, window_layers=window_layers(hf_config))
+
+
 def _rope(hf_config: Any) -> Rope:
     parameters = rope_parameters(hf_config, "default", "llama3")
     if parameters["rope_type"] == "default":
@@ -39,11 +45,12 @@ def _rope(hf_config: Any) -> Rope:
     return Rope(parameters["rope_theta"], llama3_factor=rope_number(hf_config, parameters, "factor"))
 
 
-_family = partial(Family, shape=_shape, fields=grouped_fields, attention=grouped_attention, dense=DENSE_MLP)
+_family = partial(Family, fields=grouped_fields, attention=grouped_attention, dense=DENSE_MLP)
 FAMILIES = (
     _family(
         model_type="llama",
         hf_class="LlamaForCausalLM",
+        shape=_shape,
         rope=_rope,
         models="Llama 2, 3, 3.1, 3.2 (text)",
         features="Llama 3's scaling of the rotary embedding",
@@ -63,10 +70,12 @@ FAMILIES = (
     _family(
         model_type="mistral",
         hf_class="MistralForCausalLM",
+        shape=_mistral_shape,
         rope=default_rope,
-        models="Mistral without a window (7B v0.3)",
-        features="",
+        models="Mistral 7B v0.1 to v0.3",
+        features="a sliding window in every layer (v0.1)",
         tiny={"head_dim": 16, "sliding_window": None},
+        variants={"mistral_window": {"head_dim": 16, "sliding_window": 5}},
         published=(Published("Mistral-7B-v0.3", {"vocab_size": 32768, "sliding_window": None}, 7.25),),
     ),
 )

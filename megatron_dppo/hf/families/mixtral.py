@@ -14,6 +14,7 @@ from megatron_dppo.hf.families.family import (
     expert_fields,
     grouped_fields,
     require_values,
+    window_layers,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, grouped_attention, rename
 
@@ -28,8 +29,8 @@ MIXTRAL_EXPERTS = tuple(replace(rule, hf=tuple(rename(name, MIXTRAL_NAMES) for n
 
 
 def _shape(hf_config: Any) -> ModelShape:
-    require_values(hf_config, sliding_window=None, router_jitter_noise=0.0, attention_bias=False)
-    return common_shape(hf_config, num_experts=hf_config.num_local_experts)
+    require_values(hf_config, router_jitter_noise=0.0, attention_bias=False, layer_types=None)
+    return common_shape(hf_config, num_experts=hf_config.num_local_experts, window_layers=window_layers(hf_config))
 
 
 def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
@@ -44,6 +45,9 @@ FAMILIES = (
         models="Mixtral-8x7B, 8x22B",
         features="experts are `block_sparse_moe.experts.N.w1`, `w2`, `w3` on disk",
         tiny={"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        variants={
+            "mixtral_window": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6}
+        },
         published=(
             Published("Mixtral-8x7B", {}, 46.70),
             Published(

@@ -126,6 +126,15 @@ def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:
     )
 
 
+def gated_bias(megatron: str, hf: str) -> tuple[Rule, Rule]:
+    """Return the rules of the biases of a gated MLP of experts, which no tensor parallelism splits."""
+    gate_up = tuple(f"{H}{hf}.{x}_proj.bias" for x in ("gate", "up"))
+    return (
+        Rule(f"{M}{megatron}.linear_fc1.bias{{expert}}", gate_up, None, _join_gated, _split_gated),
+        Rule(f"{M}{megatron}.linear_fc2.bias{{expert}}", (f"{H}{hf}.down_proj.bias",)),
+    )
+
+
 _QKV = tuple(H + f"self_attn.{x}_proj" for x in "qkv")
 GROUPED_ATTENTION = (
     Rule(M + "self_attention.linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",)),

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn import Parameter
 
+from megatron_dppo.mcore.compat.layers import weight_device
 from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MicroBatch
 
@@ -179,6 +183,14 @@ class SDPACoreAttention(MegatronModule):
     where the causal mask hides it.
 
     With context parallelism each rank gathers all keys and values, and computes its queries.
+
+    Two options, by Megatron's own fields: a sliding window in some layers (``window_size``,
+    ``window_attn_skip_freq``), and attention sinks (``softmax_type = "learnable"``). A sink is a score of each head
+    that enters the softmax beside those of the keys, and takes its share of the attention to no value.
+
+    Attributes:
+        window: Number of visible keys before the query's own. None for full attention.
+        softmax_offset: Sink of each local head ``[num_heads]``, as Transformer Engine names it. None without sinks.
     """
 
     def __init__(
@@ -192,11 +204,14 @@ class SDPACoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        del layer_number, attn_mask_type, attention_type
+        del attn_mask_type, attention_type
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(f"Expected attention_dropout = 0 for SDPACoreAttention, got {dropout}.")
         self.softmax_scale = softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if has_window else None
+        self.softmax_offset = _sinks(config) if config.softmax_type == "learnable" else None
 
     def forward(
         self,
@@ -231,13 +246,22 @@ class SDPACoreAttention(MegatronModule):
             key, value = shard.gather_for_partial(key), shard.gather_for_partial(value)
         outputs = []
         for bucket in packed_seq_params.buckets:
-            mask = None if bucket.positions is None else _causal_mask(bucket.positions, bucket.keys.longest)
+            mask = self._mask(bucket, query.device)
             parts = bucket.queries.pad(query), bucket.keys.pad(key), bucket.keys.pad(value)
             outputs.append(bucket.queries.unpad(self._attend(*parts, mask)))
         tokens = torch.cat([bucket.queries.tokens for bucket in packed_seq_params.buckets])
         # Values may have another head size than queries and keys (MLA).
         empty = value.new_empty(*query.shape[:-1], value.shape[-1])
         return empty.index_copy(0, tokens, torch.cat(outputs)).flatten(1)
+
+    def _mask(self, bucket: LengthBucket, device: torch.device) -> Tensor | None:
+        """Return the mask of a bucket ``[B or 1, 1, q, keys]``, True for visible keys. None means causal alone."""
+        positions = bucket.positions
+        if positions is None:
+            if self.window is None and self.softmax_offset is None:
+                return None
+            positions = torch.arange(bucket.queries.longest, device=device)[None]
+        return _visible_keys(positions, bucket.keys.longest, self.window)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from ``query [B, q, heads, d]`` to ``key, value [B, s, groups, *]``; return ``[B, q, heads, e]``."""
@@ -252,12 +276,65 @@ class SDPACoreAttention(MegatronModule):
         enable_gqa = repeat > 1 and mask is None
         if repeat > 1 and not enable_gqa:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        if self.softmax_offset is not None:
+            assert mask is not None, "a mask always comes with sinks"
+            q, k, v, mask = _add_sink(q, k, v, mask, self.softmax_offset.to(q.dtype) / scale)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
         )
         return out.transpose(1, 2).to(dtype)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sharded state: the sinks, split over tensor parallelism, as in Megatron's own attention."""
+        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
-def _causal_mask(positions: Tensor, keys: int) -> Tensor:
-    """Return the mask ``[B, 1, q, keys]`` of queries at ``positions [B, q]``. True marks a visible key."""
-    return positions[:, None, :, None] >= torch.arange(keys, device=positions.device)
+
+def _sinks(config: Any) -> Parameter:
+    """Return the sinks of this tensor-parallel rank's heads."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    sinks = Parameter(torch.zeros(heads, dtype=config.params_dtype, device=weight_device(config)))
+    # Marks the sinks as split, so that the gradient norm counts every part once.
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks
+
+
+def _add_sink(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add a key that every query sees, whose score is that of the head's sink, and whose value is zero.
+
+    Queries get one column more, with the sink's score. It meets 1 in the added key and 0 in all others. So the kernels
+    of full attention compute sinks too.
+
+    Args:
+        query: Queries ``[B, heads, q, d]``.
+        key: Keys ``[B, heads, s, d]``.
+        value: Values ``[B, heads, s, e]``.
+        mask: Visible keys ``[B or 1, 1, q, s]``.
+        scores: Sinks before they are scaled ``[heads]``.
+    """
+    column = scores[None, :, None, None].expand(*query.shape[:-1], 1)
+    sink = F.pad(torch.zeros_like(key[:, :, :1]), (0, 1), value=1.0)
+    return (
+        torch.cat([query, column], -1),
+        torch.cat([F.pad(key, (0, 1)), sink], 2),
+        F.pad(value, (0, 0, 0, 1)),
+        F.pad(mask, (0, 1), value=True),
+    )
+
+
+def _visible_keys(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """Return the mask ``[B, 1, q, keys]`` of queries at ``positions [B, q]``. True marks a visible key.
+
+    Args:
+        positions: Positions of the queries in their sequence.
+        keys: Number of keys.
+        window: Number of visible keys before the query's own. None means all.
+    """
+    distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)
+    is_visible = distance >= 0
+    return is_visible if window is None else is_visible & (distance <= window)

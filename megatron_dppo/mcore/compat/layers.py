@@ -99,7 +99,10 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """Linear layers of the local experts, with weights ``weight{i}`` ``[out, in]`` split over ``shard_dim``."""
+    """Linear layers of the local experts, with weights ``weight{i}`` ``[out, in]`` split over ``shard_dim``.
+
+    With ``bias`` each has a ``bias{i}`` ``[out]``. As in Megatron, that excludes expert tensor parallelism.
+    """
 
     shard_dim: int
 
@@ -119,29 +122,49 @@ class _GroupedLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        del skip_bias_add, tp_comm_buffer_name
-        if bias or not is_expert:
+        del tp_comm_buffer_name
+        parts = pg_collection.expt_tp.size()
+        if not is_expert or (bias and parts > 1):
             raise ValueError(
-                f"Expected bias = False and is_expert = True for grouped linear layers, got {bias} and {is_expert}."
+                "Expected is_expert = True, and expert tensor parallel size 1 with bias = True, for grouped linear "
+                f"layers, got is_expert = {is_expert}, bias = {bias}, size {parts}."
             )
         self.num_gemms = num_gemms
         self.pg_collection = pg_collection
-        parts = pg_collection.expt_tp.size()
+        self.skip_bias_add = skip_bias_add
+        self.has_bias = bias
         shape = (output_size // parts, input_size) if self.shard_dim == 0 else (output_size, input_size // parts)
         for i in range(num_gemms):
             weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=weight_device(config)))
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)
-            # Marks the weight as split, so that the gradient norm counts every part once.
-            set_tensor_model_parallel_attributes(weight, True, self.shard_dim, 1)
-            # As in Megatron: False makes DDP reduce the gradient over the expert-data-parallel group.
-            weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
-            setattr(self, f"weight{i}", weight)
+            self._add_parameter(f"weight{i}", weight, self.shard_dim)
+            if bias:
+                zeros = torch.zeros(output_size, dtype=config.params_dtype, device=weight_device(config))
+                self._add_parameter(f"bias{i}", Parameter(zeros), 0)
 
-    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """Multiply tokens ``[sum(m_splits), in]``, sorted by expert, by their expert's weight."""
-        return grouped_linear(x, m_splits, [getattr(self, f"weight{i}") for i in range(self.num_gemms)]), None
+    def _add_parameter(self, name: str, parameter: Parameter, shard_dim: int) -> None:
+        # Marks the parameter as split, so that the gradient norm counts every part, and every expert, once.
+        set_tensor_model_parallel_attributes(parameter, True, shard_dim, 1)
+        # As in Megatron: False makes DDP reduce the gradient over the expert-data-parallel group.
+        parameter.allreduce = self.pg_collection.ep.size() == 1  # type: ignore[attr-defined]
+        setattr(self, name, parameter)
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """Multiply tokens ``[sum(m_splits), in]``, sorted by expert, by their expert's weight.
+
+        Returns:
+            The products with the biases, and None. With ``skip_bias_add``, the products and the biases of the experts.
+        """
+        output = grouped_linear(x, m_splits, [getattr(self, f"weight{i}") for i in range(self.num_gemms)])
+        if not self.has_bias:
+            return output, None
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        if self.skip_bias_add:
+            return output, biases
+        parts = zip(torch.split(output, m_splits), biases, strict=True)
+        return torch.cat([part + bias for part, bias in parts]), None
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed, as Transformer Engine can do."""
@@ -155,20 +178,22 @@ class _GroupedLinear(torch.nn.Module):
         groups = self.pg_collection
         first, total = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
         result = {}
+        kinds = {"weight": self.shard_dim} | ({"bias": 0} if self.has_bias else {})
         for i in range(self.num_gemms):
             sharded = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": getattr(self, f"weight{i}")},
+                {f"{i}.{kind}": getattr(self, f"{kind}{i}") for kind in kinds},
                 "",
-                {f"{i}.weight": self.shard_dim},
+                {f"{i}.{kind}": dim for kind, dim in kinds.items()},
                 (*sharded_offsets, (len(sharded_offsets), first + i, total)),
                 tp_group=groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(sharded, f"{i}.", prefix)
-            # Replicas of an expert are in the expert-data-parallel group, not in ``dp_cp_group``.
-            tensor = sharded[f"{i}.weight"]
-            tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
-            result[f"{prefix}weight{i}"] = tensor
+            for kind in kinds:
+                # Replicas of an expert are in the expert-data-parallel group, not in ``dp_cp_group``.
+                tensor = sharded[f"{i}.{kind}"]
+                tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
+                result[f"{prefix}{kind}{i}"] = tensor
         return result
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import Module
 
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.errors import ConfigError, UserError
@@ -34,18 +38,28 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def check_attention_support(dtype: str, context_parallel_size: int, *, transformer_engine: bool) -> None:
+def check_attention_support(
+    dtype: str,
+    context_parallel_size: int,
+    *,
+    transformer_engine: bool,
+    windows: bool = False,
+    cp_comm_type: Any = None,
+) -> None:
     """Check that Transformer Engine has an attention kernel for this model.
 
     Args:
         dtype: ``model.dtype``.
         context_parallel_size: Context-parallel size of the layout.
         transformer_engine: True if the model is built of Transformer Engine's layers.
+        windows: True if some layers have a sliding window or attention sinks.
+        cp_comm_type: ``model.transformer.cp_comm_type``.
 
     Raises:
         ConfigError: fp32 with context parallelism: Transformer Engine's fused kernels do not support fp32, and its
-            unfused one does not support context parallelism
-            (transformer_engine/pytorch/attention/dot_product_attention/utils.py).
+            unfused one does not support context parallelism. Or windows or sinks with context parallelism by another
+            exchange than all-to-all over heads (transformer_engine/pytorch/attention/dot_product_attention/utils.py,
+            context_parallel.py).
     """
     if transformer_engine and dtype == "fp32" and context_parallel_size > 1:
         raise ConfigError(
@@ -53,6 +67,29 @@ def check_attention_support(dtype: str, context_parallel_size: int, *, transform
             "attention for it (its fused kernels take no fp32, the unfused one no context parallelism). "
             "Use model.dtype = 'bf16', or context_parallel_size = 1"
         )
+    if transformer_engine and windows and context_parallel_size > 1 and cp_comm_type != "a2a":
+        raise ConfigError(
+            f"context_parallel_size = {context_parallel_size} and model.transformer.cp_comm_type = {cp_comm_type!r} "
+            "with a model that has sliding windows or attention sinks: Transformer Engine computes them only with an "
+            "all-to-all over heads. Set model.transformer.cp_comm_type = 'a2a', or context_parallel_size = 1"
+        )
+
+
+_EXPERT_BIAS = re.compile(r"\.experts\.linear_fc[12]\.bias\d+$")
+
+
+def mark_split_parameters(model: Module) -> None:
+    """Mark attention sinks and the biases of experts as split over tensor parallelism.
+
+    Reason: the gradient norm counts a parameter without the mark on the first tensor-parallel rank alone, and Megatron
+    marks neither in Transformer Engine's layers.
+    Affected: Megatron Core 0.16.1 to 0.19.2.
+    Delete when: Megatron marks them.
+    """
+    for name, parameter in model.named_parameters():
+        is_split = name.endswith(".softmax_offset") or _EXPERT_BIAS.search(name) is not None
+        if is_split and not getattr(parameter, "tensor_model_parallel", False):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:

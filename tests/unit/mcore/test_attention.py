@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,15 @@ from megatron_dppo.mcore.compat.attention import (
 HEADS, GROUPS, WIDTH = 6, 2, 8
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, starts: list[int]) -> Tensor:
-    """One sequence and one head after the other."""
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: list[int],
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One sequence and one head after the other. ``window`` counts the query's own key, as Hugging Face does."""
     rows = []
     for a, b in pairwise(starts):
         heads = []
@@ -28,12 +36,30 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, starts: list[int]) ->
             group = head // (HEADS // GROUPS)
             scores = query[a:b, head] @ key[a:b, group].T / WIDTH**0.5
             hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            heads.append(scores.masked_fill(hidden, -torch.inf).softmax(1) @ value[a:b, group])
+            if window is not None:
+                hidden |= torch.ones_like(hidden).tril(-window)
+            weights = scores.masked_fill(hidden, -torch.inf).exp()
+            total = weights.sum(1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
+            heads.append(weights / total @ value[a:b, group])
         rows.append(torch.cat(heads, 1))
     return torch.cat(rows)
 
 
-def attended(lengths: list[int], inputs: list[Tensor]) -> Tensor:
+CONFIG: dict[str, Any] = dict(
+    attention_dropout=0.0,
+    window_size=None,
+    window_attn_skip_freq=None,
+    softmax_type="vanilla",
+    num_attention_heads=HEADS,
+    tensor_model_parallel_size=1,
+    params_dtype=torch.float64,
+    use_cpu_initialization=True,
+)
+
+
+def attended(
+    lengths: list[int], inputs: list[Tensor], sinks: Tensor | None = None, layer: int = 1, **fields: Any
+) -> Tensor:
     """The layer's answer on a packed row."""
     starts = [0, *accumulate(lengths)]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
@@ -42,8 +68,12 @@ def attended(lengths: list[int], inputs: list[Tensor]) -> Tensor:
         SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), position_ids=positions), starts
     )  # type: ignore[arg-type]
     attention = SDPACoreAttention(
-        SimpleNamespace(attention_dropout=0.0), layer_number=1, attn_mask_type=None, attention_type="self"
+        SimpleNamespace(**CONFIG | fields), layer_number=layer, attn_mask_type=None, attention_type="self"
     )
+    if sinks is not None:
+        assert attention.softmax_offset is not None and attention.softmax_offset.shape == sinks.shape
+        del attention.softmax_offset
+        attention.softmax_offset = sinks  # type: ignore[assignment]
     return attention(*inputs, None, packed_seq_params=row)
 
 
@@ -59,6 +89,32 @@ def test_every_token_sees_its_own_past_and_nothing_else(lengths: list[int]) -> N
     weight = torch.randn_like(expected)
     for a, b in zip(
         torch.autograd.grad(got, inputs, weight), torch.autograd.grad(expected, inputs, weight), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4, 1000])
+def test_windows_and_sinks_equal_a_softmax_written_out(window: int | None, has_sinks: bool) -> None:
+    torch.manual_seed(0)
+    lengths = [3, 1, 9, 2, 70]
+    starts = [0, *accumulate(lengths)]
+    shapes = [(starts[-1], heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    fields: dict[str, Any] = {"softmax_type": "learnable"} if has_sinks else {}
+    if window is not None:
+        # Megatron counts the keys before the query's own. The second layer has no window.
+        fields |= {"window_size": (window - 1, 0), "window_attn_skip_freq": [1, 0]}
+    expected = written_out(*inputs, starts, window, sinks)
+    got = attended(lengths, inputs, sinks, **fields)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+    full = attended(lengths, inputs, sinks, layer=2, **fields)
+    torch.testing.assert_close(full, written_out(*inputs, starts, None, sinks), atol=1e-12, rtol=0)
+    leaves = inputs if sinks is None else [*inputs, sinks]
+    weight = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, weight), torch.autograd.grad(expected, leaves, weight), strict=True
     ):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
 

@@ -95,3 +95,11 @@ def test_fp32_with_context_parallelism_has_no_attention_with_it() -> None:
         check_attention_support("fp32", 2, transformer_engine=True)
     for dtype, size, engine in (("bf16", 2, True), ("fp32", 1, True), ("fp32", 2, False)):
         check_attention_support(dtype, size, transformer_engine=engine)
+
+
+def test_windows_with_context_parallelism_need_an_exchange_over_heads() -> None:
+    with pytest.raises(ConfigError, match=r"cp_comm_type = None.*windows or attention sinks.*cp_comm_type = 'a2a'"):
+        check_attention_support("bf16", 2, transformer_engine=True, windows=True)
+    check_attention_support("bf16", 2, transformer_engine=True, windows=True, cp_comm_type="a2a")
+    check_attention_support("bf16", 1, transformer_engine=True, windows=True)
+    check_attention_support("fp32", 2, transformer_engine=False, windows=True)

@@ -111,7 +111,17 @@ def dequantizing(form: str) -> dict[str, Any]:
     return {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_model_that_joins_its_experts_is_refused(form: Any, tmp_path: Path) -> None:
+    config = family_config("gpt_oss")
+    config.save_pretrained(tmp_path / "source")
+    weights = stream_model(build_hf_model(config, torch.float32))
+    with pytest.raises(CheckpointError, match=f"one weight for each expert.*{form}.*without quantization"):
+        save_hf_folder(tmp_path / "out", tmp_path / "source", weights, None, quantization=Quantization(form))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", [name for name in TINY if name != "gpt_oss"])
 def test_every_linear_layer_of_a_family_is_quantized_and_no_other_weight(family: str) -> None:
     config = family_config(family)
     # By what the layers are, not by their names.
