@@ -13,7 +13,7 @@ from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.distributed.layouts import LAYOUTS, describe
+from tests.distributed.layouts import LAYOUTS, LINEAR_LAYOUTS, describe
 from tests.distributed.objective import TOLERANCE, VARIANTS, run, write_references
 from tests.distributed.spawn import run_distributed
 
@@ -25,12 +25,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=sorted(LAYOUTS))
     arguments = parser.parse_args()
     rows = []
+    layouts = {n: cases + LINEAR_LAYOUTS.get(n, []) for n, cases in LAYOUTS.items()}
     with tempfile.TemporaryDirectory() as folder:
-        every_model = [(case, list(VARIANTS)) for processes in arguments.processes for case in LAYOUTS[processes]]
+        every_model = [(case, list(VARIANTS)) for processes in arguments.processes for case in layouts[processes]]
         references = write_references(Path(folder), every_model)
         report = Path(folder) / "report"
         for processes in arguments.processes:
-            for case in LAYOUTS[processes]:
+            for case in layouts[processes]:
                 report.unlink(missing_ok=True)
                 start = time.monotonic()
                 run_distributed(run, processes, [(case, list(VARIANTS))], references, str(report), timeout=1800.0)
