@@ -16,15 +16,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_dppo.config.layout import ModelShape  # noqa: E402
-from megatron_dppo.hf.families import FAMILIES, Family  # noqa: E402
+from megatron_dppo.hf.families import FAMILIES, Family, adapter_modules  # noqa: E402
 from megatron_dppo.hf.folder import model_shape  # noqa: E402
-from megatron_dppo.run.inputs import family_problems  # noqa: E402
 from tests.distributed import layouts, test_families, test_lora, test_router_replay  # noqa: E402
 from tests.distributed.families import family_config  # noqa: E402
-from tests.distributed.lora import ALL  # noqa: E402
 from tests.distributed.parity import case_family  # noqa: E402
 from tests.engines.test_families import SERVED, STOPPED  # noqa: E402
-from tests.unit.configs import config as run_config  # noqa: E402
 
 BEGIN, END = "<!-- written by tools/write_models_doc.py -->", "<!-- end -->"
 ENGINES = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "tests/engines").glob("*.py")))
@@ -45,13 +42,12 @@ def tested_layouts(family: Family, _: ModelShape) -> str:
 
 def lora(family: Family, shape: ModelShape) -> str:
     """Return whether adapters are equal to PEFT's, and on which modules."""
-    if list(family_problems(run_config(lora={"rank": 4, "target_modules": ["q_proj"]}), shape)):
-        return "refused"
-    cases = [(case, targets) for cases in test_lora.CASES.values() for case, targets in cases]
+    grids = (test_lora.CASES, test_lora.FURTHER)
+    cases = [(case, targets) for grid in grids for cases in grid.values() for case, targets in cases]
     modules = {name for case, targets in cases if case_family(case) == family.model_type for name in targets}
     if not modules:
         return UNTESTED
-    return "all layers" if modules >= set(ALL) else "attention"
+    return "all layers" if modules >= set(adapter_modules(shape)) else "attention"
 
 
 def replay(family: Family, shape: ModelShape) -> str:

@@ -11,7 +11,9 @@ from megatron_dppo.config.section import DType, Section
 
 _CommonTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _LinearTarget = Literal["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
-LoraTarget = Literal[_CommonTarget, _LinearTarget]
+_LatentTarget = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+_MixtralTarget = Literal["w1", "w2", "w3"]
+LoraTarget = Literal[_CommonTarget, _LinearTarget, _LatentTarget, _MixtralTarget]
 
 
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(_CommonTarget)
@@ -34,7 +36,8 @@ class LoraConfig(Section):
     target_modules: list[LoraTarget] = Field(default_factory=lambda: list(LORA_TARGETS), min_length=1)
     """Linear layers that get an adapter, by PEFT's names. They cover attention, MLPs, experts and shared experts. Each
     expert has its own adapter. Linear attention has further ones: in_proj_qkvz, in_proj_ba and out_proj in Qwen3-Next;
-    in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in Qwen3.5."""
+    in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in Qwen3.5. Latent attention has kv_a_proj_with_mqa,
+    kv_b_proj, o_proj, and q_a_proj and q_b_proj or q_proj. Experts of Mixtral and MiniMax-M2 are w1, w2 and w3."""
 
     @property
     def scale(self) -> float:

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf.families import check_adapter_targets
 from megatron_dppo.hf.families.rules import join_sections
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
@@ -98,7 +98,7 @@ class Lora:
         self._groups = groups
         self._local_experts = (shape.num_experts or 1) // dist.get_world_size(groups.ep)
         self._targets = list(_adapted_weights(shape, frozenset(config.target_modules)))
-        _check_targets(self._targets, config, shape)
+        check_adapter_targets(config.target_modules, shape)
         self._adapter_by_weight: dict[Tensor, tuple[LinearAdapter, int]] = {}
         """Adapter and local expert index of each adapted base weight."""
         self._chunks = [self._attach(chunk, config, seed) for chunk in chunks]
@@ -221,20 +221,6 @@ def _adapted_weights(shape: ModelShape, targets: frozenset[str]) -> Iterator[Ada
         target = AdaptedWeight(rule, layer, targets, shape)
         if expert == 0 and target.hf_names():
             yield target
-
-
-def _check_targets(targets: Sequence[AdaptedWeight], config: LoraConfig, shape: ModelShape) -> None:
-    """Check that the model has every target module.
-
-    Raises:
-        ConfigError: No layer has one of them.
-    """
-    missing = set(config.target_modules) - {name for target in targets for name in target.hf_names()}
-    if missing:
-        raise ConfigError(
-            f"lora.target_modules: no layer of a {shape.family} model has {', '.join(sorted(missing))}. Fix: list "
-            "modules of this model (docs/lora.md)"
-        )
 
 
 def _peft_name(target: AdaptedWeight, projection: str, factor: Factor, expert: int = 0) -> str:

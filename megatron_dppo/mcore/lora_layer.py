@@ -5,7 +5,8 @@ gives them to a Hugging Face model. For the product all A are stacked, and all B
 the blocks, by the rule that joins the weights. One parameter holds the adapters of all local experts.
 
 Tensor parallelism splits a factor as the weight is split: B of a column-parallel layer, A of a row-parallel one. Ranks
-exchange the low-rank product, ``rank`` numbers per token.
+exchange the low-rank product, ``rank`` numbers per token. Layers that every rank has whole (the latents of MLA) have
+whole factors and exchange nothing.
 """
 
 from __future__ import annotations
@@ -246,6 +247,8 @@ class LinearAdapter(Module):
 
     def _exchange(self, low: Tensor) -> Tensor:
         """Exchange the low-rank product over tensor parallelism, for the tokens of the layer's output."""
+        if self.target.rule.shard_dim is None:
+            return low
         exchange: Any
         if self.target.is_split("B"):
             # Column-parallel: every rank needs the product of all tokens.

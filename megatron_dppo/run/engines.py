@@ -22,7 +22,7 @@ from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.engines.servers.spread import RequestSpread, spread_requests
-from megatron_dppo.engines.serving.command import read_api_key
+from megatron_dppo.engines.serving.command import read_api_key, sglang_targets
 from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.parallel.objects import is_leader
@@ -93,6 +93,14 @@ def connect_servers(config: Config) -> list[InferenceServer]:
 
 def _by_adapter(config: Config) -> bool:
     return config.rollout.weight_sync.method == "adapter"
+
+
+def _served_adapter(config: Config) -> dict[str, Any]:
+    """Return the adapter's configuration for the servers, which is PEFT's."""
+    settings = adapter_config(config.lora, config.model.path)
+    if config.rollout.engine == "sglang":
+        settings["target_modules"] = sglang_targets(config.lora.target_modules)
+    return settings
 
 
 def _deadlines(config: Config) -> Deadlines:
@@ -250,7 +258,7 @@ def build_weight_sync(
         device=device,
         tied=hf_config.tie_word_embeddings,
         sharing=sharing,
-        adapter=adapter_config(config.lora, config.model.path) if _by_adapter(config) else None,
+        adapter=_served_adapter(config) if _by_adapter(config) else None,
         quantization=served_quantization(config),
     )
 

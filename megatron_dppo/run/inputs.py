@@ -22,7 +22,7 @@ from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.hf.families import FAMILIES, get_family, mark_bridged
+from megatron_dppo.hf.families import FAMILIES, check_adapter_targets, get_family, mark_bridged
 from megatron_dppo.hf.folder import (
     check_weights_fit,
     is_nested_config,
@@ -225,6 +225,8 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     problems.attempt(config.train.layer_noise.layers, hf_config.num_hidden_layers)
     for problem in family_problems(config, shape):
         problems.add(problem)
+    if config.lora.rank:
+        problems.attempt(check_adapter_targets, config.lora.target_modules, shape)
     if config.model.reference_path is not None:
         problems.attempt(_check_reference, config.model.reference_path, shape)
     problems.raise_if_any()
@@ -256,12 +258,6 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """Yield settings that models of this family do not support."""
     perturbation = config.rollout.perturbation
     for key, value, has_it, reason in (
-        (
-            "lora.rank",
-            config.lora.rank,
-            shape.has_latent_attention,
-            "latent attention has no adapters here; use 0",
-        ),
         (
             "rollout.batch_invariant",
             config.rollout.batch_invariant,

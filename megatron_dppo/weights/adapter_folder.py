@@ -27,7 +27,14 @@ from megatron_dppo.hf.weight_files import ADAPTER_FILE
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
 
 _WHAT = "the adapter"
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight$")
+_PROJECTIONS = {
+    **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+    **{"w1": "gate", "w3": "up", "w2": "down"},
+}
+"""Projection by the name of its module; w1, w2 and w3 are those of Mixtral and MiniMax-M2."""
+_EXPERT = re.compile(
+    rf"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.({'|'.join(_PROJECTIONS)})\.lora_([AB])\.weight$"
+)
 _OTHER_MLP = re.compile(r".*\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.lora_[AB]\.weight$")
 _PEFT_LOADS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"down"}), frozenset({"gate", "up", "down"}))
 """Projections of routed experts that PEFT 0.21.2 loads together."""
@@ -70,13 +77,15 @@ def describe_peft_problem(names: Iterable[str]) -> str:
     into these parameters, for the whole model (``utils/transformers_weight_conversion.py``).
     """
     names = list(names)
-    projections = frozenset(match[3] for name in names if (match := _EXPERT.match(name)))
+    modules = {match[3] for name in names if (match := _EXPERT.match(name))}
+    projections = frozenset(_PROJECTIONS[module] for module in modules)
     advice = "Fix: use the merged model in hf/ (megatron-dppo convert megatron-to-hf writes it from a checkpoint)"
     if projections not in _PEFT_LOADS:
-        shown = ", ".join(f"{name}_proj" for name in ("gate", "up", "down") if name in projections)
+        shown = ", ".join(name for name in _PROJECTIONS if name in modules)
+        gate, up, down = ("w1", "w3", "w2") if modules & {"w1", "w3"} else ("gate_proj", "up_proj", "down_proj")
         return (
-            f"PEFT 0.21.2 does not load adapters of routed experts on {shown} alone; expected down_proj, or gate_proj, "
-            f"up_proj and down_proj. {advice}, or train with such lora.target_modules"
+            f"PEFT 0.21.2 does not load adapters of routed experts on {shown} alone; expected {down}, or {gate}, {up} "
+            f"and {down}. {advice}, or train with such lora.target_modules"
         )
     if projections and any(_OTHER_MLP.match(name) for name in names):
         return (
@@ -165,8 +174,10 @@ def fuse_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tu
     layers = dict[str, dict[tuple[int, str], dict[str, Tensor]]]()
     for name in tensors:
         if match := _EXPERT.match(name):
-            layer, expert, projection, matrix = match.groups()
-            pair = layers.setdefault(layer, {}).setdefault((int(expert), projection), {})
+            layer, expert, module, matrix = match.groups()
+            # Modules of transformers 5, which has one name for all families.
+            layer = layer.replace(".block_sparse_moe.", ".mlp.")
+            pair = layers.setdefault(layer, {}).setdefault((int(expert), _PROJECTIONS[module]), {})
             pair[matrix] = result.pop(name)
     if not layers:
         return result, dict(config)

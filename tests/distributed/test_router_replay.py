@@ -29,7 +29,6 @@ LAYOUTS = {
         Case(transformer=BLOCK),
         Case(micro_batch_tokens=8),
         Case(family="deepseek_v3"),
-        Case(family="mixtral"),
         Case(family="gpt_oss"),
     ],
     2: [
@@ -52,6 +51,9 @@ LAYOUTS = {
         Case(VPP, family="qwen3_5_moe_text"),
         Case(TP, family="qwen3_next"),
         Case({**TP, **EP}, family="gpt_oss"),
+        Case(TP, family="minimax_m2"),
+        Case(EP, family="olmoe"),
+        Case(CP, family="mixtral"),
     ],
     4: [
         Case({**TP, **CP}, transformer=FULL),
@@ -60,6 +62,7 @@ LAYOUTS = {
         Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE),
         Case({**TP, **PP}, transformer=BLOCK),
         Case({**PP, **EP}, transformer=MOE, micro_batch_tokens=16),
+        Case({**TP, **CP}, family="glm4_moe_lite"),
     ],
 }
 WEIGHTED = {
@@ -82,6 +85,8 @@ WEIGHTED = {
         Case(EP, transformer=ALLGATHER | FULL),
         Case(TP, family="qwen3_next"),
         Case(CP, transformer=FULL, family="qwen3_5_moe_text"),
+        Case(TP, family="deepseek_v3"),
+        Case(EP, family="mixtral"),
     ],
     4: LAYOUTS[4],
 }

@@ -16,12 +16,16 @@ from tests.distributed.lora import Float64
 from tests.distributed.parity import Case, hf_reference, samples
 
 
+def peft_model(case: Case, folder: Path) -> peft.PeftModel:
+    """The transformers model with the adapters of a folder."""
+    model = hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
+    return peft.PeftModel.from_pretrained(model, str(folder))
+
+
 def peft_error(case: Case, targets: tuple[str, ...], folder: Path) -> float:
     """Of the log-probabilities of a few sequences, by PEFT on the transformers model, relative."""
     side = Float64(case, targets)
-    model = peft.PeftModel.from_pretrained(
-        hf_reference(case.tied, case.dense, case.shared, case.dense_layers), str(folder)
-    )
+    model = peft_model(case, folder)
     worst = 0.0
     with torch.no_grad():
         for sample, expected in zip(samples()[:4], side.logprobs(side.weights()), strict=False):

@@ -279,9 +279,25 @@ def _has_linear_attention(folder: Path) -> bool:
     return "linear_num_value_heads" in (values.get("text_config") or values)
 
 
+_SGLANG_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""SGLang's names of the modules in the experts of Mixtral and MiniMax-M2 (lora/lora.py, 0.5.23)."""
+_EXPERT_MODULES = {*_SGLANG_EXPERTS, *_SGLANG_EXPERTS.values()}
+
+
+def sglang_targets(targets: Sequence[str]) -> list[str]:
+    """Return target modules by SGLang's names. Names in the adapter's file stay as they are: SGLang renames them."""
+    return [_SGLANG_EXPERTS.get(name, name) for name in targets]
+
+
+def _vllm_targets(targets: Sequence[str]) -> list[str]:
+    """Return target modules as vLLM filters them: all experts of a layer are one module there (lora/utils.py, 0.32)."""
+    return [*targets, *["experts"] * (not _EXPERT_MODULES.isdisjoint(targets))]
+
+
 def _adapter_options(engine: str, lora: LoraConfig) -> dict[str, Any]:
     """Return the options for LoRA adapters of a run."""
-    options: dict[str, Any] = {"enable-lora": True, "lora-target-modules": list(lora.target_modules)}
+    named = sglang_targets if engine == "sglang" else _vllm_targets
+    options: dict[str, Any] = {"enable-lora": True, "lora-target-modules": named(lora.target_modules)}
     if engine == "sglang":
         # Two, because SGLang's own health check is a request for the base weights.
         return options | {"max-lora-rank": lora.rank, "max-loras-per-batch": 2}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, get_args
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.errors import CheckpointError
+from megatron_dppo.config.model import LoraTarget
+from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.families.bridged import BRIDGED, MARK
 from megatron_dppo.hf.families.family import Family, Rope
 
@@ -44,4 +45,42 @@ def mark_bridged(hf_config: Any) -> Any:
     return hf_config
 
 
-__all__ = ["ALIASES", "FAMILIES", "Family", "Rope", "get_family", "mark_bridged"]
+def adapter_modules(shape: ModelShape) -> tuple[str, ...]:
+    """Return the modules of a model that can be in ``lora.target_modules``."""
+    family = get_family(shape)
+    num_dense = shape.num_layers if shape.num_experts is None else len(shape.dense_layers)
+    rules = (
+        family.attention(shape) * (len(shape.linear_layers) < shape.num_layers)
+        + family.linear(shape) * (len(shape.linear_layers) > 0)
+        + family.dense * (num_dense > 0)
+        + family.experts * (num_dense < shape.num_layers)
+    )
+    modules = {name.split(".")[-2] for rule in rules for name in rule.hf}
+    return tuple(module for module in get_args(LoraTarget) if module in modules)
+
+
+def check_adapter_targets(targets: Collection[str], shape: ModelShape) -> None:
+    """Check that the model has every target module.
+
+    Raises:
+        ConfigError: No layer has one of them.
+    """
+    modules = adapter_modules(shape)
+    missing = [name for name in targets if name not in modules]
+    if missing:
+        raise ConfigError(
+            f"lora.target_modules: no layer of this {shape.family} model has {', '.join(missing)}. Fix: list some of "
+            f"{', '.join(modules)}"
+        )
+
+
+__all__ = [
+    "ALIASES",
+    "FAMILIES",
+    "Family",
+    "Rope",
+    "adapter_modules",
+    "check_adapter_targets",
+    "get_family",
+    "mark_bridged",
+]

@@ -127,6 +127,13 @@ def test_a_server_that_gets_adapters_is_told_their_rank_and_targets() -> None:
     (plan,) = plans(config_of("vllm", **sections))
     assert "--enable-lora --lora-target-modules q_proj --max-lora-rank 32 --max-loras 1" in shlex.join(plan.argv)
     assert plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    # Experts: SGLang has other names than Mixtral's files, and vLLM one module for all of a layer.
+    sections["lora"]["target_modules"] = ["kv_b_proj", "w1", "w2"]
+    assert "--lora-target-modules kv_b_proj gate_proj down_proj --max" in shlex.join(
+        plans(config_of(**sections))[0].argv
+    )
+    (plan,) = plans(config_of("vllm", **sections))
+    assert "--lora-target-modules kv_b_proj w1 w2 experts --max" in shlex.join(plan.argv)
     sections["lora"]["rank"] = 513
     with pytest.raises(ConfigError, match=r"lora\.rank = 513: vLLM takes adapters up to rank 512"):
         plans(config_of("vllm", **sections))

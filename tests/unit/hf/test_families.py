@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,10 +22,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_msca
 from megatron_dppo.commands.plan.arithmetic import plan_kv_cache
 from megatron_dppo.commands.plan.machine import get_machine
 from megatron_dppo.commands.plan.models import count_parameters
+from megatron_dppo.config.model import LoraTarget
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.families import FAMILIES, Family, get_family
+from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.hf.families import FAMILIES, Family, adapter_modules, check_adapter_targets, get_family
 from megatron_dppo.hf.families.family import Published
 from megatron_dppo.hf.folder import (
     build_hf_model,
@@ -42,7 +43,7 @@ from megatron_dppo.hf.folder import (
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore import mapping
 from megatron_dppo.policy.packed import attention_length
-from megatron_dppo.run.inputs import family_problems
+from megatron_dppo.run.inputs import _check_model, family_problems
 from megatron_dppo.types import Prompt, SamplingParams
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.ipc import cast_for_sending
@@ -329,7 +330,7 @@ def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> Non
 @pytest.mark.parametrize(
     ("family", "section", "message"),
     [
-        ("deepseek_v3", {"lora": {"rank": 4}}, "lora.rank = 4.*'deepseek_v3'.*no adapters"),
+        ("deepseek_v3", {"rollout": {"batch_invariant": True}}, "batch_invariant = True.*'deepseek_v3'.*kernel"),
         ("gpt_oss", {"rollout": {"batch_invariant": True}}, "batch_invariant = True.*'gpt_oss'.*windows nor sinks"),
         (
             "mistral_window",
@@ -351,3 +352,28 @@ def test_what_goes_with_no_model_of_a_family_is_refused(family: str, section: An
     assert re.search(message, str(result))
     assert not list(family_problems(run_config(), shape))
     assert not list(family_problems(run_config(**section), model_shape(family_config("llama"))))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_adapter_targets_are_the_linear_layers_of_attention_and_mlps(family: str) -> None:
+    """Of transformers' own modules and the names on disk: every matrix but embeddings, output, routers and gates."""
+    hf_config = family_config(family)
+    shapes = {name: shape for name, shape in weight_shapes(hf_config).items() if len(shape) == 2}
+    modules = {name.split(".")[-2] for name in shapes}
+    modules -= {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate"}
+    shape = model_shape(hf_config)
+    assert modules == set(adapter_modules(shape))
+    check_adapter_targets(sorted(modules), shape)
+    missing = sorted(set(get_args(LoraTarget)) - modules)
+    with pytest.raises(ConfigError, match=f"no layer of this {shape.family} model has {missing[0]}. Fix: list some of"):
+        check_adapter_targets([*sorted(modules), missing[0]], shape)
+
+
+def test_targets_that_a_model_lacks_are_refused_before_a_run(tmp_path: Path) -> None:
+    model = hf_reference(False, family="mixtral")
+    model.save_pretrained(tmp_path)
+    shape, path = model_shape(model.config), {"model": {"path": str(tmp_path)}}
+    named = {"rank": 4, "target_modules": ["q_proj", "w1", "w2", "w3"]}
+    _check_model(run_config(lora=named, **path), model.config, shape)
+    with pytest.raises(ConfigError, match=r"has gate_proj, up_proj, down_proj\. Fix: .*o_proj, w1, w2, w3"):
+        _check_model(run_config(lora={"rank": 4}, **path), model.config, shape)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.weights.adapter_folder import (
@@ -21,9 +22,9 @@ from megatron_dppo.weights.adapter_folder import (
     save_adapter,
     write_adapter,
 )
-from tests.distributed.lora import ALL, ALPHA, RANK, Float64
+from tests.distributed.lora import ALL, ALPHA, LATENT, LATENT_PLAIN_QUERY, MIXTRAL, MLP, RANK, Float64
 from tests.distributed.parity import Case
-from tests.unit.peft_error import peft_error
+from tests.unit.peft_error import peft_error, peft_model
 from tests.unit.wheels import unpacked
 
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
@@ -67,6 +68,58 @@ def test_export_warns_of_what_peft_does_not_read(
         assert has_warned == (bool(targets) if shared else targets not in ((), ("down_proj",), EXPERT_TARGETS[-1]))
 
 
+DEEPSEEK = (*LATENT, *MLP)
+FAMILIES: list[tuple[str, tuple[str, ...], bool]] = [
+    ("mixtral", MIXTRAL, True),
+    ("deepseek_v3", LATENT, True),
+    ("deepseek_v3", DEEPSEEK, False),
+    ("moonlight", (*LATENT_PLAIN_QUERY, "down_proj"), False),
+    ("moonlight", LATENT_PLAIN_QUERY, True),
+    ("glm4_moe_lite", LATENT, True),
+    ("glm4_moe_lite", ("kv_b_proj", "up_proj"), False),
+    ("glm4_moe_lite", DEEPSEEK, False),
+    ("mixtral", ("q_proj", "w2"), True),
+    ("mixtral", ("q_proj", "w1", "w3"), False),
+    ("mixtral", ("w3",), False),
+    ("minimax_m2", MIXTRAL, True),
+    ("minimax_m2", ("o_proj", "w2", "w1"), False),
+    ("olmoe", ALL, True),
+    *((name, ALL, True) for name in ("llama", "mistral", "qwen2")),
+]
+"""Tiny model, targets, and True if PEFT 0.21.2 computes the policy. CI takes the first two."""
+
+
+def check_family(family: str, targets: tuple[str, ...], folder: Path) -> bool:
+    """Return True if the export warns. PEFT has the policy, and writes what it read, exactly where it does not."""
+    case = Case(family=family)
+    adapters = adapters_of(Float64(case, targets))
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
+    save_adapter(folder, adapters.items(), lora, "unused")
+    has_warned = bool(describe_peft_problem(adapters))
+    try:
+        error = peft_error(case, targets, folder)
+    except (ValueError, RuntimeError, KeyError):
+        error = math.inf
+    assert has_warned == (error > 2e-6), (family, targets, error)
+    if not has_warned:
+        peft_model(case, folder).save_pretrained(str(folder / "again"))
+        written = load_file(folder / "again/adapter_model.safetensors")
+        plain = {name: value for name, value in adapters.items() if ".experts." not in name}
+        assert all(torch.equal(written[name], value) for name, value in plain.items()), (family, targets)
+    return has_warned
+
+
+def test_peft_loads_latents_and_renamed_experts(tmp_path: Path) -> None:
+    for count, (family, targets, is_read) in enumerate(FAMILIES[:2]):
+        assert check_family(family, targets, tmp_path / str(count)) != is_read
+
+
+@pytest.mark.long
+def test_export_warns_of_what_peft_does_not_read_of_every_family(tmp_path: Path) -> None:
+    for count, (family, targets, is_read) in enumerate(FAMILIES[2:]):
+        assert check_family(family, targets, tmp_path / str(count)) != is_read, (family, targets)
+
+
 def test_dense_models_and_attention_need_no_warning() -> None:
     prefix = "base_model.model.model.layers.0"
     dense = [f"{prefix}.mlp.{name}_proj.lora_A.weight" for name in ("gate", "up")]
@@ -74,6 +127,8 @@ def test_dense_models_and_attention_need_no_warning() -> None:
     attention = [f"{prefix}.self_attn.q_proj.lora_A.weight"]
     assert describe_peft_problem(attention) == describe_peft_problem([*dense, *attention]) == ""
     assert "on gate_proj, up_proj alone" in describe_peft_problem([*attention, *expert])
+    mixtral = [f"{prefix}.block_sparse_moe.experts.3.{name}.lora_A.weight" for name in ("w1", "w3")]
+    assert "on w1, w3 alone; expected w2, or w1, w3 and w2" in describe_peft_problem(mixtral)
     down = f"{prefix}.mlp.experts.3.down_proj.lora_A.weight"
     assert describe_peft_problem([*expert, down]) == ""
     for other in (dense[0], f"{prefix}.mlp.shared_expert.down_proj.lora_A.weight"):
@@ -84,20 +139,17 @@ def test_dense_models_and_attention_need_no_warning() -> None:
 def test_peft_018_loads_fused_experts(tmp_path: Path) -> None:
     """With its wheel, in a process of its own."""
     cases = {"experts": Case(), "shared": Case(shared=True), "mixed": Case(dense_layers=(2,))}
+    chosen = [(name, case, t) for name, case in cases.items() for t in (ALL, ("q_proj", "up_proj"), ("down_proj",))]
+    chosen += [(name, Case(family=name), t) for name in ("mixtral", "minimax_m2") for t in (MIXTRAL, ("w1",), ("w2",))]
+    chosen += [("deepseek_v3", Case(family="deepseek_v3"), DEEPSEEK)]
     asked = []
-    for name, case in cases.items():
-        for targets in (ALL, ("q_proj", "up_proj"), ("down_proj",)):
-            folder = tmp_path / f"{name}-{'+'.join(targets)}"
-            adapter = adapters_of(Float64(case, targets))
-            lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
-            write_adapter(folder, *fuse_experts(adapter, adapter_config(lora, "unused")))
-            asked.append(
-                {
-                    "case": {"shared": case.shared, "dense_layers": case.dense_layers},
-                    "targets": targets,
-                    "folder": str(folder),
-                }
-            )
+    for name, case, targets in chosen:
+        folder = tmp_path / f"{name}-{'+'.join(targets)}"
+        adapter = adapters_of(Float64(case, targets))
+        lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets))
+        write_adapter(folder, *fuse_experts(adapter, adapter_config(lora, "unused")))
+        model = {"shared": case.shared, "dense_layers": case.dense_layers, "family": case.family}
+        asked.append({"case": model, "targets": targets, "folder": str(folder)})
     place = tmp_path / "wheel"
     place.mkdir()
     path = os.pathsep.join([str(unpacked("peft==0.18.1", place)), str(Path(__file__).parents[3])])
