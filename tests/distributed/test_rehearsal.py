@@ -25,6 +25,8 @@ CASES = [
     (2, Case(EP, micro_batch_tokens=64, transformer=ALLGATHER), "fp32"),
     (2, Case({**EP, "use_distributed_optimizer": False}, micro_batch_tokens=64), "fp32"),
     (2, Case({**TP, **EP}, micro_batch_tokens=64, family="deepseek_v3"), "bf16"),
+    # Three chunks of gated delta nets, whose heads context parallelism exchanges.
+    (2, Case({**CP, **EP}, micro_batch_tokens=192, family="qwen3_next"), "fp32"),
     (4, Case({**TP, **PP, **EP}, micro_batch_tokens=64), "fp32"),
     (4, Case({**TP, **ETP, **OVERLAP}, micro_batch_tokens=64, transformer=SELECTIVE), "fp32"),
 ]

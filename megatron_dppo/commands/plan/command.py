@@ -23,7 +23,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``; unknown arguments are overrides of the configuration."""
     parser.add_argument("config", help="TOML configuration file")
     parser.add_argument("--world-size", type=int, required=True, help="number of trainer processes, one per GPU")
-    parser.add_argument("--machine", default="h100", help="h100 (default) or h200")
+    parser.add_argument("--machine", default="h100", help="h100 (default), h200 or gb300")
     parser.add_argument(
         "--num-servers",
         type=int,
@@ -53,6 +53,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=150.0,
         help="time limit of a search, also of that for settings that fit; default: 150",
+    )
+    parser.add_argument(
+        "--all-layers", action="store_true", help="rehearse every layer; default: a few of each kind, and extrapolate"
     )
     parser.add_argument("--verbose", action="store_true", help="also print the collectives of each rank")
 
@@ -106,6 +109,7 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             machine,
             rehearsals,
             kinds=options.rank_kinds,
+            few_layers=not options.all_layers,
             servers=options.num_servers,
             mean_response=mean,
         )

@@ -15,7 +15,7 @@ from megatron_dppo.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class GpuNode:
-    """A GPU model in nodes of eight."""
+    """A GPU model and its node."""
 
     name: str
     memory: int
@@ -25,10 +25,12 @@ class GpuNode:
     memory_bandwidth: float
     """Bytes per second of device memory."""
     node_bandwidth: float
-    """Bytes per second from a GPU to GPUs of its node."""
+    """Bytes per second from a GPU to GPUs of its NVLink domain."""
     network_bandwidth: float
-    """Bytes per second from a GPU to other nodes, and as many in the other direction."""
+    """Bytes per second from a GPU to other NVLink domains, and as many in the other direction."""
     gpus_per_node: int = 8
+    gpus_per_domain: int = 8
+    """GPUs that NVLink connects: a node, or a rack of them."""
     host_link_bandwidth: float = 64e9
     """Bytes per second between a GPU and its host in each direction. H100 SXM data sheet: PCIe Gen5, 128 GB/s."""
     host_memory_bandwidth: float = 2 * 307.2e9 / 8
@@ -58,8 +60,8 @@ class GpuNode:
         size = len(ranks)
         if size == 1:
             return 0.0
-        is_within_node = len({rank // self.gpus_per_node for rank in ranks}) == 1
-        link = (self.node_bandwidth if is_within_node else self.network_bandwidth) * self.bandwidth_efficiency
+        is_within_domain = len({rank // self.gpus_per_domain for rank in ranks}) == 1
+        link = (self.node_bandwidth if is_within_domain else self.network_bandwidth) * self.bandwidth_efficiency
         return sent * _ring_factor(name, size) / link
 
     def host_optimizer_seconds(self, parameters: int, gradient: int) -> float:
@@ -112,6 +114,20 @@ MACHINES: Mapping[str, GpuNode] = {
             memory_bandwidth=4.8e12,  # data sheet: 4.8 TB/s
             node_bandwidth=450e9,
             network_bandwidth=50e9,
+        ),
+        # GB300 NVL72 data sheet (nvidia.com/en-us/data-center/gb300-nvl72), for one of its 72 GPUs.
+        GpuNode(
+            name="gb300",
+            memory=int(288e9),
+            flops={"bfloat16": 2500e12, "float16": 2500e12, "float32": 80e12, "float64": 1.3e12},
+            memory_bandwidth=8e12,
+            node_bandwidth=900e9,  # NVLink 1.8 TB/s, both directions together
+            network_bandwidth=100e9,  # one ConnectX-8 of 800 Gb/s for each GPU
+            gpus_per_node=4,
+            gpus_per_domain=72,
+            host_link_bandwidth=450e9,  # NVLink-C2C 900 GB/s, both directions together
+            host_memory_bandwidth=512e9 / 2,  # a Grace CPU for two GPUs
+            host_memory=2 * 480 * 10**9,
         ),
     )
 }
@@ -170,12 +186,26 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
         # Torch's own formula fails for the overload with out_dtype.
         left, right = _matmul_factors(packet, args)
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    if packet is _aten.convolution_backward:
+        return _convolution_backward_flops(args)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     name = func._schema.name
     if any(part in name for part in ("attention", "::mm", "::bmm", "matmul", "conv", "gemm", "grouped_mm")):
         raise PlanError(f"No FLOP formula for {name}. Fix: add it to megatron_dppo/commands/plan/machine.py")
     return 0
+
+
+def _convolution_backward_flops(args: Sequence[Any]) -> int:
+    """Return the FLOPs of a convolution's backward pass: each requested gradient costs as much as the forward pass.
+
+    Torch's own formula counts a product of all channels for the gradient of a weight of channels in groups.
+    """
+    gradient, _, weight = args[:3]
+    assert not args[7], "transposed convolutions have other sizes"
+    needs_input, needs_weight = args[10][:2]
+    forward = 2 * gradient.numel() * weight[0].numel()
+    return forward * (needs_input + needs_weight)
 
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,71 +64,79 @@ def scale_optimizer(measured: UpdateMeasurement, factor: float) -> UpdateMeasure
     )
 
 
-def extrapolate(measured: Mapping[int, UpdateMeasurement], layers: int) -> UpdateMeasurement:
-    """Extrapolate linearly to a rank whose model chunks have ``layers`` layers.
+def extrapolate(base: UpdateMeasurement, additions: Sequence[tuple[UpdateMeasurement, int]]) -> UpdateMeasurement:
+    """Extrapolate linearly to a rank whose model chunks have more layers.
 
-    The peak of each phase is linear in the layers. The maximum over phases is not, so each is extrapolated.
+    The peak of each phase is linear in the layers of each kind. The maximum over phases is not, so each is
+    extrapolated.
 
     Args:
-        measured: Two measurements by the layers of a chunk.
-        layers: Layers of a chunk.
+        base: Measurement with few layers.
+        additions: For each kind of layer the measurement with one more of it in each chunk, and the number of layers
+            beyond those of ``base``.
 
     Raises:
-        PlanError: The two measurements have different phases or collectives.
+        PlanError: Two measurements have different phases or collectives.
 
     Example:
-        If one layer needs 3 bytes and two need 5, 48 layers need 97.
+        If two layers need 5 bytes and three need 7, 48 layers need 97.
 
-        >>> _line((1, 3), (2, 5), 48)
+        >>> _extrapolate([5, 7], [46])
         97
     """
-    (few, small), (more, large) = sorted(measured.items())
-
-    def line(at_few: Any, at_more: Any) -> Any:
-        return _line((few, at_few), (more, at_more), layers)
-
-    calls = [{entry[:3]: entry[3:] for entry in measurement.collectives} for measurement in (small, large)]
-    for name, first, second in (
-        ("collectives", calls[0], calls[1]),
-        ("phases", small.peaks, large.peaks),
-        ("work", small.work, large.work),
+    counts = [count for _, count in additions]
+    measured = [base, *(each for each, _ in additions)]
+    calls = [{entry[:3]: entry[3:] for entry in one.collectives} for one in measured]
+    for name, parts in (
+        ("collectives", calls),
+        ("phases", [one.peaks for one in measured]),
+        ("work", [one.work for one in measured]),
     ):
-        if first.keys() != second.keys():
-            difference = sorted(first.keys() ^ second.keys())
-            raise PlanError(
-                f"Expected the same {name} with {few} and {more} layers, got {difference} in one of them only. Fix: "
-                "plan without --search, which rehearses all layers"
-            )
+        _require_same_keys(name, parts)
+
+    def line(values: Sequence[Any]) -> Any:
+        return _extrapolate(values, counts)
+
     return UpdateMeasurement(
-        static={name: line(small.static[name], large.static[name]) for name in small.static},
-        start_peak=_extrapolate_peak(line, small.start_peak, large.start_peak),
-        peaks={phase: _extrapolate_peak(line, peak, large.peaks[phase]) for phase, peak in small.peaks.items()},
-        micro_batches=small.micro_batches,
-        collectives=sorted((*key, *map(line, calls[0][key], calls[1][key])) for key in calls[0]),
-        work={phase: _extrapolate_work(line, work, large.work[phase]) for phase, work in small.work.items()},
-        host=line(small.host, large.host),
+        static={name: line([one.static[name] for one in measured]) for name in base.static},
+        start_peak=_extrapolate_peak(line, [one.start_peak for one in measured]),
+        peaks={phase: _extrapolate_peak(line, [one.peaks[phase] for one in measured]) for phase in base.peaks},
+        micro_batches=base.micro_batches,
+        collectives=sorted(
+            (*key, *(line([each[key][column] for each in calls]) for column in range(2))) for key in calls[0]
+        ),
+        work={phase: _extrapolate_work(line, [one.work[phase] for one in measured]) for phase in base.work},
+        host=line([one.host for one in measured]),
     )
 
 
-def _line(first: tuple[int, Any], second: tuple[int, Any], at: int) -> Any:
-    """Return the value at ``at`` of the line through two points. An integer if theirs are."""
-    x, y = first
-    other_x, other_y = second
-    slope = (other_y - y) / (other_x - x)
-    value = y + slope * (at - x)
-    return round(value) if isinstance(y, int) and isinstance(other_y, int) else value
+def _require_same_keys(name: str, parts: Sequence[Mapping[Any, Any]]) -> None:
+    for other in parts[1:]:
+        if other.keys() != parts[0].keys():
+            difference = sorted(other.keys() ^ parts[0].keys())
+            raise PlanError(
+                f"Expected the same {name} with one layer more, got {difference} in one of them only. Fix: plan with "
+                "--all-layers and without --search"
+            )
 
 
-def _extrapolate_peak(line: Any, small: Peak, large: Peak) -> Peak:
-    phases = {**small.by_phase, **large.by_phase}
-    by_phase = {name: line(small.by_phase.get(name, 0), large.by_phase.get(name, 0)) for name in phases}
-    return Peak(line(small.total, large.total), small.phase, by_phase)
+def _extrapolate(values: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Return the first value, and ``counts`` times the difference of each other value to it. Integers stay integers."""
+    first = values[0]
+    result = first + sum(count * (value - first) for count, value in zip(counts, values[1:], strict=True))
+    return round(result) if all(isinstance(value, int) for value in values) else result
 
 
-def _extrapolate_work(line: Any, small: Work, large: Work) -> Work:
-    dtypes = {**small.flops, **large.flops}
+def _extrapolate_peak(line: Any, peaks: Sequence[Peak]) -> Peak:
+    phases = {name for peak in peaks for name in peak.by_phase}
+    by_phase = {name: line([peak.by_phase.get(name, 0) for peak in peaks]) for name in sorted(phases)}
+    return Peak(line([peak.total for peak in peaks]), peaks[0].phase, by_phase)
+
+
+def _extrapolate_work(line: Any, works: Sequence[Work]) -> Work:
+    dtypes = {dtype for work in works for dtype in work.flops}
     return Work(
-        flops={dtype: line(small.flops.get(dtype, 0), large.flops.get(dtype, 0)) for dtype in dtypes},
-        bytes_moved=line(small.bytes_moved, large.bytes_moved),
-        seconds=line(small.seconds, large.seconds),
+        flops={dtype: line([work.flops.get(dtype, 0) for work in works]) for dtype in sorted(dtypes)},
+        bytes_moved=line([work.bytes_moved for work in works]),
+        seconds=line([work.seconds for work in works]),
     )

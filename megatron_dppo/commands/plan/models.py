@@ -16,6 +16,7 @@ from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.hf.folder import adapter_sizes, read_hf_config, routing_shape, weight_shapes
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.policy.update import add_token_weights
@@ -74,13 +75,22 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
 """Content of config.json by the last part of ``model.path``."""
 
 
+def _published_models() -> dict[str, Mapping[str, Any]]:
+    """Return the content of config.json of the families' published models, as far as transformers has other values."""
+    return {
+        model.name: {"model_type": family.model_type, **model.keys}
+        for family in FAMILIES.values()
+        for model in family.published
+    }
+
+
 def load_model_config(path: str) -> tuple[Any, str | None]:
-    """Return the transformers config of ``model.path``, and a note if it is one of ``KNOWN_MODELS``.
+    """Return the transformers config of ``model.path``, and a note if it is a known or a published model.
 
     Raises:
         CheckpointError: Neither a folder nor a known model.
     """
-    known = KNOWN_MODELS.get(Path(path).name)
+    known = KNOWN_MODELS.get(Path(path).name) or _published_models().get(Path(path).name)
     if known is None or (Path(path) / "config.json").is_file():
         return read_hf_config(path), None
     from transformers import AutoConfig

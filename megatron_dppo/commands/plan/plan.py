@@ -154,7 +154,7 @@ def make_plan(
         rehearsals: Pool that rehearses.
         model: ``PlannedModel.from_config(config)``. None computes it.
         kinds: Kinds of ranks. None plans all that the layout has.
-        few_layers: See ``RehearsalPool.run``. Ignored for models whose layers differ.
+        few_layers: See ``RehearsalPool.run``. Ignored for layers that are split unevenly.
         servers: See ``count_servers``.
         mean_response: See ``plan_batch``.
 
@@ -174,8 +174,6 @@ def make_plan(
         table=config.model.transformer.get("pipeline_model_parallel_layout"),
     )
     rehearsed = _with_alltoall(config)
-    # Layers that differ cannot be extrapolated from a few.
-    is_uniform = not model.shape.dense_layers and model.shape.linear is None
     measurements = rehearsals.run(
         [
             RehearsalRequest(
@@ -183,7 +181,7 @@ def make_plan(
             )
             for role in chosen.values()
         ],
-        few_layers=few_layers and is_uniform and not layer_split(config.model.transformer),
+        few_layers=few_layers and not layer_split(config.model.transformer),
     )
     ranks = {
         name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import os
 import pickle
@@ -19,11 +18,9 @@ from types import TracebackType
 from typing import Any
 
 from megatron_dppo.commands.plan.child import RehearsalRequest
+from megatron_dppo.commands.plan.few_layers import choose_layers, with_layers
 from megatron_dppo.commands.plan.measurement import extrapolate
 from megatron_dppo.errors import PlanError
-
-_FEW_LAYERS = (2, 3)
-"""Layers of a model chunk that are rehearsed when the rest is extrapolated."""
 
 
 class RehearsalTimeout(PlanError):
@@ -73,21 +70,19 @@ class RehearsalPool:
 
         Args:
             requests: Ranks to rehearse.
-            few_layers: Rehearse 2 and 3 layers of each chunk and extrapolate. All layers must be alike.
+            few_layers: Rehearse some layers of each kind and extrapolate. Layers must be split evenly.
 
         Raises:
             RehearsalTimeout: The time ``end`` has passed.
             PlanError: A rank cannot be rehearsed, or its code fails.
         """
-        if not few_layers:
-            return self._run_all(requests)
-        short_requests = [_with_layers(request, few) for request in requests for few in _FEW_LAYERS]
-        results = self._run_all(short_requests)
+        groups = [_short_requests(request) if few_layers else [(request, 0)] for request in requests]
+        results = iter(self._run_all([short for group in groups for short, _ in group]))
         measurements = []
-        for i, request in enumerate(requests):
-            chunks = request.layout.pp * request.layout.vpp
-            layers = request.hf_config.num_hidden_layers // chunks
-            measurements.append(extrapolate(dict(zip(_FEW_LAYERS, results[2 * i : 2 * i + 2], strict=True)), layers))
+        for group in groups:
+            base = next(results)
+            additions = [(next(results), count) for _, count in group[1:]]
+            measurements.append(extrapolate(base, additions) if additions else base)
         return measurements
 
     def _run_all(self, requests: Sequence[RehearsalRequest]) -> list[Any]:
@@ -134,11 +129,20 @@ class RehearsalPool:
         return process
 
 
-def _with_layers(request: RehearsalRequest, layers: int) -> RehearsalRequest:
-    """Return the request with a model of ``layers`` layers per chunk."""
-    model = copy.deepcopy(request.hf_config)
-    model.num_hidden_layers = layers * request.layout.pp * request.layout.vpp
-    # transformers wants one for each layer.
-    if getattr(model, "layer_types", None):
-        model.layer_types = model.layer_types[: model.num_hidden_layers]
-    return replace(request, hf_config=model)
+def _short_requests(request: RehearsalRequest) -> list[tuple[RehearsalRequest, int]]:
+    """Return the request with few layers, and with one more of each kind and how many are left out.
+
+    Returns:
+        The request itself if the rank has few layers already, or no model has only some of them.
+    """
+    layout = request.layout
+    few = choose_layers(request.hf_config, layout, request.role.rank)
+    if few is None:
+        return [(request, 0)]
+    result = []
+    for layers, count in few.variants():
+        model = with_layers(request.hf_config, layers, layout.pp * layout.vpp)
+        if model is None:
+            return [(request, 0)]
+        result.append((replace(request, hf_config=model), count))
+    return result

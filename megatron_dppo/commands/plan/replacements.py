@@ -15,10 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_dppo.commands.plan.delta_kernels import REHEARSED_KERNELS
 from megatron_dppo.head import columns, loss, row_kernels, row_plan, stats
 from megatron_dppo.mcore import forward
 from megatron_dppo.mcore.bridge import Bridge
-from megatron_dppo.mcore.compat import grouped_gemm
+from megatron_dppo.mcore.compat import delta_net, grouped_gemm
+from megatron_dppo.mcore.compat.attention import SDPACoreAttention
 from megatron_dppo.mcore.compat.torch_proxy import is_on_device
 from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
 from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
@@ -114,6 +116,21 @@ def _skip_grouped_gemm(_: Assumptions) -> None:
     grouped_gemm.has_grouped_gemm = lambda x, weight: False
 
 
+def _attend_without_mask(_: Assumptions) -> None:
+    with_mask = SDPACoreAttention._attend_bucket
+
+    def attend(self: SDPACoreAttention, query: Tensor, key: Tensor, value: Tensor, positions: Any) -> Tensor:
+        if self.window is not None or self.softmax_offset is not None:
+            return with_mask(self, query, key, value, positions)
+        return self._attend(query, key, value, None)
+
+    SDPACoreAttention._attend_bucket = attend  # type: ignore[method-assign]
+
+
+def _replace_delta_kernels(_: Assumptions) -> None:
+    delta_net.choose_kernels = lambda config: REHEARSED_KERNELS  # type: ignore[attr-defined]
+
+
 REPLACEMENTS: Sequence[Replacement] = (
     Replacement(_skip_weight_loading, "initial weights are loaded one tensor at a time and add nothing to the peak"),
     Replacement(_build_rows_on_host, "row plans and sequence starts are computed on the host from real tensors"),
@@ -127,6 +144,16 @@ REPLACEMENTS: Sequence[Replacement] = (
     Replacement(
         _skip_grouped_gemm,
         "one GEMM per expert keeps the same activations as Transformer Engine; torch's grouped one needs a device",
+        True,
+    ),
+    Replacement(
+        _attend_without_mask,
+        "kernels of context parallelism know the causal mask: half of its pairs, and no mask in memory",
+        True,
+    ),
+    Replacement(
+        _replace_delta_kernels,
+        "flash-linear-attention's kernels need Triton: the same products, and what they keep",
         True,
     ),
     Replacement(_skip_page_locking, "page-locked memory needs a device; the copy is the same", True),

@@ -252,6 +252,7 @@ _QWEN3_5_397B = dict(
     moe_intermediate_size=1024,
     shared_expert_intermediate_size=1024,
 )
+_CONTEXT = {"max_position_embeddings": 262144}
 _family = partial(
     Family,
     fields=_fields,
@@ -270,7 +271,7 @@ FAMILIES = (
         "a gate, a quarter of a head rotated",
         tiny={**_TINY, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
         # Without the layer for further tokens.
-        published=(Published("Qwen3-Next-80B-A3B", {}, 79.7),),
+        published=(Published("Qwen3-Next-80B-A3B", _CONTEXT, 79.7),),
         linear=lambda shape: _BY_KEY_HEAD,
     ),
     _family(
@@ -281,7 +282,11 @@ FAMILIES = (
         features="as Qwen3-Next, experts in every layer",
         tiny=_TINY,
         # Without the layer for further tokens and the vision model.
-        published=(Published("Qwen3.5-35B-A3B", {}, 34.7), Published("Qwen3.5-397B-A17B", _QWEN3_5_397B, 396.3)),
+        recipes=("qwen3_5_35b_a3b/dppo.toml", "qwen3_5_397b_a17b/dppo.toml"),
+        published=(
+            Published("Qwen3.5-35B-A3B", _CONTEXT, 34.7),
+            Published("Qwen3.5-397B-A17B", _QWEN3_5_397B | _CONTEXT, 396.3),
+        ),
         linear=lambda shape: _BY_KIND,
     ),
 )

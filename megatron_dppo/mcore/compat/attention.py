@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 
 from megatron_dppo.mcore.compat.layers import weight_device
 from megatron_dppo.parallel.context import ContextShard
@@ -127,6 +128,11 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+_MASK_SIZE = 2**25
+"""Elements of a mask (queries times keys) beyond which a bucket is computed in blocks.
+
+Two ranks with a row of 32,768 tokens would keep masks of 512 MiB in each layer, and torch makes numbers of them.
+"""
 _CPU_FP32_LENGTH = 256
 """Length in tokens up to which bf16 attention on a CPU is computed in fp32.
 
@@ -246,22 +252,39 @@ class SDPACoreAttention(MegatronModule):
             key, value = shard.gather_for_partial(key), shard.gather_for_partial(value)
         outputs = []
         for bucket in packed_seq_params.buckets:
-            mask = self._mask(bucket, query.device)
             parts = bucket.queries.pad(query), bucket.keys.pad(key), bucket.keys.pad(value)
-            outputs.append(bucket.queries.unpad(self._attend(*parts, mask)))
+            outputs.append(bucket.queries.unpad(self._attend_bucket(*parts, self._mask_positions(bucket))))
         tokens = torch.cat([bucket.queries.tokens for bucket in packed_seq_params.buckets])
         # Values may have another head size than queries and keys (MLA).
         empty = value.new_empty(*query.shape[:-1], value.shape[-1])
         return empty.index_copy(0, tokens, torch.cat(outputs)).flatten(1)
 
-    def _mask(self, bucket: LengthBucket, device: torch.device) -> Tensor | None:
-        """Return the mask of a bucket ``[B or 1, 1, q, keys]``, True for visible keys. None means causal alone."""
+    def _mask_positions(self, bucket: LengthBucket) -> Tensor | None:
+        """Return the positions ``[B or 1, q]`` of queries that need a mask. None means causal alone."""
         positions = bucket.positions
+        if positions is None and (self.window is not None or self.softmax_offset is not None):
+            return torch.arange(bucket.queries.longest, device=bucket.queries.slots.device)[None]
+        return positions
+
+    def _attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None) -> Tensor:
+        """Attend within one bucket, block by block of the queries if one mask of all would be large.
+
+        A block is computed again in the backward pass, so that no mask is kept for it.
+        """
         if positions is None:
-            if self.window is None and self.softmax_offset is None:
-                return None
-            positions = torch.arange(bucket.queries.longest, device=device)[None]
-        return _visible_keys(positions, bucket.keys.longest, self.window)
+            return self._attend(query, key, value, None)
+        size = max(1, _MASK_SIZE // (len(positions) * key.shape[1]))
+        if size >= positions.shape[1]:
+            return self._attend_masked(query, key, value, positions)
+        blocks = zip(query.split(size, 1), positions.split(size, 1), strict=True)
+        outputs = [
+            checkpoint(self._attend_masked, part, key, value, at, use_reentrant=False, preserve_rng_state=False)
+            for part, at in blocks
+        ]
+        return torch.cat(outputs, 1)
+
+    def _attend_masked(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+        return self._attend(query, key, value, _visible_keys(positions, key.shape[1], self.window))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from ``query [B, q, heads, d]`` to ``key, value [B, s, groups, *]``; return ``[B, q, heads, e]``."""

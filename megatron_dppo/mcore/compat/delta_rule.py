@@ -165,10 +165,12 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     state_factor = to_end.exp()
     state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1])
     outputs = []
-    for i in range(len(v)):
-        updates = values[i] - reads[i] @ state
-        outputs.append(q[i] @ state + scores[i] @ updates)
-        state = state * state_factor[i] + k[i].mT @ updates
+    # Iteration unbinds the chunks. An index would give each of them a gradient of the size of all.
+    chunks = zip(q, k, values, reads, scores, state_factor, strict=True)
+    for queries, keys, new, read, score, factor in chunks:
+        updates = new - read @ state
+        outputs.append(queries @ state + score @ updates)
+        state = state * factor + keys.mT @ updates
     return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2)
 
 

@@ -119,6 +119,36 @@ def test_windows_and_sinks_equal_a_softmax_written_out(window: int | None, has_s
         torch.testing.assert_close(a, b, atol=1e-11, rtol=0)
 
 
+def test_a_large_mask_is_made_block_by_block_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two context-parallel ranks, one after the other: the first and last, and the middle quarters of a sequence."""
+    torch.manual_seed(0)
+    tokens, quarter = 1024, 256
+    shapes = [(tokens, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    expected = written_out(query, key, value, [0, tokens])
+    attention = SDPACoreAttention(SimpleNamespace(**CONFIG), layer_number=1, attn_mask_type=None, attention_type="self")
+    monkeypatch.setattr("megatron_dppo.mcore.compat.attention._MASK_SIZE", 40 * tokens)
+    results, largest = [], 0
+    for quarters in ((0, 3), (1, 2)):
+        positions = torch.cat([torch.arange(i * quarter, (i + 1) * quarter) for i in quarters])
+
+        def pack(saved: Tensor) -> Tensor:
+            nonlocal largest
+            largest = max(largest, saved.untyped_storage().nbytes())
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            parts = (query[positions][None], key[None], value[None], positions[None])
+            output = attention._attend_bucket(*parts)[0].flatten(1)
+        torch.testing.assert_close(output, expected[positions], atol=1e-12, rtol=0)
+        results.append((output * expected[positions].detach()).sum())
+    assert largest <= query.nbytes < 2 * quarter * tokens, "a mask of all queries is kept"
+    inputs = [query, key, value]
+    gradients = torch.autograd.grad(sum(results), inputs)
+    for actual, exact in zip(gradients, torch.autograd.grad((expected * expected.detach()).sum(), inputs), strict=True):
+        torch.testing.assert_close(actual, exact, atol=1e-11, rtol=0)
+
+
 def test_short_sequences_in_bf16_are_rounded_once_at_the_end_on_a_cpu() -> None:
     """They are computed in fp32: every output is the bf16 number next to the exact one, or one beside it."""
     torch.manual_seed(0)

@@ -1,0 +1,213 @@
+"""Plans of models whose layers differ: a few layers give those of all, and gated delta nets cost what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_dppo.commands.plan.child import RehearsalRequest
+from megatron_dppo.commands.plan.delta_kernels import REHEARSED_KERNELS, DeltaRule
+from megatron_dppo.commands.plan.few_layers import FewLayers, choose_layers, layer_kinds, with_layers
+from megatron_dppo.commands.plan.machine import MACHINES
+from megatron_dppo.commands.plan.measurement import UpdateMeasurement
+from megatron_dppo.commands.plan.meter import Meter
+from megatron_dppo.commands.plan.models import count_parameters, load_model_config
+from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+from megatron_dppo.commands.plan.rehearse import RankRole, rehearsed_micro_batches
+from megatron_dppo.config.layout import Layout, resolve_layout
+from megatron_dppo.hf.folder import model_shape
+from megatron_dppo.mcore.compat.delta_rule import delta_rule
+from tests.distributed.families import family_config
+from tests.distributed.layouts import CP, EP, FULL, PP, SELECTIVE, TP, VPP
+from tests.distributed.parity import Case, config_for
+
+
+@pytest.fixture(scope="module")
+def rehearsals() -> Iterator[RehearsalPool]:
+    with RehearsalPool(1) as rehearsals:
+        yield rehearsals
+
+
+def layout_of(hf_config: Any, world_size: int = 1, **parallel: Any) -> Layout:
+    config = config_for(Case(parallel))
+    return resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config))
+
+
+def hybrid(layers: int, dense: Sequence[int] = ()) -> Any:
+    """A tiny Qwen3-Next: every fourth layer has full attention, some have no experts."""
+    config = family_config("qwen3_next")
+    config.num_hidden_layers = layers
+    config.layer_types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+    config.mlp_only_layers = list(dense)
+    return config
+
+
+def test_both_ends_of_a_chunk_stay_and_each_kind_is_added_between_them() -> None:
+    model = load_model_config("Qwen3.5-35B-A3B")[0]
+    # 40 layers, full attention in 3, 7, ... 39.
+    few = choose_layers(model, layout_of(model), 0)
+    assert few == FewLayers(base=(0, 3, 38, 39), additions=((0, 28), (3, 8)))
+    assert few.variants() == [((0, 3, 38, 39), 0), ((0, 0, 3, 38, 39), 28), ((0, 3, 3, 38, 39), 8)]
+    # Four stages of 15 layers: 3 of the first stage's have full attention, 4 of the last one's.
+    large = load_model_config("Qwen3.5-397B-A17B")[0]
+    layout = layout_of(large, 4, pipeline_model_parallel_size=4)
+    assert choose_layers(large, layout, 0) == FewLayers(base=(0, 3, 11, 14), additions=((0, 10), (3, 1)))
+    assert choose_layers(large, layout, 3) == FewLayers(base=(45, 47, 58, 59), additions=((45, 9), (47, 2)))
+    uniform = load_model_config("Qwen3-30B-A3B")[0]
+    assert choose_layers(uniform, layout_of(uniform), 0) == FewLayers(base=(0, 47), additions=((0, 46),))
+    # 3 dense layers, then 58 with experts.
+    first = load_model_config("DeepSeek-V3")[0]
+    assert choose_layers(first, layout_of(first), 0) == FewLayers(base=(0, 2, 3, 60), additions=((0, 1), (3, 56)))
+    # Once four and twice five layers are more than twelve.
+    short = hybrid(12)
+    assert choose_layers(short, layout_of(short), 0) is None
+
+
+def test_a_model_of_some_layers_has_their_kinds_or_there_is_none() -> None:
+    mixed = hybrid(8, dense=[1, 5])
+    linear, dense, full = ("linear_attention", False), ("linear_attention", True), ("full_attention", False)
+    few = with_layers(mixed, (1, 2, 3), chunks=2)
+    assert layer_kinds(few) == [dense, linear, full] * 2 and few.mlp_only_layers == [0, 3]
+    assert layer_kinds(mixed)[:4] == [linear, dense, linear, full]
+    # Dense layers come first in a DeepSeek-V3.
+    first = load_model_config("DeepSeek-V3")[0]
+    assert layer_kinds(with_layers(first, (0, 60), chunks=1)) == [(None, True), (None, False)]
+    assert with_layers(first, (60, 0), chunks=1) is None
+    # A list with an entry for each layer, which the family compares with the number of layers.
+    uniform = family_config("minimax_m2")
+    uniform.attn_type_list = [1] * 4
+    assert layer_kinds(with_layers(uniform, (2, 3, 3), chunks=1)) == [layer_kinds(uniform)[0]] * 3
+
+
+CASES = [
+    (hybrid(20), 4, {**TP, **EP}, FULL, "bf16", 0),
+    (hybrid(40, dense=[1, 22]), 4, {**PP, **CP}, {}, "bf16", 2),
+    pytest.param(hybrid(80), 4, {**VPP, **EP}, SELECTIVE, "fp32", 0, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "world_size", "parallel", "transformer", "dtype", "rank"), CASES)
+def test_a_plan_from_a_few_layers_is_that_of_all(
+    model: Any, world_size: int, parallel: Any, transformer: Any, dtype: str, rank: int, rehearsals: RehearsalPool
+) -> None:
+    case = Case(parallel, transformer=transformer, micro_batch_tokens=192)
+    config = config_for(case, dtype, data={"max_prompt_tokens": 184})
+    layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(model), {})
+    role = RankRole(rank=rank, micro_batches=rehearsed_micro_batches(layout))
+    request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
+    assert choose_layers(model, layout, rank) is not None
+    few, whole = (rehearsals.run([request], few_layers=some)[0] for some in (True, False))
+    assert_alike(few, whole)
+
+
+def assert_alike(few: UpdateMeasurement, whole: UpdateMeasurement) -> None:
+    # Buffers are padded: in a tiny model that is a part of a percent.
+    assert few.static == pytest.approx(whole.static, rel=5e-3)
+    assert [entry[:4] for entry in few.collectives] == [entry[:4] for entry in whole.collectives]
+    sent = [entry[4] for entry in whole.collectives]
+    assert [entry[4] for entry in few.collectives] == pytest.approx(sent, rel=5e-3)
+    assert few.peaks.keys() == whole.peaks.keys()
+    for phase, peak in whole.peaks.items():
+        assert few.peaks[phase].total == pytest.approx(peak.total, rel=5e-3), phase
+    for phase, work in whole.work.items():
+        assert few.work[phase].flops == pytest.approx(work.flops, rel=1e-6), phase
+        assert few.work[phase].seconds == pytest.approx(work.seconds, rel=5e-3), phase
+
+
+def test_the_rule_that_a_rehearsal_computes_has_the_products_of_the_real_one() -> None:
+    """Of a chunk of c tokens with keys of d and values of e, counted by hand; torch counts no triangular system."""
+    tokens, heads, d, e, c = 192, 3, 8, 12, 64
+    q, k = (torch.randn(tokens, heads, d).requires_grad_() for _ in range(2))
+    v = torch.randn(tokens, heads, e).requires_grad_()
+    decay, beta = (torch.rand(tokens, heads).requires_grad_() for _ in range(2))
+    with FlopCounterMode(display=False) as counter:
+        delta_rule(*(x[None] for x in (q, k, v, -decay, beta)))
+    chunks = heads * tokens // c
+    system = 2 * c * c * (d + e)
+    real = counter.get_total_flops() + chunks * system
+    assert real == chunks * (2 * c * c * (3 * d + 2 * e) + 3 * 2 * c * d * e)
+    with Meter() as meter:
+        output = DeltaRule.apply(q, k, v, -decay, beta)
+        kept = meter.bytes_in_use
+        with meter.during("backward"):
+            output.sum().backward()
+    assert sum(meter.work["start"].flops.values()) == real
+    # The recurrence again; then eight and four products within a chunk, two with its inverse, six with states.
+    again = 2 * c * c * (d + e) + 2 * 2 * c * d * e
+    more = 2 * c * c * (8 * d + 4 * e) + 2 * 2 * c**3 + 6 * 2 * c * d * e
+    assert sum(meter.work["backward"].flops.values()) == chunks * (again + more)
+    assert q.grad is not None and decay.grad is not None and decay.grad.shape == decay.shape
+    # Output, normalized queries and keys, sums of the decay, and the inverse of each chunk's system.
+    assert kept == 4 * tokens * heads * (e + 2 * d + 1 + c)
+
+
+def test_the_other_kernels_keep_their_inputs_alone() -> None:
+    tokens, channels, width = 96, 12, 4
+    x, gates = (torch.randn(tokens, channels).requires_grad_() for _ in range(2))
+    weights = torch.randn(channels, width).requires_grad_(), torch.randn(channels).requires_grad_()
+    row: Any = None
+    for run in (
+        lambda: REHEARSED_KERNELS.convolve(x, weights[0], row),
+        lambda: REHEARSED_KERNELS.gate(x, gates, weights[1], 1e-6),
+    ):
+        with Meter() as meter:
+            meter.relabel([x, gates, *weights], "inputs")
+            output = run()
+            assert output.shape == x.shape and meter.bytes_in_phase("start") < 1.1 * output.nbytes
+            output.sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in (x, gates, *weights))
+
+
+def test_the_backward_pass_of_a_convolution_counts_its_groups() -> None:
+    for channels, groups in ((12, 12), (12, 1), (12, 3)):
+        x = torch.randn(2, channels, 20).requires_grad_()
+        weight = torch.randn(channels, channels // groups, 4).requires_grad_()
+        with Meter() as meter:
+            out = torch.nn.functional.conv1d(x, weight, groups=groups)
+            with meter.during("backward"):
+                out.sum().backward()
+        forward = 2 * out.numel() * channels // groups * 4
+        assert sum(meter.work["start"].flops.values()) == forward
+        assert sum(meter.work["backward"].flops.values()) == 2 * forward
+        if groups == 1:
+            with FlopCounterMode(display=False) as counter:
+                torch.nn.functional.conv1d(x, weight).sum().backward()
+            assert counter.get_total_flops() == 3 * forward
+
+
+@pytest.mark.slow
+def test_flops_of_a_gated_delta_net_match_the_formula(rehearsals: RehearsalPool) -> None:
+    """The update of a tiny model with 3 layers of linear attention, less that of the same model with 2 of them."""
+    model = hybrid(4)
+    config = config_for(Case(micro_batch_tokens=192), data={"max_prompt_tokens": 184})
+    layout = layout_of(model)
+    role = RankRole(rank=0)
+    request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
+    requests = [replace(request, hf_config=with_layers(model, layers, 1)) for layers in ((0, 1, 2, 3), (1, 2, 3))]
+    more, less = rehearsals.run(requests)
+    flops = sum(more.work["forward"].flops.values()) - sum(less.work["forward"].flops.values())
+    tokens, hidden, c, d, e, key_heads, heads = 192, 64, 64, 8, 12, 2, 4
+    keys, values = key_heads * d, heads * e
+    projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
+    convolution = (2 * keys + values) * 4
+    chunk = 2 * c * c * (3 * d + 2 * e) + 3 * 2 * c * d * e
+    experts = hidden * 8 + 3 * hidden * (3 * 48 + 40) + hidden
+    # The convolution also computes the positions before the first token.
+    assert flops == pytest.approx(
+        2 * tokens * (projections + convolution + experts) + tokens // c * heads * chunk, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen3.5-35B-A3B", 34.7), ("Qwen3.5-397B-A17B", 396.3)])
+def test_published_models_are_planned_without_their_folder(name: str, billions: float) -> None:
+    config, note = load_model_config(f"/nowhere/{name}")
+    parameters, experts = count_parameters(config)
+    assert parameters == pytest.approx(1e9 * billions, rel=2e-3) and note is not None and "known model" in note
+    layers, hidden, size = config.num_hidden_layers, config.hidden_size, config.moe_intermediate_size
+    assert experts == layers * config.num_experts * 3 * hidden * size
