@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +159,8 @@ def test_the_other_kernels_keep_their_inputs_alone() -> None:
             meter.relabel([x, gates, *weights], "inputs")
             output = run()
             assert output.shape == x.shape and meter.bytes_in_phase("start") < 1.1 * output.nbytes
+            # Every channel has a filter of its own; positions before the first token are computed as well.
+            assert sum(meter.work["start"].flops.values()) in (2 * (tokens + width - 1) * channels * width, 0)
             output.sum().backward()
     assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in (x, gates, *weights))
 
@@ -179,29 +180,6 @@ def test_the_backward_pass_of_a_convolution_counts_its_groups() -> None:
             with FlopCounterMode(display=False) as counter:
                 torch.nn.functional.conv1d(x, weight).sum().backward()
             assert counter.get_total_flops() == 3 * forward
-
-
-@pytest.mark.slow
-def test_flops_of_a_gated_delta_net_match_the_formula(rehearsals: RehearsalPool) -> None:
-    """The update of a tiny model with 3 layers of linear attention, less that of the same model with 2 of them."""
-    model = hybrid(4)
-    config = config_for(Case(micro_batch_tokens=192), data={"max_prompt_tokens": 184})
-    layout = layout_of(model)
-    role = RankRole(rank=0)
-    request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
-    requests = [replace(request, hf_config=with_layers(model, layers, 1)) for layers in ((0, 1, 2, 3), (1, 2, 3))]
-    more, less = rehearsals.run(requests)
-    flops = sum(more.work["forward"].flops.values()) - sum(less.work["forward"].flops.values())
-    tokens, hidden, c, d, e, key_heads, heads = 192, 64, 64, 8, 12, 2, 4
-    keys, values = key_heads * d, heads * e
-    projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
-    convolution = (2 * keys + values) * 4
-    chunk = 2 * c * c * (3 * d + 2 * e) + 3 * 2 * c * d * e
-    experts = hidden * 8 + 3 * hidden * (3 * 48 + 40) + hidden
-    # The convolution also computes the positions before the first token.
-    assert flops == pytest.approx(
-        2 * tokens * (projections + convolution + experts) + tokens // c * heads * chunk, rel=1e-3
-    )
 
 
 @pytest.mark.parametrize(("name", "billions"), [("Qwen3.5-35B-A3B", 34.7), ("Qwen3.5-397B-A17B", 396.3)])
