@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_dppo.commands.plan.arithmetic import longest_sample
 from megatron_dppo.commands.plan.child import RehearsalRequest
 from megatron_dppo.commands.plan.delta_kernels import REHEARSED_KERNELS, DeltaRule
 from megatron_dppo.commands.plan.few_layers import FewLayers, choose_layers, layer_kinds, with_layers
@@ -16,11 +19,16 @@ from megatron_dppo.commands.plan.machine import MACHINES
 from megatron_dppo.commands.plan.measurement import UpdateMeasurement
 from megatron_dppo.commands.plan.meter import Meter
 from megatron_dppo.commands.plan.models import count_parameters, load_model_config
+from megatron_dppo.commands.plan.plan import make_plan
 from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
 from megatron_dppo.commands.plan.rehearse import RankRole, rehearsed_micro_batches
+from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import Layout, resolve_layout
+from megatron_dppo.config.schema import Config
+from megatron_dppo.data.balance import cost
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.compat.delta_rule import delta_rule
+from megatron_dppo.policy.packed import attention_length
 from tests.distributed.families import family_config
 from tests.distributed.layouts import CP, EP, FULL, PP, SELECTIVE, TP, VPP
 from tests.distributed.parity import Case, config_for
@@ -189,3 +197,42 @@ def test_published_models_are_planned_without_their_folder(name: str, billions: 
     assert parameters == pytest.approx(1e9 * billions, rel=2e-3) and note is not None and "known model" in note
     layers, hidden, size = config.num_hidden_layers, config.hidden_size, config.moe_intermediate_size
     assert experts == layers * config.num_experts * 3 * hidden * size
+
+
+ROOT = Path(__file__).parents[3]
+SECTION = (ROOT / "docs/plan.md").read_text(encoding="utf-8").split("## Rows of 128k")[1].split("\n## ")[0]
+LONG_ROWS = [
+    [cell.strip() for cell in line.split("|")[1:-1]] for line in SECTION.splitlines() if re.match(r"\| \d+k", line)
+]
+
+
+def long_row_config(row: Sequence[str]) -> Config:
+    """The configuration of a line of the page's table: the recipe, the flags of its length, and its own."""
+    flags = dict(line.split(": ", 1) for line in SECTION.split("```flags\n")[1].split("```")[0].splitlines())
+    own = re.findall(r"`([^`]+)`", row[2])
+    return load_config(ROOT / "examples/qwen3_5_35b_a3b/dppo.toml", [*flags[row[0]].split(), *" ".join(own).split()])
+
+
+def test_the_page_of_long_rows_has_layouts_that_exist_and_costs_that_are_computed() -> None:
+    assert len(LONG_ROWS) >= 3
+    for row in LONG_ROWS:
+        config = long_row_config(row)
+        tokens = int(row[0].removesuffix("k")) * 1024
+        assert longest_sample(config) == config.train.micro_batch_tokens == tokens
+        model = load_model_config(config.model.path)[0]
+        layout = resolve_layout(config.parallel, config.batch, int(row[1]), model_shape(model))
+        assert 16 % (layout.tp * layout.cp) == 0
+        left = round(79.1 - float(row[3]), 1)
+        assert row[4] == (f"yes, {left} left" if left > 0 else f"no, {-left} too much")
+    for name, length, factor in (("Qwen3.5-35B-A3B", 73056, 2.8), ("Qwen3-30B-A3B", 15471, 9.5)):
+        computed = attention_length(load_model_config(name)[0])
+        assert round(computed) == length and f"{length:,}" in SECTION
+        assert round(cost(131072, computed) / 131072, 1) == factor and f"{factor} times" in SECTION
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", LONG_ROWS, ids=lambda row: "-".join(row[:2]))
+def test_the_page_of_long_rows_has_the_plans_of_its_commands(row: list[str], rehearsals: RehearsalPool) -> None:
+    plan = make_plan(long_row_config(row), int(row[1]), MACHINES["h100"], rehearsals, kinds=["hot"], few_layers=True)
+    assert plan.ranks["hot"].total / 2**30 == pytest.approx(float(row[3]), rel=0.01)
+    assert plan.step_seconds == pytest.approx(float(row[5]), rel=0.03)
