@@ -55,11 +55,11 @@ class DeltaRule(torch.autograd.Function):
         sizes = _Sizes(key, value)
         sizes.product("cdc")
         inverse = key.new_empty(*decay.shape, _CHUNK)
-        kept = sizes.recurrence()
+        tensors = sizes.recurrence()
         sizes.product("cdc")
         sizes.product("cde")
         sizes.product("cce")
-        del kept
+        del tensors
         ctx.save_for_backward(query, key, value, sums, beta, inverse)
         return torch.empty_like(value)
 
@@ -69,15 +69,15 @@ class DeltaRule(torch.autograd.Function):
         del gradients
         query, key, value, sums, beta, _ = ctx.saved_tensors
         sizes = _Sizes(key, value)
-        kept = sizes.recurrence()
+        tensors = sizes.recurrence()
         # Values within their chunk, then states and values from the last chunk to the first.
-        kept += sizes.products("cdc", "cce")
-        kept += sizes.products("cde", "dce", "dce")
+        tensors += sizes.products("cdc", "cce")
+        tensors += sizes.products("cde", "dce", "dce")
         # Queries, keys, and the reads of the state.
-        kept += sizes.products("ced", "ced", "ced", "cec", "ccd", "ccd")
+        tensors += sizes.products("ced", "ced", "ced", "cec", "ccd", "ccd")
         # The triangular system, its inverse and its keys.
-        kept += sizes.products("cdc", "cec", "ccd", "cce", "ccc", "ccc", "cdc", "ccd", "ccd")
-        del kept
+        tensors += sizes.products("cdc", "cec", "ccd", "cce", "ccc", "ccc", "cdc", "ccd", "ccd")
+        del tensors
         return tuple(torch.empty_like(tensor) for tensor in (query, key, value, sums, beta))
 
 
