@@ -139,6 +139,8 @@ def _why_off(name: str, config: TransformerConfig, overrides: Mapping[str, Any])
         return "model.transformer says so"
     if name == "apply_rope_fusion" and config.multi_latent_attention:
         return "Megatron's kernel for latent attention is experimental"
+    if name == "apply_rope_fusion" and hasattr(config, "yarn_rotary_scaling_factor"):
+        return "Megatron's kernel leaves out YaRN's factor"
     if name == "bias_activation_fusion":
         return next(reason for field, reason in _OTHER_ACTIVATION.items() if overrides.get(field))
     return "this Transformer Engine is too old for it (1.4 for RoPE, 2.1 for the experts)"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.activations import quick_gelu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
@@ -159,7 +159,13 @@ def transformer_config(
             f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
         ) from error
     check_pipeline_split(config, layout)
-    for name, value in (get_family(hf_config).rope(hf_config).yarn or {}).items():
+    yarn = get_family(hf_config).rope(hf_config).yarn or {}
+    if yarn and config.apply_rope_fusion:
+        raise ConfigError(
+            "model.transformer.apply_rope_fusion = true with YaRN: the fused kernel leaves out YaRN's factor in packed "
+            "rows. Fix: remove the key"
+        )
+    for name, value in yarn.items():
         setattr(config, f"yarn_{name}", value)
     return config
 

@@ -78,6 +78,8 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
             quick_geglu=True,
             glu_linear_offset=1.0,
             activation_func_clamp_value=hf_config.swiglu_limit,
+            # Megatron's fused kernel leaves out YaRN's factor in packed rows.
+            apply_rope_fusion=False,
             # Megatron's softmax after the choice makes the weights add up to 1.
             moe_router_pre_softmax=False,
         )
