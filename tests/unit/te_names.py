@@ -77,6 +77,8 @@ def hf_config(model: str) -> Any:
         if model == "qwen3_next":
             return transformers.Qwen3NextConfig(**SIZES, **linear, decoder_sparse_step=1, mlp_only_layers=[1])
         return transformers.AutoConfig.for_model("qwen3_5_moe_text", **SIZES, **linear)
+    if model == "gpt_oss":
+        return transformers.GptOssConfig(**SIZES, head_dim=32, num_local_experts=8, num_experts_per_tok=2)
     if model == "mixtral":
         return transformers.MixtralConfig(**SIZES, num_local_experts=8)
     return transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, qkv_bias=True)
@@ -136,7 +138,9 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
         if parameter.shape != expected:
             yield f"{name}: {tuple(parameter.shape)}, expected {tuple(expected)}"
         # The router's weight is the one that Megatron makes on the CPU, and keeps in fp32 if asked to.
-        dtype = torch.float32 if name.endswith(("router.expert_bias", ".A_log")) else torch.bfloat16
+        # Transformer Engine makes sinks in fp32, which become bf16 with the model.
+        is_fp32 = name.endswith(("router.expert_bias", ".A_log", ".softmax_offset"))
+        dtype = torch.float32 if is_fp32 else torch.bfloat16
         if parameter.dtype != dtype or parameter.device.type != "meta":
             yield f"{name}: {parameter.dtype} on {parameter.device}"
         if rule.is_expert and getattr(parameter, "allreduce", True) != (layout.ep == 1):

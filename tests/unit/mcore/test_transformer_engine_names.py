@@ -30,11 +30,12 @@ CASES: list[dict[str, Any]] = [
     {"model": "moonlight", "world": 1},
     {"model": "olmoe", "tp": 2, "world": 2},
     {"model": "mixtral", "ep": 2, "world": 2},
+    {"model": "gpt_oss", "tp": 2, "ep": 2, "world": 2},
     {"model": "qwen3_next", "tp": 2, "cp": 2, "world": 4},
     {"model": "qwen3_5", "ep": 2, "world": 2},
     {"model": "qwen3_moe", "pp": 2, "ep": 2, "world": 4, "transformer": {"use_te_activation_func": True}},
 ]
-PARAMETERS = [65, 55, 35, 82, 74, 90, 95, 55, 95, 81, 24]
+PARAMETERS = [65, 55, 35, 82, 74, 90, 95, 55, 103, 95, 81, 24]
 
 
 WRONG = """
@@ -97,7 +98,7 @@ def check(actual: list[dict[str, Any]], version: str) -> None:
         )
         assert not experts or "TEColumnParallelGroupedLinear" in model["kinds"]
         assert model["fusions"] == {
-            "apply_rope_fusion": case["model"] not in ("deepseek_v3", "moonlight"),
+            "apply_rope_fusion": case["model"] not in ("deepseek_v3", "moonlight", "gpt_oss"),
             "moe_permute_fusion": experts,
             "bias_activation_fusion": not own_activation,
             "gradient_accumulation_fusion": True,
