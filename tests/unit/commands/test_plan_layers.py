@@ -190,6 +190,35 @@ def test_the_backward_pass_of_a_convolution_counts_its_groups() -> None:
             assert counter.get_total_flops() == 3 * forward
 
 
+@pytest.mark.slow
+def test_flops_of_a_gated_delta_net_match_the_formula(rehearsals: RehearsalPool) -> None:
+    """The update of a tiny model with 3 layers of linear attention, less that of the same model with 2 of them."""
+    model = hybrid(4)
+    config = config_for(Case(micro_batch_tokens=192), data={"max_prompt_tokens": 184})
+    requests = [
+        RehearsalRequest(
+            config=config,
+            hf_config=with_layers(model, layers, 1),
+            layout=layout_of(model),
+            role=RankRole(rank=0),
+            machine=MACHINES["h100"],
+        )
+        for layers in ((0, 1, 2, 3), (1, 2, 3))
+    ]
+    more, less = rehearsals.run(requests)
+    flops = sum(more.work["forward"].flops.values()) - sum(less.work["forward"].flops.values())
+    tokens, hidden, c, d, e = 192, 64, 64, model.linear_key_head_dim, model.linear_value_head_dim
+    heads = model.linear_num_value_heads
+    keys, values = model.linear_num_key_heads * d, heads * e
+    projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
+    # 3 chosen experts of 48, one of 40 for every token, its gate, and the router of 8.
+    experts = 3 * hidden * (3 * 48 + 40) + hidden + hidden * 8
+    # The three positions before the first token are computed as well.
+    convolution = 2 * (tokens + 3) * (2 * keys + values) * 4
+    chunk = 2 * c * c * (3 * d + 2 * e) + 3 * 2 * c * d * e
+    assert flops == 2 * tokens * (projections + experts) + convolution + tokens // c * heads * chunk
+
+
 @pytest.mark.parametrize(("name", "billions"), [("Qwen3.5-35B-A3B", 34.7), ("Qwen3.5-397B-A17B", 396.3)])
 def test_published_models_are_planned_without_their_folder(name: str, billions: float) -> None:
     config, note = load_model_config(f"/nowhere/{name}")
