@@ -234,7 +234,7 @@ def check_foreign(side: Side, reference: Reference, where: str) -> None:
     error = max(float((result[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
     assert error < TOLERANCE, f"{where}: gradient off by {error:.1e}"
     assert abs(metrics["loss"] - reference.loss) < TOLERANCE, where
-    routers = [float(g.norm()) for n, g in result.items() if n.endswith(".gate.weight")]
+    routers = [float(g.norm()) for n, g in result.items() if n.endswith((".gate.weight", ".router.weight"))]
     assert routers and min(routers) > 0.01 * typical, where
     assert metrics["router_disagreement"] == 0.0, where
     assert metrics["router_live_disagreement"] == reference.live > 0.5, (where, metrics, reference.live)
