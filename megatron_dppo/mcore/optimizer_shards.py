@@ -99,6 +99,7 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]
                     yield parameter, ranges["param"].start, ranges["param"].end
 
 
+@torch.no_grad()
 def _sharded_state(
     optimizer: DistributedOptimizer,
     model_state: dict[str, Any],

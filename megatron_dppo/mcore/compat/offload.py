@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -54,7 +55,12 @@ def accept_fp32_weights() -> None:
     Delete when: HybridDeviceOptimizer trains weights in fp32.
     """
     build = DistributedOptimizer._build_model_and_main_param_groups
-    DistributedOptimizer._build_model_and_main_param_groups = staticmethod(torch.no_grad()(build))
+
+    def build_model_and_main_param_groups(ranges: Any, buffers: Any, groups: Any, config: OptimizerConfig) -> Any:
+        with torch.set_grad_enabled(not config.optimizer_cpu_offload):
+            return build(ranges, buffers, groups, config)
+
+    DistributedOptimizer._build_model_and_main_param_groups = staticmethod(build_model_and_main_param_groups)
     set_grads = HybridDeviceOptimizer._set_sub_optimizer_grads
 
     def set_sub_optimizer_grads(self: Any) -> None:
