@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def accept_fp32_weights() -> None:
     build = DistributedOptimizer._build_model_and_main_param_groups
 
     def build_model_and_main_param_groups(ranges: Any, buffers: Any, groups: Any, config: OptimizerConfig) -> Any:
-        with torch.set_grad_enabled(not config.optimizer_cpu_offload):
+        with torch.no_grad() if config.optimizer_cpu_offload else nullcontext():
             return build(ranges, buffers, groups, config)
 
     DistributedOptimizer._build_model_and_main_param_groups = staticmethod(build_model_and_main_param_groups)
