@@ -191,8 +191,8 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
                         module = template.format(layer=layer, expert=expert).removesuffix(".weight")
                         full = values[f"{PREFIX}{module}.lora_{part}.weight"]
                         if layer_name not in REPLICATED and (layer_name in COLUMN_PARALLEL) == (part == "B"):
-                            # Queries, keys and values of linear attention in one weight: 16, 16 and 48 rows.
-                            sizes = [16, 16, 48] if projection == "in_proj_qkv" else [len(full)]
+                            # Queries, keys and values of linear attention in one weight: 32, 32 and 96 rows.
+                            sizes = [32, 32, 96] if projection == "in_proj_qkv" else [len(full)]
                             dim = 0 if part == "B" else 1
                             pieces = full.split(sizes) if part == "B" else [full]
                             shards = [piece.chunk(dist.get_world_size(group), dim) for piece in pieces]
