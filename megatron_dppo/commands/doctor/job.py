@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -52,8 +53,12 @@ def run_job_check(
     with limited("the shared folder", job, "check that all nodes mount it"):
         report.add(check_shared_folder(folder, PrefixStore("files", store), job, hosts))
     report.add(measure_network(PrefixStore("network", store), job, hosts))
+    store.set(f"done/{job.rank}", "")
     if job.rank == 0:
         report.add(inspect_servers())
+        # The store ends with this process, and others may still read from it.
+        with suppress(OSError, RuntimeError):
+            store.wait([f"done/{rank}" for rank in range(job.world_size)], timedelta(seconds=LIMIT_SECONDS))
     return report.finish()
 
 
