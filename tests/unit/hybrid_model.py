@@ -98,7 +98,6 @@ def compare(family: str) -> dict[str, Any]:
         vocab_size=models.padded_vocab_size(hf_config.vocab_size, 1),
         max_sequence_length=hf_config.max_position_embeddings,
         hybrid_layer_pattern=layer_pattern(shape),
-        position_embedding_type="rope",
         **get_family(hf_config).rope(hf_config).arguments(),
     )
     hybrid.load_state_dict({hybrid_name(name): tensor for name, tensor in gpt.state_dict().items()}, strict=False)

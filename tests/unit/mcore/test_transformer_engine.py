@@ -78,7 +78,9 @@ print(*applied)
         return done.stdout.splitlines()
 
     package(tmp_path, "")
-    assert run() == ["_load_optimizer_without_grad _copy_offloaded_shards_only replace_load_inline"]
+    assert run() == [
+        "_load_optimizer_without_grad _copy_offloaded_shards_only _offload_fp32_weights replace_load_inline"
+    ]
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise ImportError")
     assert run() == ["refused", ""]
 
