@@ -110,7 +110,7 @@ def hardware(file: Path) -> tuple[int, str]:
 
 
 def planned_by_another_test(file: Path) -> bool:
-    """``test_plan.py`` has the first two, ``losses`` are the user's functions, ``smollm2`` builds its model in a run."""
+    """``test_plan.py`` has the first two; ``losses`` are the user's; ``smollm2`` builds its model in a run."""
     return file.parent.name in ("chain_sum", "qwen3_30b_a3b", "losses", "smollm2")
 
 
