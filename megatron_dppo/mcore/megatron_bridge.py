@@ -37,6 +37,7 @@ from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
 from megatron_dppo.mcore.spec import block_spec
+from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -248,9 +249,7 @@ class ProvidedWeights:
 
 def _gather(names: list[str]) -> list[str]:
     """Return the names of all ranks, each once."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
-    return sorted(set(chain.from_iterable(gathered)))
+    return sorted(set(chain.from_iterable(all_gather_objects(names, dist.group.WORLD))))
 
 
 def _pretrained(hf_config: Any, source: WeightSource) -> Any:

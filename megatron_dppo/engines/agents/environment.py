@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.runner import LAUNCHER, AgentExit, AgentTask, program_variables
+from megatron_dppo.engines.agents.runner import (
+    AgentExit,
+    AgentTask,
+    isolated_command,
+    program_variables,
+    stop_signals_unblocked,
+)
 from megatron_dppo.errors import GenerateError
 
 _PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
@@ -89,6 +94,8 @@ class EnvironmentAgent:
     def _started(self) -> _EnvironmentProcess:
         with self._lock:
             if self._process is None or self._process.has_ended:
+                if self._process is not None:
+                    self._process.close()  # ends programs that it left behind
                 self._process = _EnvironmentProcess(self._config)
             return self._process
 
@@ -109,26 +116,21 @@ class _EnvironmentProcess:
         self._last_lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._write_lock = threading.Lock()
         self.has_ended = False
-        # Isolated mode: neither PYTHON* variables nor site packages run code before the isolation.
-        launcher = [sys.executable, "-I", "-S", LAUNCHER] if config.isolation == "landlock" else []
-        command = [*launcher, config.environment_python, _PROGRAM]
-        # The trainer blocks its stop signals in all threads, and a child process would inherit that.
-        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        python = config.environment_python
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=program_variables(config.pass_env),
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            with stop_signals_unblocked():
+                self._process = subprocess.Popen(
+                    isolated_command([python, _PROGRAM], is_isolated=config.isolation == "landlock"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=program_variables(config.pass_env),
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                )
         except OSError as error:
-            raise GenerateError(f"agent.environment_python = {command[-2]!r} cannot be started: {error}") from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            raise GenerateError(f"agent.environment_python = {python!r} cannot be started: {error}") from error
         threading.Thread(target=self._read_errors, name="environment-errors", daemon=True).start()
         threading.Thread(target=self._read_replies, name="environment", daemon=True).start()
         taskset = {**config.environment_options.get("taskset", {}), "id": config.environment.partition(":")[2]}

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from megatron_dppo.engines.agents.episode import Episode
 
 T = TypeVar("T")
-LAUNCHER = str(Path(__file__).with_name("launcher.py"))
+_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _OUTPUT_SECONDS = 2.0
 """Time to wait for the remaining output of a program that has exited."""
 _MAX_OUTPUT = 2000
@@ -71,6 +71,23 @@ def program_variables(pass_env: Collection[str]) -> dict[str, str]:
     """
     names = {*_ENVIRONMENT, *pass_env}
     return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
+
+
+def isolated_command(command: Sequence[str], *, is_isolated: bool) -> list[str]:
+    """Return the command that starts a program, behind ``launcher.py`` if it is isolated."""
+    # Isolated mode: neither PYTHON* variables nor site packages run code before the isolation.
+    launcher = [sys.executable, "-I", "-S", _LAUNCHER] if is_isolated else []
+    return [*launcher, *command]
+
+
+@contextmanager
+def stop_signals_unblocked() -> Iterator[None]:
+    """Unblock the stop signals, which the trainer blocks in all threads: a child process would inherit that."""
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class Agent(Protocol):
@@ -130,23 +147,16 @@ class ProgramAgent:
         return AgentExit(0.0, f"{self._command[0]} ended with status {status}: {last or 'it wrote nothing'}")
 
     async def _start(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-        # The trainer blocks its stop signals in all threads, and a child process would inherit that.
-        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-        try:
-            pipe = asyncio.subprocess.PIPE
-            # Isolated mode: neither PYTHON* variables nor site packages run code before the isolation.
-            launcher = [sys.executable, "-I", "-S", LAUNCHER] if self._is_isolated else []
+        pipe = asyncio.subprocess.PIPE
+        with stop_signals_unblocked():
             return await asyncio.create_subprocess_exec(
-                *launcher,
-                *self._command,
+                *isolated_command(self._command, is_isolated=self._is_isolated),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=asyncio.subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class FunctionAgent:
