@@ -100,6 +100,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"one": make_model(base / "one", 1), "two": make_model(base / "two", 2, bias=True)}
 
 
+@pytest.mark.long
 def test_vllm_scores_as_transformers_by_classify_pooling_and_chat(folders: dict[str, Path], tmp_path: Path) -> None:
     folder, tokenizer = folders["one"], byte_tokenizer(SPECIAL)
     options = ("--runner", "pooling", "--served-model-name", "rm")
@@ -125,6 +126,7 @@ def test_sglang_scores_as_transformers_by_classify_and_embeddings(folders: dict[
         close(scores(engine, endpoint="openai_embeddings", index=0), plain[:, 0])
 
 
+@pytest.mark.long
 def test_a_judge_behind_sglang_scores_responses(tmp_path: Path) -> None:
     """Its weights are random: any text of its own counts, found by a pattern that is empty at the end."""
     folder = make_tiny(tmp_path / "judge", seed=0)
