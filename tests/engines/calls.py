@@ -22,13 +22,17 @@ LONG = tuple((7 * i) % 250 + 3 for i in range(300))
 """A prompt that fills pages of the prefix cache."""
 
 
+def client(engine: Engine, *, adapter: bool = False) -> SGLangServer | VLLMServer:
+    """Return a client that waits long enough for a server on a loaded machine."""
+    kind: type[SGLangServer | VLLMServer] = {"sglang": SGLangServer, "vllm": VLLMServer}[engine.kind]
+    return kind(engine.url, deadlines=Deadlines(alive=60, control=60, update=120, generate=120), adapter=adapter)
+
+
 def call(engine: Engine, use: Callable[[InferenceServer], Awaitable[T]], *, adapter: bool = False) -> T:
     """Run ``use`` with a client of the server."""
 
     async def run() -> T:
-        client = {"sglang": SGLangServer, "vllm": VLLMServer}[engine.kind]
-        deadlines = Deadlines(control=60, update=120, generate=120)
-        server: InferenceServer = client(engine.url, deadlines=deadlines, adapter=adapter)
+        server = client(engine, adapter=adapter)
         try:
             return await use(server)
         finally:

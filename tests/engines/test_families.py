@@ -15,13 +15,11 @@ import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.engines.serving.collectives import TESTED
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.probe_requests import ProbeError
 from megatron_dppo.weights.sync import WeightSync
-from tests.engines.calls import LONG, SHORT, ask, call
+from tests.engines.calls import LONG, SHORT, ask, call, client
 from tests.engines.family_models import PUBLISHED, FamilyModel
 from tests.engines.probes import expectation, run
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
@@ -104,16 +102,17 @@ def synced(
     weights_folder: Path,
 ) -> None:
     """Send weights. Their proof must cover every tensor, and fail for other weights."""
-    client: Any = (SGLangServer if engine.kind == "sglang" else VLLMServer)(engine.url)
     device = torch.device("cpu")
-    sharing = MemorySharing({client.url: [0]}, 2**20, dtype, tied=False, group=None) if method == "ipc" else None
+    sharing = MemorySharing({engine.url: [0]}, 2**20, dtype, tied=False, group=None) if method == "ipc" else None
     config = WeightSyncConfig(method=method, timeout_seconds=60)
     where = {"model_folder": model.folder, "weights_folder": weights_folder}
-    sync = WeightSync([client], config, **where, dtype=dtype, device=device, sharing=sharing)
+    sync = WeightSync([client(engine)], config, **where, dtype=dtype, device=device, sharing=sharing)
+    # A sync waits ten seconds for this answer, which is short for the first one on a loaded machine.
+    call(engine, lambda server: server.info())
     try:
         result = sync.send(iter(model.weights()), version)
         assert result.good and not result.failed and not result.notes, (method, result)
-        proof = sync.prove_base(iter(other.weights()), [client.url])
+        proof = sync.prove_base(iter(other.weights()), [engine.url])
         assert not proof.good and "not what was sent" in str(proof.failed), (method, proof)
     finally:
         sync.close()
