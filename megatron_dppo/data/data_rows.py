@@ -16,6 +16,7 @@ from megatron_dppo.data.json_values import number_to_text
 from megatron_dppo.data.messages import (
     Messages,
     clean_messages,
+    media_problem,
     messages_problem,
     missing_prompt_hint,
     parse_messages,
@@ -87,6 +88,8 @@ def iter_rows(
         return
     first: tuple[str, RowLayout] | None = None
     for location, record in read_records(source):
+        if problem := media_problem(record):
+            raise DataError(f"{location}: {problem}")
         layout = detect_layout(location, record, prompt_key, label_key)
         if first is None:
             first = (location, layout)

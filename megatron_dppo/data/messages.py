@@ -9,6 +9,9 @@ from typing import Any
 
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_MEDIA_LISTS = ("images", "videos", "audios")
+_MEDIA = (*_MEDIA_LISTS, "image", "video", "audio")
+_TEXT_ONLY = "the model is trained on text alone. Leave out rows with images, video or audio"
 _SHAREGPT = "ShareGPT rows, with 'from' and 'value'. Convert them to 'role' (system, user, assistant) and 'content'"
 
 
@@ -56,6 +59,9 @@ def messages_problem(value: list[Any]) -> str:
             return f"message {index} has the role {role!r}; expected one of {', '.join(ROLES)}"
         content = message.get("content")
         if isinstance(content, list):
+            kinds = (part.get("type") for part in content if isinstance(part, Mapping))
+            if media := next((kind for kind in kinds if kind not in ("text", None)), None):
+                return f"message {index} has a part of type {media!r}, and {_TEXT_ONLY}"
             return (
                 f"message {index} has a list of parts as content; the policy reads text, so join the text of the parts"
             )
@@ -63,6 +69,20 @@ def messages_problem(value: list[Any]) -> str:
             return f"message {index} has the content {content!r:.80}, expected text"
     if value[-1]["role"] == "assistant" and not any(message["role"] != "assistant" for message in value):
         return "there is no message before the assistant's"
+    return ""
+
+
+def media_problem(record: Mapping[str, Any]) -> str:
+    """Return why a row is not text alone; an empty string if it is.
+
+    Columns are those of TRL, verl and Hugging Face datasets. A text in ``image`` may name a container.
+    """
+    for name in _MEDIA:
+        value = record.get(name)
+        first = value[0] if isinstance(value, list) and value else value
+        is_file = isinstance(first, Mapping) and bool({"bytes", "path", "url"} & first.keys())
+        if is_file or (name in _MEDIA_LISTS and isinstance(value, list) and value):
+            return f"field {name!r} is not empty, and {_TEXT_ONLY}"
     return ""
 
 

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from megatron_dppo.data.prompts import PackedList
+from megatron_dppo.data.messages import media_problem
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.data.training_samples import to_training_sample
@@ -89,6 +90,8 @@ class SupervisedDataset:
 
 
 def _parse_pair(location: str, record: dict[str, Any]) -> tuple[str, str, str]:
+    if problem := media_problem(record):
+        raise DataError(f"{location}: {problem}")
     prompt, response = require(location, record, "prompt"), require(location, record, "response")
     if not isinstance(prompt, str) or not isinstance(response, str) or not prompt:
         raise DataError(

@@ -196,6 +196,7 @@ def test_supervised_pairs_come_from_a_file_too(tmp_path: Path, tokenizer: Any) -
         ({"prompt": "1+1="}, "'response' is missing"),
         ({"prompt": "1+1=", "response": 2}, "strings|string, got"),
         ({"prompt": "", "response": "2"}, "non-empty"),
+        ({"prompt": "1", "response": "2", "images": ["a.png"]}, "trained on text alone"),
     ):
         with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*({part})"):
             SupervisedDataset(write(tmp_path, record), tokenizer, seed=0)

@@ -129,6 +129,13 @@ REFUSED_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"conversations": CHAT}, "data.prompt_key = 'conversations' reads its messages"),
     ({"prompt": str(CHAT)}, "as Python prints it"),
     ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}]}]}, "a list of parts as content"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image_url"}]}]},
+        "message 0 has a part of type 'image_url', and the model is trained on text alone",
+    ),
+    ({"prompt": "<image>1", "images": ["a.png"]}, "field 'images' is not empty, and the model is trained on text"),
+    ({"prompt": "1", "image": {"bytes": None, "path": "a.png"}}, "field 'image' is not empty"),
+    ({"prompt": "1", "videos": [{"url": "a.mp4"}]}, "field 'videos' is not empty"),
     ({"prompt": [{"role": "user", "content": None}]}, "has the content None, expected text"),
     ({"prompt": [{"role": "user"}]}, "has the content None, expected text"),
     ({"prompt": ["1+1="]}, "entry 0 is '1\\+1=', expected a message"),
@@ -142,6 +149,11 @@ REFUSED_ROWS: list[tuple[dict[str, Any], str]] = [
 def test_other_rows_are_refused_by_their_name(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"data.jsonl:1: .*{message}"):
         rows(tmp_path, json.dumps(row | {"label": "2"}))
+
+
+def test_rows_without_images_may_have_their_columns(tmp_path: Path) -> None:
+    row = {"prompt": "1", "label": "2", "images": [], "videos": None, "image": "python:3.12"}
+    assert rows(tmp_path, json.dumps(row))[0].metadata["image"] == "python:3.12"
 
 
 QWEN3 = (
