@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_dppo.data.prompts import PackedList
 from megatron_dppo.data.messages import media_problem
+from megatron_dppo.data.prompts import PackedList
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.data.training_samples import to_training_sample
