@@ -1,6 +1,8 @@
 """The long form of test_families: every family on every layout, with tables of the worst errors.
 
-python -m tests.distributed.run_family_matrix OUT.md [--processes 1 2 4] [--families qwen3_next ...]
+python -m tests.distributed.run_family_matrix OUT.md [--processes 1 2 4] [--families qwen3_next ...] [--folder FOLDER]
+
+FOLDER keeps the errors of each family, so that an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ def layout_name(case: Case) -> str:
     return " ".join([describe(Case(case.parallel, transformer=case.transformer)), *flags])
 
 
-def errors_by_family(processes: int, families: list[str]) -> dict[str, dict[str, str]]:
-    """Return the worst error of each family by layout."""
+def errors_by_family(processes: int, families: list[str], folder: Path) -> dict[str, dict[str, str]]:
+    """Return the worst error of each family by layout; a family whose report is in the folder is not run."""
     result: dict[str, dict[str, str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for family in families:
-            cases = [case for case in whole_grid(processes) if case.family == family]
-            report = Path(folder) / family
+    for family in families:
+        cases = [case for case in whole_grid(processes) if case.family == family]
+        report = folder / f"{family}-{processes}"
+        if not report.exists():
             run_distributed(run, processes, cases, str(report), timeout=3600.0)
-            errors = report.read_text(encoding="utf-8").split()
-            result[family] = dict(zip(map(layout_name, cases), errors, strict=True))
-            print(processes, family, result[family], flush=True)
+        errors = report.read_text(encoding="utf-8").split()
+        result[family] = dict(zip(map(layout_name, cases), errors, strict=True))
+        print(processes, family, result[family], flush=True)
     return result
 
 
@@ -63,12 +65,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, nargs="+", default=sorted(EXPERTS))
     parser.add_argument("--families", nargs="+", default=list(TINY))
+    parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     versions = f"Python {sys.version.split()[0]}, torch {version('torch')}, megatron-core {version('megatron-core')}"
     lines = HEAD.format(versions=versions, tolerance=TOLERANCE).splitlines()
-    for processes in arguments.processes:
-        rows = errors_by_family(processes, arguments.families)
-        lines += table(processes, list(dict.fromkeys(name for row in rows.values() for name in row)), rows)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for processes in arguments.processes:
+            rows = errors_by_family(processes, arguments.families, folder)
+            lines += table(processes, list(dict.fromkeys(name for row in rows.values() for name in row)), rows)
     arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
