@@ -22,8 +22,8 @@ from megatron_dppo.hf.families.family import raise_unsupported
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.compat.transformer_engine import (
     check_attention_support,
+    correct_tensor_parallel_marks,
     has_transformer_engine,
-    mark_split_parameters,
 )
 from megatron_dppo.mcore.fusions import (
     check_fp8,
@@ -248,7 +248,7 @@ def _build_chunks(config: TransformerConfig, hf_config: Any, pp_rank: int, devic
                 share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
                 vp_stage=vp_stage,
             )
-            mark_split_parameters(model)
+            correct_tensor_parallel_marks(model)
             hand_out_hidden_states(model)
             use_fp32_decays(model)
             chunks.append(model.to(device))

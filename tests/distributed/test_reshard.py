@@ -34,6 +34,7 @@ pytestmark = pytest.mark.distributed
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 
 
 def platform() -> Platform:
@@ -161,10 +162,23 @@ def test_checkpoints_of_a_model_with_dense_layers_continue_on_other_layouts(
 def test_checkpoints_of_a_family_continue_on_other_layouts(family: str, tmp_path: Path) -> None:
     folder, model = str(tmp_path), {"family": family}
     run_distributed(save, 2, [TP, EP], folder, model)
-    cases = [("2-0", {"context_parallel_size": 2}), ("2-1", TP)]
+    cases = [("2-0", CP), ("2-1", TP)]
     # Layouts on which these weights are as whole as under context parallelism.
     if os.environ.get("EVERYTHING"):
         cases += [("2-0", EP), ("2-1", PP)]
+    run_distributed(load, 2, cases, folder, model)
+
+
+# Sinks and biases of experts. Tensor parallelism needs expert parallelism.
+def test_checkpoints_of_sinks_and_experts_with_biases_continue_on_other_layouts(tmp_path: Path) -> None:
+    folder, model = str(tmp_path), {"family": "gpt_oss"}
+    run_distributed(save, 2, [{**TP, **EP}, {}], folder, model)
+    cases = [("2-0", EP), ("2-1", {**TP, **EP})]
+    if os.environ.get("EVERYTHING"):
+        cases += [("2-0", CP), ("2-0", PP), ("2-1", EP)]
+        run_distributed(load, 1, [("2-0", {}), ("2-1", {})], folder, model)
+        further = [("2-0", {**TP, "expert_model_parallel_size": 4}), ("2-1", {**TP, **PP, **EP})]
+        run_distributed(load, 4, further, folder, model)
     run_distributed(load, 2, cases, folder, model)
 
 

@@ -45,6 +45,7 @@ SIGMOID: dict[str, Any] = dict(
     topk_group=1,
     num_mtp_layers=0,
 )
+MARK = "tensor_model_parallel"
 LATENT: dict[str, Any] = dict(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
 LINEAR: dict[str, Any] = dict(
     shared_expert_intermediate_size=64,
@@ -145,6 +146,10 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
             yield f"{name}: {parameter.dtype} on {parameter.device}"
         if rule.is_expert and getattr(parameter, "allreduce", True) != (layout.ep == 1):
             yield f"{name}: allreduce = {getattr(parameter, 'allreduce', None)} with ep = {layout.ep}"
+        # The gradient norm counts a parameter without this mark on the first tensor-parallel rank alone.
+        is_split, is_marked = rule.is_expert or expected != whole.shape, getattr(parameter, MARK, False)
+        if layout.tp > 1 and is_marked != is_split:
+            yield f"{name}: {MARK} = {is_marked}, expected {is_split}"
     if layout.pp == layout.ep == 1:
         yield from (f"{name}: of Hugging Face, nowhere in the model" for name in full)
 

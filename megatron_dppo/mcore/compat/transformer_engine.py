@@ -75,21 +75,25 @@ def check_attention_support(
         )
 
 
-_EXPERT_BIAS = re.compile(r"\.experts\.linear_fc[12]\.bias\d+$")
+_SPLIT = re.compile(r"\.softmax_offset$|\.experts\.linear_fc[12]\.(weight|bias)\d+$")
+"""Attention sinks and experts: each tensor-parallel rank counts its own. Biases of experts have no tensor parallelism."""
+_REPLICATED = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
+"""Down projections of latent attention: each tensor-parallel rank has all of them."""
 
 
-def mark_split_parameters(model: Module) -> None:
-    """Mark attention sinks and the biases of experts as split over tensor parallelism.
+def correct_tensor_parallel_marks(model: Module) -> None:
+    """Mark parameters as split over tensor parallelism, or as replicated, where Megatron's marks are wrong.
 
-    Reason: the gradient norm counts a parameter without the mark on the first tensor-parallel rank alone, and Megatron
-    marks neither in Transformer Engine's layers.
-    Affected: Megatron Core 0.16.1 to 0.19.2.
-    Delete when: Megatron marks them.
+    Reason: the gradient norm counts a marked parameter on each tensor-parallel rank, any other on the first rank
+        alone. With Transformer Engine's layers attention sinks and experts have no mark, and the replicated down
+        projections of latent attention have one.
+    Affected: Megatron Core 0.16.1 (experts with Transformer Engine 2.20.2); sinks to 0.19.2.
+    Delete when: Megatron marks them right.
     """
     for name, parameter in model.named_parameters():
-        is_split = name.endswith(".softmax_offset") or _EXPERT_BIAS.search(name) is not None
-        if is_split and not getattr(parameter, "tensor_model_parallel", False):
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        is_replicated = _REPLICATED.search(name) is not None
+        if is_replicated or _SPLIT.search(name):
+            parameter.tensor_model_parallel = not is_replicated  # type: ignore[attr-defined]
 
 
 def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:

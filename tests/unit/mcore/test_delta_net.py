@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megatron_dppo.commands.plan.arithmetic import plan_kv_cache
 from megatron_dppo.commands.plan.machine import get_machine
 from megatron_dppo.hf.folder import weight_shapes
-from megatron_dppo.mcore.compat.delta_rule import _l2_norm, delta_rule
+from megatron_dppo.mcore.compat.attention import PackedRow
+from megatron_dppo.mcore.compat.delta_rule import TORCH_KERNELS, _l2_norm, delta_rule
 from megatron_dppo.mcore.compat.layers import rms_norm
 from megatron_dppo.policy.packed import attention_length
 from tests.distributed.families import recurrent_rule
@@ -46,6 +50,47 @@ def test_the_rule_by_chunks_is_the_rule_token_by_token(tokens: int, forgets: flo
         results.append([output, *gradients])
     for actual, expected in zip(*results, strict=True):
         assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+LENGTHS = (1, 63, 65, 150, 20)
+"""Sequences of one packed row, around the chunk of 64 tokens."""
+
+
+def by_sequence(rule: Callable[..., tuple[Tensor, Tensor]], repeat: int = 1, **keys: bool) -> Callable[..., Tensor]:
+    """Return the rule for a packed row, one sequence after the other."""
+
+    def mix(query: Tensor, key: Tensor, *others: Tensor) -> Tensor:
+        parts = [x.repeat_interleave(repeat, 1) for x in (query, key)] + list(others)
+        sequences = zip(*(x[None].split(LENGTHS, 1) for x in parts), strict=True)
+        return torch.cat([rule(*sequence, **keys)[0][0] for sequence in sequences])
+
+    return mix
+
+
+@pytest.mark.parametrize("forgets", [0.001, 1.0])
+def test_a_row_in_bf16_is_as_near_to_the_recurrence_in_float64_as_that_of_transformers(forgets: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = sum(LENGTHS)
+    sizes = [(2, 16), (2, 16), (4, 24), (4,)]
+    query, key, value, beta = (torch.randn(tokens, *size, generator=generator).bfloat16() for size in sizes)
+    decay = -forgets * torch.rand(tokens, 4, generator=generator)
+    weight = torch.randn(tokens, 4, 24, generator=generator)
+    starts = tuple(accumulate(LENGTHS, initial=0))
+    row = PackedRow(starts=starts, positions=torch.cat([torch.arange(length) for length in LENGTHS]))
+    rules: dict[str, Callable[..., Tensor]] = {
+        "ours": lambda *parts: TORCH_KERNELS.mix(*parts, row),
+        "transformers": by_sequence(torch_chunk_gated_delta_rule, repeat=2, use_qk_l2norm_in_kernel=True),
+        "exact": by_sequence(recurrent_rule),
+    }
+    results: dict[str, list[Tensor]] = {}
+    for name, rule in rules.items():
+        inputs = (query, key, value, decay, beta.sigmoid())
+        parts = [(x.double() if name == "exact" else x.clone()).requires_grad_() for x in inputs]
+        output = rule(*parts)
+        results[name] = [output, *torch.autograd.grad((output.double() * weight).sum(), parts)]
+    for actual, theirs, exact in zip(*results.values(), strict=True):
+        errors = [float((x.double() - exact).norm() / exact.norm()) for x in (actual, theirs)]
+        assert errors[0] < 0.004 and errors[0] < 1.05 * errors[1], errors
 
 
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
