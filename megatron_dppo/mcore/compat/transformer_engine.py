@@ -76,7 +76,7 @@ def check_attention_support(
 
 
 _SPLIT = re.compile(r"\.softmax_offset$|\.experts\.linear_fc[12]\.(weight|bias)\d+$")
-"""Attention sinks and experts: each tensor-parallel rank counts its own. Biases of experts have no tensor parallelism."""
+"""Attention sinks, and experts, whose biases have no tensor parallelism: each rank counts its own."""
 _REPLICATED = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
 """Down projections of latent attention: each tensor-parallel rank has all of them."""
 
