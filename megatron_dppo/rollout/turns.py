@@ -27,6 +27,7 @@ from megatron_dppo.functions import load_function
 from megatron_dppo.rewards.item import read_reward, short_repr
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
 GenerateFunction = Callable[[Prompt, "Turns"], Awaitable[Completion]]
@@ -68,6 +69,8 @@ class ResponseBranch:
         self.position = 0
         """Number of tokens that were sampled or added so far, without recorded ones that are yet to be replayed."""
         self.finish_reason = FinishReason.STOP
+        self.num_dropped = 0
+        """Number of sampled tokens that were dropped behind a stop string."""
         self._params = params
         self._tokenizer = tokenizer
         self._sample = sample
@@ -82,17 +85,31 @@ class ResponseBranch:
         """Number of tokens that can still be sampled or added."""
         return self._params.max_new_tokens - self.position
 
-    async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """See ``Turns.sample``."""
+    async def sample(
+        self,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stop_strings: StopStrings | None = None,
+    ) -> Turn:
+        """See ``Turns.sample``.
+
+        Args:
+            max_new_tokens: Limit of this turn.
+            stop_token_ids: Tokens that end it.
+            stop_strings: Texts that end it. The tokens of the first one stay in the sequence.
+        """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
         start = self.position
-        self.finish_reason = (
-            FinishReason.LENGTH if limit <= 0 else await self._sample_turn(start, limit, tuple(stop_token_ids))
-        )
+        if limit <= 0:
+            self.finish_reason = FinishReason.LENGTH
+        else:
+            self.finish_reason = await self._sample_turn(start, limit, tuple(stop_token_ids), stop_strings)
         tokens = tuple(self.response.tokens[start : self.position])
         return Turn(tokens, decode_response(self._tokenizer, tokens), self.finish_reason)
 
-    async def _sample_turn(self, start: int, limit: int, stop: tuple[int, ...]) -> FinishReason:
+    async def _sample_turn(
+        self, start: int, limit: int, stop: tuple[int, ...], strings: StopStrings | None
+    ) -> FinishReason:
         """Replay the recorded turn that begins at ``start``, or sample its remaining tokens."""
         response = self.response
         recorded = next(((end, reason) for end, reason in response.turn_ends if end > start), None)
@@ -104,7 +121,10 @@ class ResponseBranch:
             recorded = None
             end = start
         if recorded is None:
-            reason = await self._sample(response, limit - (end - start), stop)
+            if strings is None:
+                reason = await self._sample(response, limit - (end - start), stop)
+            else:
+                reason = await self._sample_until_string(start, limit, stop, strings)
             # Canceled. The exception unwinds the user's function, which runs anew when the response continues.
             if reason is None:
                 raise TurnsStopped
@@ -112,6 +132,25 @@ class ResponseBranch:
             response.turn_ends.append(recorded)
         self.position = recorded[0]
         return recorded[1]
+
+    async def _sample_until_string(
+        self, start: int, limit: int, stop: tuple[int, ...], strings: StopStrings
+    ) -> FinishReason | None:
+        """Sample in parts, and drop the tokens behind the first stop string."""
+        response = self.response
+        reason: FinishReason | None = FinishReason.LENGTH
+        for size in (0, *strings.request_sizes(limit - (len(response.tokens) - start))):
+            # A part that was interrupted may have a stop string already.
+            if size:
+                reason = await self._sample(response, size, stop)
+            match = strings.find(response.tokens[start:].tolist())
+            if match is not None:
+                self.num_dropped += len(response.tokens) - start - match.num_tokens
+                response.truncate(start + match.num_tokens)
+                return FinishReason.STOP
+            if size and reason != FinishReason.LENGTH:
+                return reason
+        return reason
 
     def append(self, given: str | Sequence[int]) -> int:
         """See ``Turns.append``."""

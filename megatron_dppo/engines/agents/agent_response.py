@@ -29,6 +29,8 @@ class AgentResponse:
     """Text of each sampled token, if the call asks for log-probabilities."""
     finish_reason: str
     """Finish reason of OpenAI's API: ``stop``, ``length`` or ``tool_calls``."""
+    stop_string: str | None = None
+    """Stop string of the call that ended the response."""
     name: str = field(default_factory=lambda: secrets.token_hex(12))
 
     @property
@@ -57,9 +59,18 @@ class AgentResponse:
         return self.message.get("tool_calls", ())
 
 
-def build_response(call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message | None) -> AgentResponse:
-    """Return the response to a call; ``message`` is None for completions by text."""
-    message = message or {"role": "assistant", "content": turn.text}
+def build_response(
+    call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message, stop_string: str | None
+) -> AgentResponse:
+    """Return the response to a call.
+
+    Args:
+        call: The call.
+        turn: Sampled tokens.
+        prompt: Tokens before them.
+        message: The response as a message of the conversation.
+        stop_string: Stop string that ended it; None for another end.
+    """
     finish_reason = "tool_calls" if "tool_calls" in message else "stop"
     if turn.finish_reason != FinishReason.STOP:
         finish_reason = "length"
@@ -69,4 +80,5 @@ def build_response(call: AgentRequest, turn: Turn, prompt: tuple[int, ...], mess
         token_ids=turn.token_ids,
         prompt_token_ids=prompt,
         finish_reason=finish_reason,
+        stop_string=stop_string,
     )

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError,
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns, TurnsStopped
 from megatron_dppo.types import Completion, FinishReason
 from megatron_dppo.types.segments import join_segments
@@ -326,7 +328,8 @@ class Episode:
         if self.is_cut_off:
             # Replaces the reason of the last response: the agent wanted to continue and was not allowed to.
             completion = replace(completion, finish_reason=FinishReason.LENGTH)
-        sampled = sum(each.num_sampled for each in self._conversations) + interrupted
+        after_stop = sum(each.branch.num_dropped for each in self._conversations)
+        sampled = sum(each.num_sampled for each in self._conversations) + interrupted + after_stop
         return turns.finish_with(
             completion,
             reward,
@@ -338,10 +341,11 @@ class Episode:
                 "agent/sequences": len(self._conversations),
                 "agent/segments": len(trained),
                 **{f"agent/forks/{reason}": self._forks[reason] for reason in ForkReason},
-                "agent/untrained_fraction": (left_out + shorter + interrupted) / sampled,
+                "agent/untrained_fraction": (left_out + shorter + interrupted + after_stop) / sampled,
                 "agent/untrained/left_out": left_out / sampled,
                 "agent/untrained/shorter": shorter / sampled,
                 "agent/untrained/interrupted": interrupted / sampled,
+                "agent/untrained/after_stop": after_stop / sampled,
                 "agent/ignored_settings": self._num_ignored.total(),
                 **{f"agent/ignored/{name}": number for name, number in self._num_ignored.items()},
                 **counts,
@@ -415,10 +419,16 @@ class Episode:
         self._num_ignored.update([*call.ignored, *self._reader.unfollowed_settings(call)])
         branch = conversation.branch
         prompt = branch.token_ids
-        turn = await branch.sample(call.limit, self._reader.stop_token_ids(call))
+        decode = self._reader.text if call.is_chat else partial(decode_response, self._turns.tokenizer)
+        strings = StopStrings(call.stop, decode) if call.stop else None
+        turn = await branch.sample(call.limit, self._reader.stop_token_ids(call), strings)
+        match = None if strings is None else strings.find(turn.token_ids)
         parsed = self._reader.parse(call, prompt, turn.token_ids) if call.is_chat else None
-        message = None if parsed is None else self._reader.message(parsed)
-        response = build_response(call, turn, prompt, message)
+        if parsed is None:
+            message = {"role": "assistant", "content": turn.text if match is None else turn.text[: match.start]}
+        else:
+            message = self._reader.message(parsed)
+        response = build_response(call, turn, prompt, message, None if match is None else match.text)
         if call.returns_logprobs:
             values = branch.response.logprobs(len(prompt), branch.position)
             texts = tuple(self._turns.tokenizer.decode([token]) for token in turn.token_ids)
@@ -432,7 +442,8 @@ class Episode:
             conversation.keys = self._reader.message_keys(conversation.messages)
             conversation.response_keys.add(conversation.keys[-1])
         elif isinstance(call.text, str):
-            conversation.text = call.text + response.text
+            # With its stop string: a prompt without that does not continue these tokens.
+            conversation.text = call.text + turn.text
         return response
 
     def _append(self, prepared: _PreparedCall, *, is_trained: bool) -> Conversation:

@@ -13,13 +13,14 @@ from megatron_dppo.engines.agents.request_bodies import (
     read_bool,
     read_limit,
     read_model,
+    read_stop,
     require_object,
     unfollowed_fields,
 )
 
 _SERVED = frozenset({"model", "token_ids", "sampling_params", "stream"})
 _WITHOUT_EFFECT = frozenset({"cache_salt", "priority", "request_id", "data_parallel_rank"})
-_SERVED_PARAMS = frozenset({"max_tokens", "stop_token_ids", "logprobs", "n"})
+_SERVED_PARAMS = frozenset({"max_tokens", "stop_token_ids", "stop", "logprobs", "n"})
 _PARAMS_WITHOUT_EFFECT = frozenset(
     {
         *(
@@ -63,6 +64,7 @@ def read_generate(data: object, _: StoredMessages | None = None) -> AgentRequest
         is_chat=False,
         limit=read_limit(params, "max_tokens"),
         stop_token_ids=tuple(stop),
+        stop=read_stop(params, "stop"),
         returns_logprobs=True,
         ignored=(
             *unfollowed_fields(body, _SERVED, _WITHOUT_EFFECT),

@@ -19,13 +19,16 @@ from megatron_dppo.engines.agents.request_bodies import (
     read_bool,
     read_limit,
     read_model,
+    read_stop,
     read_tools,
     require_object,
     text_of_parts,
     unfollowed_fields,
 )
 
-_SERVED = frozenset({"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream"})
+_SERVED = frozenset(
+    {"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream", "stop_sequences"}
+)
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
 """Fields that change nothing in a response, here as there."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -79,6 +82,7 @@ def read_messages(data: object, _: StoredMessages | None = None) -> AgentRequest
         reads_tool_calls=bool(tools) and choice.get("type") != "none",
         makes_parallel_calls=choice.get("disable_parallel_tool_use") is not True,
         limit=read_limit(body, "max_tokens"),
+        stop=read_stop(body, "stop_sequences"),
         stream=read_bool(body, "stream"),
         ignored=ignored,
     )
@@ -178,8 +182,8 @@ def message_body(response: AgentResponse) -> dict[str, Any]:
         "role": "assistant",
         "model": response.call.model or MODEL,
         "content": _blocks(response),
-        "stop_reason": _STOP_REASONS[response.finish_reason],
-        "stop_sequence": None,
+        "stop_reason": _STOP_REASONS[response.finish_reason] if response.stop_string is None else "stop_sequence",
+        "stop_sequence": response.stop_string,
         "usage": {"input_tokens": response.prompt_tokens, "output_tokens": response.completion_tokens},
     }
 
@@ -189,7 +193,7 @@ def message_events(response: AgentResponse) -> Iterator[bytes]:
     body = message_body(response)
     blocks = body.pop("content")
     usage = body.pop("usage")
-    started = {**body, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    started = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
     yield named_event("message_start", {"message": started})
     for index, block in enumerate(blocks):
         empty, deltas = _block_deltas(block)
@@ -197,7 +201,7 @@ def message_events(response: AgentResponse) -> Iterator[bytes]:
         for delta in deltas:
             yield named_event("content_block_delta", {"index": index, "delta": delta})
         yield named_event("content_block_stop", {"index": index})
-    delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    delta = {name: body[name] for name in ("stop_reason", "stop_sequence")}
     yield named_event("message_delta", {"delta": delta, "usage": {"output_tokens": usage["output_tokens"]}})
     yield named_event("message_stop", {})
 

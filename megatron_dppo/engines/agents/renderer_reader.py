@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse
 from megatron_dppo.engines.agents.formats.base import make_tool_call, new_call_id
-from megatron_dppo.engines.agents.request_bodies import AgentRequest
+from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.errors import GenerateError
 
@@ -62,8 +62,12 @@ class RendererReader(ResponseReader):
         self._renderer = renderer
 
     def check(self, call: AgentRequest) -> None:
-        """See ``ResponseReader``. Renderers have tool calls."""
+        """See ``ResponseReader``. Renderers have tool calls, and read tokens, of which a stop string may cut the last."""
         self.check_stop_tokens(call)
+        if call.stop:
+            raise CallError(
+                f"'stop' = {call.stop[0]!r:.80} is not supported with agent.renderer; leave it out, or set agent.format"
+            )
 
     def stop_token_ids(self, call: AgentRequest) -> tuple[int, ...]:
         """See ``ResponseReader``."""

@@ -12,6 +12,10 @@ from megatron_dppo.engines.agents.formats.base import make_tool_call
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_MODEL_NAME = 256
 """Maximum length of the model's name, which each chunk of a stream repeats."""
+_MAX_STOPS = 16
+"""Maximum number of stop strings."""
+_MAX_STOP_LENGTH = 256
+"""Maximum length of a stop string in characters."""
 MODEL = "policy"
 """Name of the model if a request names none."""
 _IGNORED_SETTINGS: Mapping[str, Any] = {
@@ -23,8 +27,6 @@ _IGNORED_SETTINGS: Mapping[str, Any] = {
     "frequency_penalty": 0,
     "logit_bias": None,
     "seed": None,
-    "stop": None,
-    "stop_sequences": None,
     "repetition_penalty": 1,
     "reasoning_effort": None,
     "reasoning": None,
@@ -48,7 +50,7 @@ They are ignored: training computes each token's log-probability under the setti
 _COMMON_FIELDS = frozenset(
     {
         *("model", "n", "best_of", "logprobs", "top_logprobs", "stream", "stream_options", "max_tokens"),
-        "return_token_ids",
+        *("return_token_ids", "stop"),
     }
 )
 _CHAT_FIELDS = _COMMON_FIELDS | {
@@ -131,6 +133,8 @@ class AgentRequest:
     """Maximum number of response tokens. None: no limit but those of the run."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the response, besides those of the model."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the response. It is returned up to the first of them."""
     returns_logprobs: bool = False
     returns_token_ids: bool = False
     stream: bool = False
@@ -185,6 +189,7 @@ def read_chat(data: object) -> AgentRequest:
         model=common.model,
         stream=common.stream,
         stream_usage=common.stream_usage,
+        stop=common.stop,
         returns_logprobs=logprobs,
         returns_token_ids=common.returns_token_ids,
         ignored=common.ignored + (("tool_choice",) if is_forced else ()),
@@ -222,6 +227,7 @@ class _CommonFields:
     stream: bool
     stream_usage: bool
     returns_token_ids: bool
+    stop: tuple[str, ...]
     ignored: tuple[str, ...]
 
 
@@ -255,8 +261,26 @@ def _read_common(body: Mapping[str, Any], served: frozenset[str]) -> _CommonFiel
         stream=read_bool(body, "stream"),
         stream_usage=bool(options.get("include_usage")),
         returns_token_ids=read_bool(body, "return_token_ids"),
+        stop=read_stop(body, "stop"),
         ignored=unfollowed_fields(body, served, _WITHOUT_EFFECT),
     )
+
+
+def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the stop strings of a body; empty if there are none.
+
+    Raises:
+        CallError: They are no strings with text, or too many or too long.
+    """
+    value = body.get(name)
+    strings = [value] if isinstance(value, str) else value or []
+    is_list = isinstance(strings, list) and all(isinstance(each, str) and each for each in strings)
+    if not is_list or len(strings) > _MAX_STOPS or any(len(each) > _MAX_STOP_LENGTH for each in strings):
+        raise CallError(
+            f"{name!r} = {value!r:.200}, expected a string or a list of at most {_MAX_STOPS} strings, each of 1 to "
+            f"{_MAX_STOP_LENGTH} characters"
+        )
+    return tuple(strings)
 
 
 def unfollowed_fields(

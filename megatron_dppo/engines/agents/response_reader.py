@@ -85,6 +85,10 @@ class ResponseReader:
         tag = self._format.call_end()
         return self._token_ids([tag] if tag is not None else [])
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of sampled tokens, in which tool calls and stop strings are looked for."""
+        return decode_response(self._tokenizer, tokens, self._format.text_tokens)
+
     def parse(self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int]) -> ParsedResponse:
         """Split sampled tokens.
 
@@ -96,7 +100,9 @@ class ResponseReader:
         # The last token ends the turn. Some tokenizers do not list it as special.
         if tokens and tokens[-1] in self._stop_token_ids and tokens[-1] not in self._turn_ends:
             tokens = tokens[:-1]
-        text = decode_response(self._tokenizer, tokens, self._format.text_tokens)
+        text = self.text(tokens)
+        # The tokens end with the first stop string, which is not part of the message.
+        text = text[: min((text.find(each) for each in call.stop if each in text), default=len(text))]
         tools = call.tools if call.reads_tool_calls else ()
         # The template may open the thought, so that the response begins in it.
         tail = decode_response(self._tokenizer, prompt[-_TAIL_TOKENS:])

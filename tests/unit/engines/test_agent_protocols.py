@@ -360,11 +360,11 @@ def test_settings_that_are_not_followed_are_counted_by_name(world: World) -> Non
     world.script = {"assistant\n": "x"}
 
     async def agent(task: AgentTask) -> None:
-        settings = {"temperature": 0, "stop": ["x"], "seed": 1, "tool_choice": "required", "tools": TOOLS}
+        settings = {"temperature": 0, "top_p": 0.5, "seed": 1, "tool_choice": "required", "tools": TOOLS}
         without = {"user": "u", "metadata": {"a": "b"}, "modalities": ["text"], "presence_penalty": 0, "stop": None}
         for body in (settings, without, {"a_new_field": 1}, {"another": {}, "third": True}):
             assert (await send(task, "/v1/chat/completions", {**CHAT, **body}))[0] == 200
-        more = {"stop_sequences": ["x"], "thinking": {"type": "enabled", "budget_tokens": 1024}, "top_k": 3}
+        more = {"min_p": 0.1, "thinking": {"type": "enabled", "budget_tokens": 1024}, "top_k": 3}
         choice = {"tools": [OWN_TOOL], "tool_choice": {"type": "any"}}
         assert (await send(task, "/v1/messages", {**ANTHROPIC, **more, **choice}))[0] == 200
         assert (await send(task, "/v1/responses", {**RESPONSES, "reasoning": {"effort": "low"}, "include": ["x"]}))[
@@ -375,11 +375,11 @@ def test_settings_that_are_not_followed_are_counted_by_name(world: World) -> Non
     names = {name.removeprefix("agent/ignored/"): value for name, value in counts.items() if "/ignored/" in name}
     assert names == {
         "temperature": 1,
-        "stop": 1,
+        "top_p": 1,
         "seed": 1,
         "tool_choice": 2,
         "unknown_field": 2,
-        "stop_sequences": 1,
+        "min_p": 1,
         "thinking": 1,
         "top_k": 1,
         "reasoning": 1,

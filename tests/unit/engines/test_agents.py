@@ -103,7 +103,7 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
     assert result.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not result.failure
     counted = {name: value for name, value in result.counts.items() if value}
     assert counted == {"agent/calls": 2, "agent/sequences": 1, "agent/segments": 1}
-    assert len(result.counts) == 15 and result.segments == (result,)
+    assert len(result.counts) == 16 and result.segments == (result,)
     mask, tokens = result.loss_mask, result.token_ids.tolist()
     assert mask is not None and result.logprobs is not None and result.topk_token_ids is not None
     assert result.logprobs.tolist() == [logprob(i, t, 4) if mask[i] else 0.0 for i, t in enumerate(tokens)]
@@ -282,7 +282,7 @@ def test_completions_continue_by_text_and_by_tokens(world: World) -> None:
     world.script = {"2+2=": "4", "so 4+4=": "8"}
 
     async def by_text(task: AgentTask) -> None:
-        status, body = await post(task, "/completions", {"prompt": "2+2=", "temperature": 0.0, "stop": ["\n"]})
+        status, body = await post(task, "/completions", {"prompt": "2+2=", "temperature": 0.0, "top_p": 0.9})
         assert status == 200 and body["choices"][0]["text"] == "4"
         _, body = await post(task, "/completions", {"prompt": "2+2=4 so 4+4=", "temperature": None})
         assert body["object"] == "text_completion" and body["choices"][0]["text"] == "8"
@@ -378,7 +378,7 @@ def test_different_sampling_settings_are_counted() -> None:
     body = {"messages": [user("a")], "temperature": 0.3, "top_p": None, "stop": [], "frequency_penalty": 0.0}
     assert read_chat(body).ignored == ("temperature",)
     forced = body | {"tools": TOOLS, "tool_choice": "required", "stop": "x"}
-    assert read_chat(forced).ignored == ("temperature", "stop", "tool_choice")
+    assert read_chat(forced).ignored == ("temperature", "tool_choice") and read_chat(forced).stop == ("x",)
     assert not read_chat(body | {"tools": TOOLS, "tool_choice": "none"}).reads_tool_calls
     assert read_chat(body | {"max_tokens": 9, "max_completion_tokens": 4}).limit == 4
     with pytest.raises(CallError, match="'prompt' is missing"):
