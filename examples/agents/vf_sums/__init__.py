@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,8 +25,8 @@ class SumTask(vf.Task[Sum]):
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        """Return 1 for the right answer."""
-        return float(self.data.answer in trace.last_reply)
+        """Return 1 if the last number of the last response is the answer."""
+        return float(re.findall(r"\d+", trace.last_reply)[-1:] == [self.data.answer])
 
     @vf.reward(weight=0.25)
     async def short(self, trace: vf.Trace) -> float:

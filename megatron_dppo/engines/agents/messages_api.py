@@ -26,9 +26,7 @@ from megatron_dppo.engines.agents.request_bodies import (
     unfollowed_fields,
 )
 
-_SERVED = frozenset(
-    {"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream", "stop_sequences"}
-)
+_SERVED = frozenset({"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream", "stop_sequences"})
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
 """Fields that change nothing in a response, here as there."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -193,7 +191,13 @@ def message_events(response: AgentResponse) -> Iterator[bytes]:
     body = message_body(response)
     blocks = body.pop("content")
     usage = body.pop("usage")
-    started = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    started = {
+        **body,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 0},
+    }
     yield named_event("message_start", {"message": started})
     for index, block in enumerate(blocks):
         empty, deltas = _block_deltas(block)

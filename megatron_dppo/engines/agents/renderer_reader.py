@@ -62,7 +62,7 @@ class RendererReader(ResponseReader):
         self._renderer = renderer
 
     def check(self, call: AgentRequest) -> None:
-        """See ``ResponseReader``. Renderers have tool calls, and read tokens, of which a stop string may cut the last."""
+        """See ``ResponseReader``. Renderers have tool calls. They read tokens, which a stop string may cut."""
         self.check_stop_tokens(call)
         if call.stop:
             raise CallError(

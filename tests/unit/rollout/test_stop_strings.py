@@ -61,7 +61,7 @@ def test_the_fewest_tokens_that_hold_a_stop_string() -> None:
 @pytest.mark.parametrize("limit", [1, 15, 16, 17, 100, 4096])
 def test_requests_of_growing_size_make_up_the_limit(limit: int) -> None:
     sizes = list(StopStrings.request_sizes(limit))
-    assert sum(sizes) == limit and sizes[:3] == [16, 16, 32][: len(sizes[:3])] or limit < 64
+    assert sum(sizes) == limit and (limit < 64 or sizes[:3] == [16, 16, 32])
     assert all(size <= max(16, total) for size, total in zip(sizes[1:], itertools.accumulate(sizes), strict=False))
 
 
