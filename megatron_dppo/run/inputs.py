@@ -284,6 +284,13 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
             "SGLang computes its layers without their sliding window; use 'vllm' or 'local'",
         ),
         (
+            "rollout.engine",
+            config.rollout.engine,
+            # Its loader copies past the ones that a reload counts (gpt_oss.py, line 1220; layerwise.py, line 266).
+            config.rollout.engine == "vllm" and shape.has_attention_sinks,
+            "vLLM 0.32 keeps the old experts and sinks of such a model in an update; use 'sglang' or 'local'",
+        ),
+        (
             "rollout.perturbation.router_noise",
             perturbation.router_noise,
             shape.has_router_bias,

@@ -32,6 +32,8 @@ _LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """Those of vLLM's kernel for gated delta nets on a CPU."""
 SERVER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _TWO_HEADS,
+    # vLLM does not read it.
+    "gpt_oss": {"swiglu_limit": 7.0},
     # SGLang does not read ``head_dim``.
     "mixtral": _TWO_HEADS,
     "olmoe": _TWO_HEADS | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},

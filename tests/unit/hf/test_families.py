@@ -342,6 +342,7 @@ def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> Non
             {"rollout": {"engine": "sglang"}},
             "engine = 'sglang'.*'mistral'.*without their sliding window",
         ),
+        ("gpt_oss", {"rollout": {"engine": "vllm"}}, "engine = 'vllm'.*'gpt_oss'.*old experts and sinks"),
         ("gpt_oss", {"lora": {"rank": 4}}, "lora.target_modules = .*'gpt_oss'.*experts.*Use q_proj"),
         ("glm4_moe", {"rollout": {"perturbation": {"router_noise": 0.5}}}, "router_noise = 0.5.*'glm4_moe'.*softmax"),
     ],
