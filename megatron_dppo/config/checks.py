@@ -40,6 +40,7 @@ def check_sections(config: Config) -> None:
     _check_agent(config.agent, config.rollout, config.data)
     _check_credit(config.agent, config.train, config.reward)
     _check_reward_parts(config)
+    _check_greedy_baseline(config)
     _check_batch_invariant(config)
     if not config.loss.has_text:
         _check_recomputed_logprobs(config.loss, config.rollout, config.train)
@@ -227,7 +228,7 @@ def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) 
             f"agent.credit = 'turn' with agent.reward = {agent.reward!r}: only an agent that sends its rewards rewards "
             "single responses. Set agent.reward = 'call', or remove agent.credit"
         )
-    if train.advantage in ("opo", "gdpo") or is_function_name(train.advantage):
+    if train.advantage in ("opo", "gdpo", "remax") or is_function_name(train.advantage):
         raise ValueError(
             f"agent.credit = 'turn' with train.advantage = {train.advantage!r}: the advantage of a single response is "
             "known for mean, std, leave_one_out and none alone. Set one of them, or remove agent.credit"
@@ -255,6 +256,16 @@ def _check_reward_parts(config: Config) -> None:
         raise ValueError(
             f"{setting} with reward.kl_coef = {config.reward.kl_coef}: the penalty is part of no reward function. Use "
             "loss.kl_coef for a penalty in the loss"
+        )
+
+
+def _check_greedy_baseline(config: Config) -> None:
+    if config.train.advantage != "remax":
+        return
+    if config.reward.kl_coef:
+        raise ValueError(
+            f"train.advantage = 'remax' with reward.kl_coef = {config.reward.kl_coef}: the greedy response, whose "
+            "reward is subtracted, would need a penalty of its own. Use loss.kl_coef for a penalty in the loss"
         )
 
 

@@ -96,7 +96,8 @@ class TrainConfig(Section):
     """Advantage estimator. ``mean``: reward minus the group's mean. ``std``: the same, divided by the group's standard
     deviation (GRPO). ``leave_one_out``: reward minus the mean of the other responses (RLOO). ``opo``: reward minus the
     group's mean weighted by lengths (OPO). ``gdpo``: ``std`` of each part of the reward, then the weighted sum (GDPO).
-    ``none``: the reward itself. Or a user function, ``path/to/file.py:function`` (docs/loss.md)."""
+    ``remax``: reward minus that of the greedy response to the same prompt, which costs one more response a prompt
+    (ReMax). ``none``: the reward itself. Or a user function, ``path/to/file.py:function`` (docs/loss.md)."""
     advantage_normalization: Literal["none", "batch"] = "none"
     """``batch`` normalizes advantages over all tokens of the step: minus their mean, divided by their standard
     deviation. With ``advantage = "none"`` this is REINFORCE++, with ``mean`` its variant with a baseline."""

@@ -15,7 +15,7 @@ from megatron_dppo.functions import check_arguments, content_hash, has_parameter
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ATTRIBUTE = "function_needs"
-BuiltInAdvantage = Literal["mean", "std", "leave_one_out", "opo", "gdpo", "none"]
+BuiltInAdvantage = Literal["mean", "std", "leave_one_out", "opo", "gdpo", "remax", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)

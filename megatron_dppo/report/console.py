@@ -48,6 +48,9 @@ def format_step_line(step: int, total: int, values: Mapping[str, float | None], 
     # The rewards of failed episodes count as failed, too.
     rewards_failed = (values.get("rollout/reward_failed_fraction") or 0.0) - agents_failed
     note = f"  rewards failed {rewards_failed:.0%}" if rewards_failed > _ROUNDING else ""
+    greedy = values.get("rollout/greedy_reward")
+    if greedy is not None:
+        note = f"  greedy {greedy:.3f}{note}"
     untrained = values.get("rollout/agent/untrained_fraction") or 0.0
     if untrained > _ROUNDING:
         reasons = {name: values.get(f"{_UNTRAINED}{name}") or 0.0 for name in ("left_out", "shorter", "interrupted")}

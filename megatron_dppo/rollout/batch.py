@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.rollout.sampling_sums import RepeatSums, repeat_sums
-from megatron_dppo.types import Completion, DropReason, Metric, RolloutGroup, VersionSpan
+from megatron_dppo.types import Completion, DropReason, GreedyResponse, Metric, RolloutGroup, VersionSpan
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
@@ -108,7 +108,6 @@ def select_rollouts(
     ages: PolicyAges,
     *,
     canceled: int,
-    num_carried: int,
     parts: Sequence[str] = (),
 ) -> CollectedRollouts:
     """Select the groups that a step trains on.
@@ -118,7 +117,6 @@ def select_rollouts(
         count: Number of groups that the step needs.
         ages: Ages in this step.
         canceled: Number of groups that were canceled for good.
-        num_carried: Number of groups that were canceled and continue in the next step.
         parts: See ``has_signal``.
     """
     signals = [has_signal(group, parts) for group in sampled]
@@ -135,9 +133,26 @@ def select_rollouts(
             DropReason.CANCELED: canceled,
         },
         token_ages=dict(sum((Counter(tokens) for tokens in by_age), Counter())),
-        num_carried=num_carried,
         repeats=repeat_sums(sampled),
     )
+
+
+def with_greedy(collected: CollectedRollouts, greedy: Sequence[RolloutGroup]) -> CollectedRollouts:
+    """Return the rollouts with the greedy response of each group.
+
+    Args:
+        collected: Rollouts of a step.
+        greedy: One group of one response for each of their groups, in the same order.
+    """
+    responses = [
+        GreedyResponse(
+            reward=rollout.reward, reward_failed=rollout.reward_failed, num_tokens=len(rollout.completion.token_ids)
+        )
+        for group in greedy
+        for rollout in group.rollouts
+    ]
+    pairs = zip(collected.groups, responses, strict=True)
+    return replace(collected, groups=[replace(group, greedy=response) for group, response in pairs])
 
 
 def has_signal(group: RolloutGroup, parts: Sequence[str] = ()) -> bool:

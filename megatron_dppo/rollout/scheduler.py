@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, scatter_object
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rollout.batch import CollectedRollouts, PolicyAges, RankColumns, has_signal, select_rollouts
+from megatron_dppo.rollout.batch import CollectedRollouts, PolicyAges, RankColumns, has_signal, select_rollouts, with_greedy
 from megatron_dppo.rollout.engine import GroupState, RolloutEngine
 from megatron_dppo.rollout.pending import GroupScoring, PromptSlot, ScoredFuture, Submission
 from megatron_dppo.rollout.request_scheduler import Prompts, RequestScheduler, oversampled
@@ -45,6 +46,7 @@ class RolloutScheduler:
         rank_columns: Columns that each rank of this replica reads.
         leads: See ``RequestScheduler``.
         reward_parts: Parts of a reward that decide whether a group has a signal, see ``has_signal``.
+        greedy: Sampling of one more, greedy response for each group that a step takes. None samples none.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class RolloutScheduler:
         rank_columns: Sequence[RankColumns] = (RankColumns(),),
         leads: bool = True,
         reward_parts: Sequence[str] = (),
+        greedy: SamplingParams | None = None,
     ) -> None:
         self._rollout = rollout
         self._reward_parts = reward_parts
+        self._greedy = greedy
         self._num_steps = num_steps
         self._prompts = prompts
         self._groups = groups
@@ -104,6 +108,8 @@ class RolloutScheduler:
         With dynamic sampling, groups whose rewards are all equal are replaced: first by groups of later steps, where
         these are submitted one by one. Then later prompts of the stream are sampled with the current weights, for at
         most ``max_refills`` rounds.
+
+        The greedy responses of ReMax are sampled with the current weights, for the groups that the step trains on.
         """
         rollout = self._rollout
         self._num_canceled = 0
@@ -138,17 +144,16 @@ class RolloutScheduler:
             if not any(missing):
                 break
             sampled += self._finish(self._submit(step, step, missing, attempt), clock, "rollout")
+        collected = select_rollouts(
+            sampled, self._share, self._ages, canceled=self._num_canceled, parts=self._reward_parts
+        )
+        prompts = [group.prompt for group in collected.groups]
+        greedy = None if self._greedy is None else self.submit(prompts, 1, self._greedy, step)
         # Requests that do not survive an update are sampled ahead only now, after everything that this step needs.
         self._submit_ahead(step)
-        num_carried = len(self._waiting[self._dp_rank])
-        return select_rollouts(
-            sampled,
-            self._share,
-            self._ages,
-            canceled=self._num_canceled,
-            num_carried=num_carried,
-            parts=self._reward_parts,
-        )
+        if greedy is not None:
+            collected = with_greedy(collected, self.wait_for(greedy, clock))
+        return replace(collected, num_carried=len(self._waiting[self._dp_rank]))
 
     def submit(self, prompts: Sequence[Prompt], siblings: int, params: SamplingParams, step: int) -> Submission:
         """Submit prompts outside the stream, such as those of an evaluation, to the current weights."""

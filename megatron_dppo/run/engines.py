@@ -75,6 +75,11 @@ def rollout_sampling_params(config: Config) -> SamplingParams:
     )
 
 
+def greedy_sampling_params(config: Config) -> SamplingParams:
+    """Return the sampling parameters of the greedy responses of ReMax: no filters, and no columns for training."""
+    return SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, seed=config.run.seed)
+
+
 def connect_servers(config: Config) -> list[InferenceServer]:
     """Return a client for each server of the run, without sending anything. Empty for the local engine.
 

@@ -274,6 +274,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
     return {
         "reward": Metric(sum(r.reward for r in scored), len(scored)),
         **_part_metrics(scored),
+        **_greedy_metrics(groups),
         "reward_failed_fraction": Metric(len(rollouts) - len(scored), len(rollouts)),
         "response_length": Metric(sum(lengths), len(rollouts)),
         "response_length_max": Metric(max(lengths, default=0), kind="max"),
@@ -284,6 +285,19 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         **mask_metrics,
         **_agent_metrics(rollouts),
         **_count_metrics(rollouts),
+    }
+
+
+def _greedy_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+    """Return reward, failures and length of the greedy responses, if the groups have them."""
+    greedy = [group.greedy for group in groups if group.greedy is not None]
+    if not greedy:
+        return {}
+    scored = [response.reward for response in greedy if not response.reward_failed]
+    return {
+        "greedy_reward": Metric(sum(scored), len(scored)),
+        "greedy_failed_fraction": Metric(len(greedy) - len(scored), len(greedy)),
+        "greedy_length": Metric(sum(response.num_tokens for response in greedy), len(greedy)),
     }
 
 

@@ -40,6 +40,7 @@ from megatron_dppo.run.engines import (
     connect_servers,
     open_generate_function,
     open_scorer,
+    greedy_sampling_params,
     rollout_sampling_params,
 )
 from megatron_dppo.run.evaluation import Evaluator
@@ -372,6 +373,7 @@ def _build_stream(
         rank_columns=rank_columns,
         leads=is_leader(groups.replica),
         reward_parts=list(config.reward.part_weights) if config.train.advantage == "gdpo" else (),
+        greedy=greedy_sampling_params(config) if config.train.advantage == "remax" else None,
     )
 
 

@@ -301,8 +301,19 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GreedyResponse:
+    """Score of the greedy response to a prompt, which is not trained on."""
+
+    reward: float
+    reward_failed: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
     """Rollouts of one prompt: the unit over which group-relative advantages are computed."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    greedy: GreedyResponse | None = None
+    """Baseline of ReMax. None with other advantages, and until a step takes the group."""

@@ -16,6 +16,7 @@ _ADVANTAGES = {
     "rloo": "leave_one_out",
     "rloo_vectorized": "leave_one_out",
     "opo": "opo",
+    "remax": "remax",
     "reinforce_plus_plus": "none",
     "reinforce_plus_plus_baseline": "mean",
 }

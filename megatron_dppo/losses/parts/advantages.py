@@ -13,6 +13,7 @@ from megatron_dppo.errors import FunctionError, UserError
 from megatron_dppo.functions import has_parameter, is_function_name
 from megatron_dppo.losses.parts.decoupled_rewards import decoupled_advantages, reward_parts
 from megatron_dppo.losses.parts.group_relative import group_relative_advantages
+from megatron_dppo.losses.parts.greedy_baseline import greedy_advantages, greedy_rewards
 from megatron_dppo.losses.parts.length_baseline import length_weighted_advantages, sampled_lengths
 from megatron_dppo.types import RolloutGroup
 
@@ -28,8 +29,8 @@ def advantages_by(
 ) -> Tensor:
     """Compute the advantages that ``train.advantage`` names.
 
-    The name is a mode of ``group_relative_advantages``, ``opo``, ``gdpo``, a user-defined function, or ``none`` for
-    the rewards themselves.
+    The name is a mode of ``group_relative_advantages``, ``opo``, ``gdpo``, ``remax``, a user-defined function, or
+    ``none`` for the rewards themselves.
 
     A user's function is called as ``f(rewards, valid, **options)``, and gets ``groups`` by name where it has a
     parameter of that name. As each data-parallel rank has groups of its own, the advantages of a group must not depend
@@ -48,7 +49,8 @@ def advantages_by(
 
     Raises:
         FunctionError: A user's function raised, or returned something else than one finite number a sample.
-        ValueError: As ``group_relative_advantages``, ``opo`` without groups, or ``gdpo`` without groups or weights.
+        ValueError: As ``group_relative_advantages``, ``opo`` without groups, ``gdpo`` without groups or weights, or
+            ``remax`` without greedy responses.
     """
     if name == "none":
         return torch.where(valid, rewards, 0.0)
@@ -60,6 +62,10 @@ def advantages_by(
         if groups is None or weights is None:
             raise ValueError("advantage 'gdpo' normalizes the parts of rewards. Fix: pass groups and weights")
         return decoupled_advantages(reward_parts(groups, list(weights)), weights, valid).to(rewards.dtype)
+    if name == "remax":
+        if groups is None:
+            raise ValueError("advantage 'remax' subtracts the rewards of greedy responses. Fix: pass groups")
+        return greedy_advantages(rewards, *greedy_rewards(groups), valid)
     if not is_function_name(name):
         return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
     function, given = get_user_function(name, "train.advantage"), dict(options or {})

@@ -175,6 +175,7 @@ def _schema(arrow: Any) -> Any:
     numbers_of_span = [(name, arrow.int32()) for name in ("policy_version", "start", "end")]
     span = arrow.struct([*numbers_of_span, ("server", text)])
     part = arrow.struct([("name", text), ("value", arrow.float64())])
+    greedy = arrow.struct([("reward", arrow.float64()), ("reward_failed", arrow.bool_()), ("num_tokens", arrow.int32())])
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
     texts = ("prompt_id", "prompt", "label", "response", "finish_reason", "failure", "prompt_metadata")
     tokens: dict[str, list[str]] = {}
@@ -195,5 +196,6 @@ def _schema(arrow: Any) -> Any:
         **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", *tokens["float32s"]), floats),
         **dict.fromkeys(("loss_mask", "keep", *tokens["bools"]), flags),
         **dict.fromkeys(tokens["bytes"], arrow.binary()),
+        "greedy": greedy,
     }
     return arrow.schema(list(fields.items()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_dppo.types import (
     Completion,
     FinishReason,
+    GreedyResponse,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -62,9 +63,10 @@ def step_columns(step: int, parts: Iterable[RankSamples]) -> dict[str, list[obje
     for part in parts:
         trained = iter(part.trained)
         for group, age in zip(part.groups, part.ages, strict=True):
+            baseline = {"greedy": None if group.greedy is None else asdict(group.greedy)}
             for rollout in group.rollouts:
                 position = {"step": step, "sample": number, "group": group_number, "dp_rank": part.dp_rank, "age": age}
-                for name, value in {**position, **_row(rollout), **_trained(next(trained))}.items():
+                for name, value in {**position, **_row(rollout), **_trained(next(trained)), **baseline}.items():
                     result.setdefault(name, []).append(value)
                 number += 1
             group_number += 1
@@ -113,11 +115,18 @@ def groups_from_rows(rows: Sequence[StepRow]) -> tuple[list[RolloutGroup], list[
         rows: Rows of complete groups, as ``files.read_rows`` returns them.
     """
     groups: dict[int, list[Rollout]] = {}
+    baselines: dict[int, GreedyResponse | None] = {}
     ages: dict[int, int] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(_rollout(row))
+        # Files of earlier versions have no such column.
+        greedy = row.get("greedy")
+        baselines[row["group"]] = None if greedy is None else GreedyResponse(**greedy)
         ages[row["group"]] = row["age"]
-    rollout_groups = [RolloutGroup(prompt=rollouts[0].prompt, rollouts=tuple(rollouts)) for rollouts in groups.values()]
+    rollout_groups = [
+        RolloutGroup(prompt=rollouts[0].prompt, rollouts=tuple(rollouts), greedy=baselines[number])
+        for number, rollouts in groups.items()
+    ]
     return rollout_groups, list(ages.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import advantages_by, group_relative_advantages
 from megatron_dppo.losses.parts.returns import Moments
 from megatron_dppo.rollout.batch import has_signal
+from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.run.step import make_samples
-from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup
+from megatron_dppo.types import Completion, FinishReason, GreedyResponse, Metric, Prompt, Rollout, RolloutGroup
 from tests.unit import configs
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, -1.0, 2.0]]
@@ -191,3 +193,44 @@ def test_gdpo_needs_a_reward_with_parts(settings: Mapping[str, Mapping[str, obje
     with pytest.raises(ConfigError, match=text):
         configs.config(train={"advantage": "gdpo"}, **settings)
     configs.config(train={"advantage": "gdpo"}, reward={"format": 0.1, "overlong_buffer_tokens": 4})
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_response() -> None:
+    """One group below its baseline, one with a failed sample, one whose greedy reward failed, one of equal rewards."""
+    rewards = [[1.0, 0.0, 0.5, 0.0], [2.0, 1.0, math.nan, -1.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    baselines = [1.0, -0.25, math.nan, 0.5]
+    expected = [[0.0, -1.0, -0.5, -1.0], [2.25, 1.25, 0.0, -0.75], [0.0] * 4, [0.5] * 4]
+    groups = [
+        replace(
+            group_of(row, (3, 1, 2, 5), (None,) * 4),
+            greedy=GreedyResponse(
+                reward=0.0 if math.isnan(baseline) else baseline, reward_failed=math.isnan(baseline), num_tokens=4
+            ),
+        )
+        for row, baseline in zip(rewards, baselines, strict=True)
+    ]
+    samples = make_samples(groups, TrainConfig(advantage="remax"), RewardConfig())
+    found = [set(sample.advantages[sample.loss_mask].tolist()) or {0.0} for sample in samples]
+    assert found == [{value} for row in expected for value in row]
+    metrics = rollout_metrics(groups, samples)
+    assert metrics["greedy_reward"] == Metric(1.25, 3) and metrics["greedy_failed_fraction"] == Metric(1, 4)
+    assert metrics["greedy_length"] == Metric(16, 4)
+    without = [replace(groups[0], greedy=None), groups[1]]
+    with pytest.raises(ValueError, match="greedy response of every group"):
+        make_samples(without, TrainConfig(advantage="remax"), RewardConfig())
+    assert not any("greedy" in name for name in rollout_metrics(without[:1], samples[:4]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"reward": {"kl_coef": 0.1}}, "reward.kl_coef = 0.1"),
+        ({"agent": {"command": ["a"], "reward": "call", "credit": "turn"}}, "agent.credit = 'turn'"),
+    ],
+)
+def test_remax_refuses_what_needs_more_of_the_greedy_response(
+    settings: Mapping[str, Mapping[str, object]], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        configs.config(train={"advantage": "remax"}, **settings)
+    configs.config(train={"advantage": "remax", "max_staleness": 2}, rollout={"dynamic_sampling": True})
