@@ -17,7 +17,14 @@ from megatron_dppo.errors import RewardError
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, scatter_object
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rollout.batch import CollectedRollouts, PolicyAges, RankColumns, has_signal, select_rollouts, with_greedy
+from megatron_dppo.rollout.batch import (
+    CollectedRollouts,
+    PolicyAges,
+    RankColumns,
+    has_signal,
+    select_rollouts,
+    with_greedy,
+)
 from megatron_dppo.rollout.engine import GroupState, RolloutEngine
 from megatron_dppo.rollout.pending import GroupScoring, PromptSlot, ScoredFuture, Submission
 from megatron_dppo.rollout.request_scheduler import Prompts, RequestScheduler, oversampled

@@ -38,9 +38,9 @@ from megatron_dppo.run.engines import (
     build_engine,
     build_publisher,
     connect_servers,
+    greedy_sampling_params,
     open_generate_function,
     open_scorer,
-    greedy_sampling_params,
     rollout_sampling_params,
 )
 from megatron_dppo.run.evaluation import Evaluator

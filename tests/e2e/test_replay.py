@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
+import transformers
 
 from megatron_dppo.errors import CheckpointError, ConfigError
-from tests.e2e.runs import environment, flags, train
+from tests.e2e.runs import environment, flags, step_records, train
 
 pytestmark = pytest.mark.e2e
 RECORDED = flags(
@@ -122,3 +125,38 @@ def test_experts_on_two_ranks_are_replayed_there_alone(short_run: list[str], tmp
     exact(tmp_path / "run", 3, processes=2)
     done, _ = replayed(tmp_path / "run", 3)
     assert done.returncode != 0 and "Replay with 2 processes" in done.stderr, done.stderr
+
+
+def test_remax_subtracts_the_reward_of_the_response_that_transformers_decodes_greedily(
+    short_run: list[str], base_model: Path, tmp_path: Path
+) -> None:
+    """Two ranks with all groups on each; the first step against ``generate`` of transformers, then an exact replay."""
+    settings = flags(
+        train__advantage="remax",
+        train__mini_batches=1,
+        train__max_staleness=1,
+        rollout__dynamic_sampling="true",
+        parallel__tensor_model_parallel_size=2,
+    )
+    result = train([*short_run, *RECORDED, *settings], processes=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    folder = tmp_path / "run"
+    records = step_records(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base_model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base_model)
+    for number, record in enumerate(records, start=1):
+        rows = pd.read_parquet(folder / f"rollouts/step_{number:06}.parquet")
+        greedy = rows.greedy.map(lambda each: each["reward"])
+        assert record["rollout/greedy_reward"] == pytest.approx(greedy.mean())
+        assert f"greedy {greedy.mean():.3f}" in result.stdout
+        for row, baseline in zip(rows.itertuples(), greedy, strict=True):
+            assert set(row.advantages[row.loss_mask.astype(bool)]) == {np.float32(row.reward - baseline)}
+    first = pd.read_parquet(folder / "rollouts/step_000001.parquet").drop_duplicates("group")
+    assert len(first) == 8
+    for row in first.itertuples():
+        prompt = torch.tensor([row.prompt_ids.tolist()])
+        ids = model.generate(prompt, do_sample=False, max_new_tokens=64)[0, prompt.shape[1] :]
+        assert row.greedy["num_tokens"] == len(ids)
+        equals_label = tokenizer.decode(ids, skip_special_tokens=True).split()[-1:] == [row.label]
+        assert row.greedy["reward"] == float(equals_label)
+    exact(folder, 2, processes=2)

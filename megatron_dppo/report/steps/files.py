@@ -175,7 +175,9 @@ def _schema(arrow: Any) -> Any:
     numbers_of_span = [(name, arrow.int32()) for name in ("policy_version", "start", "end")]
     span = arrow.struct([*numbers_of_span, ("server", text)])
     part = arrow.struct([("name", text), ("value", arrow.float64())])
-    greedy = arrow.struct([("reward", arrow.float64()), ("reward_failed", arrow.bool_()), ("num_tokens", arrow.int32())])
+    greedy = arrow.struct(
+        [("reward", arrow.float64()), ("reward_failed", arrow.bool_()), ("num_tokens", arrow.int32())]
+    )
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
     texts = ("prompt_id", "prompt", "label", "response", "finish_reason", "failure", "prompt_metadata")
     tokens: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The greedy responses of ReMax: which prompts, with which sampling and weights, and in which order beside the others."""
+"""The greedy responses of ReMax: which prompts, with which sampling, and in which order beside the others."""
 
 from __future__ import annotations
 
