@@ -128,6 +128,7 @@ def test_experts_on_two_ranks_are_replayed_there_alone(short_run: list[str], tmp
     assert done.returncode != 0 and "Replay with 2 processes" in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_remax_subtracts_the_reward_of_the_response_that_transformers_decodes_greedily(
     short_run: list[str], base_model: Path, tmp_path: Path
 ) -> None:
