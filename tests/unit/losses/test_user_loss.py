@@ -307,7 +307,7 @@ def test_invalid_user_advantages_are_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(FunctionError, match=f"train.advantage = '{name}'.*{message}"):
             advantages_by(name, rewards, valid)
-    with pytest.raises(ValueError, match="expected 'mean', 'std', .*'gdpo', 'remax', 'none' or 'path"):
+    with pytest.raises(ValueError, match=r"expected 'mean', 'std', .*'gdpo', 'remax', 'none' or 'path"):
         TrainConfig(advantage="median")
     with pytest.raises(ValueError, match="has no effect on advantage = 'std'"):
         TrainConfig(advantage="std", advantage_options={"a": 1})
