@@ -39,6 +39,7 @@ def check_sections(config: Config) -> None:
     _check_distillation(config.distillation, config.rollout, config.model)
     _check_agent(config.agent, config.rollout, config.data)
     _check_credit(config.agent, config.train, config.reward)
+    _check_agent_parts(config.agent, config.reward)
     _check_reward_parts(config)
     _check_greedy_baseline(config)
     _check_batch_invariant(config)
@@ -240,6 +241,26 @@ def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) 
         )
 
 
+def _check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
+    if not reward.agent_parts:
+        return
+    if not agent.is_set or agent.reward == "function":
+        raise ValueError(
+            f"reward.agent_parts = {reward.agent_parts}, but no agent gives rewards: set agent.reward = 'call', 'exit' "
+            "or 'environment', or use [reward.functions.NAME] for several rewards of the run"
+        )
+    unused = [name for name in ("functions", "format", "overlong_buffer_tokens") if getattr(reward, name)]
+    if unused:
+        raise ValueError(
+            f"reward.agent_parts and reward.{unused[0]}: the agent gives the rewards, so that nothing else is added to "
+            "them. Remove one of them"
+        )
+    if agent.credit == "turn":
+        raise ValueError(
+            "reward.agent_parts with agent.credit = 'turn': rewards by name are of an episode. Remove one of them"
+        )
+
+
 def _check_reward_parts(config: Config) -> None:
     if config.train.advantage != "gdpo":
         return
@@ -247,11 +268,16 @@ def _check_reward_parts(config: Config) -> None:
     if len(parts := list(config.reward.part_weights)) < 2:
         raise ValueError(
             f"{setting} normalizes each part of a reward, but {parts[0]!r} is the only one. Set several "
-            "[reward.functions.NAME] with a weight, reward.format or reward.overlong_buffer_tokens, or use 'std'"
+            "[reward.functions.NAME] with a weight, reward.format or reward.overlong_buffer_tokens, or of an agent "
+            "reward.agent_parts, or use 'std'"
         )
-    if config.agent.is_set or config.rollout.generate is not None:
-        source = "[agent]" if config.agent.is_set else "rollout.generate"
-        raise ValueError(f"{setting} with {source}, which may give rewards without parts. Use 'std' or 'mean'")
+    if config.rollout.generate is not None:
+        raise ValueError(f"{setting} with rollout.generate, which may give rewards without parts. Use 'std' or 'mean'")
+    if config.agent.is_set and config.agent.reward != "function" and not config.reward.agent_parts:
+        raise ValueError(
+            f"{setting} with agent.reward = {config.agent.reward!r}: the agent gives rewards without parts. Set "
+            "reward.agent_parts = {NAME = WEIGHT, ...} and let it give them by name, or use 'std' or 'mean'"
+        )
     if config.reward.kl_coef:
         raise ValueError(
             f"{setting} with reward.kl_coef = {config.reward.kl_coef}: the penalty is part of no reward function. Use "

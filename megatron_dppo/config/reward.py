@@ -62,6 +62,9 @@ class RewardConfig(Section):
     or ``path/to/file.py:function``. ``""`` uses ``[reward.functions.NAME]``."""
     functions: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
     """Several named functions instead of one. The reward is the weighted sum of their scores."""
+    agent_parts: dict[str, float] = Field(default_factory=dict)
+    """Weights of the parts in which ``[agent]`` gives its rewards, by name (docs/agents.md). The reward is their
+    weighted sum. Empty: an agent gives one number."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a built-in function, or keyword arguments of a user function."""
     signature: Signature = "auto"
@@ -100,7 +103,12 @@ class RewardConfig(Section):
 
     @property
     def part_weights(self) -> dict[str, float]:
-        """Weights of the summands of a reward, by their names in ``Rollout.reward_parts``: functions and shaping."""
+        """Weights of the summands of a reward, by their names in ``Rollout.reward_parts``.
+
+        These are the parts that an agent gives, or else functions and shaping.
+        """
+        if self.agent_parts:
+            return {name: weight for name, weight in self.agent_parts.items() if weight}
         functions = {name: each.weight for name, each in self.functions.items() if each.weight}
         weights = functions or {"score": 1.0}
         if self.format:
@@ -127,6 +135,19 @@ class RewardConfig(Section):
                     "section of one function (partial_credit belongs in its options)"
                 )
         return {**values, "function": ""}
+
+    @field_validator("agent_parts")
+    @classmethod
+    def _parts_are_valid(cls, value: dict[str, float]) -> dict[str, float]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name == "score":
+                raise ValueError(
+                    f"the part {name!r} becomes part of a metric name; use only letters, digits, '_', '.' and '-', and "
+                    "not 'score'"
+                )
+        if value and not any(value.values()):
+            raise ValueError("every weight is 0, so that there is no reward; set at least one weight")
+        return value
 
     @field_validator("functions")
     @classmethod

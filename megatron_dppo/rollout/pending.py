@@ -224,4 +224,9 @@ def _has_result(completion: Completion) -> bool:
 
 def _existing_result(completion: Completion) -> RewardResult:
     failed = bool(completion.failure)
-    return RewardResult(reward=0.0 if failed else completion.reward or 0.0, failed=failed, error=completion.failure)
+    return RewardResult(
+        reward=0.0 if failed else completion.reward or 0.0,
+        parts={} if failed else completion.reward_parts,
+        failed=failed,
+        error=completion.failure,
+    )

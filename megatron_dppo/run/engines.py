@@ -147,7 +147,9 @@ def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
     if config.agent.is_set:
         # Read at the first episode: the folder of the run is opened after the agent.
         now = partial(first_start, Path(config.run.output_dir))
-        agents = AgentFunction(config.agent, config.data.chat_template_kwargs, now)
+        agents = AgentFunction(
+            config.agent, config.data.chat_template_kwargs, now, part_weights=config.reward.agent_parts
+        )
         with closing(agents):
             yield agents
     else:

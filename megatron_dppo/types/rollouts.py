@@ -234,6 +234,8 @@ class Completion(ResponseColumns):
     # The fields below are set by agents and ``rollout.generate`` only.
     reward: float | None = None
     """Reward from ``rollout.generate`` or an agent. None: the reward function computes it."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Parts of ``reward``, if the agent gives them by name."""
     failure: str = ""
     """Reason why an agent failed, else empty. A failed sample carries no training signal."""
     counts: Mapping[str, float] = field(default_factory=dict)

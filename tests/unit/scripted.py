@@ -76,7 +76,8 @@ class World:
     def engine(self, agent: Any, **settings: Any) -> ServerEngine:
         key = "command" if isinstance(agent, list) else "environment" if isinstance(agent, str) else "function"
         name = "tests.unit.scripted:one" if key == "function" else agent
-        function = AgentFunction(AgentConfig(**{key: name, **settings}), {})
+        weights = settings.pop("part_weights", None)
+        function = AgentFunction(AgentConfig(**{key: name, **settings}), {}, part_weights=weights)
         if key == "function":
             function._agent._function = agent  # type: ignore[attr-defined]
         engine = ServerEngine(

@@ -218,6 +218,8 @@ class Endpoint:
         with self._authorized(request) as episode:
             read_json = await self._read_body(request)
             body = await asyncio.get_running_loop().run_in_executor(episode.executor, read_json)
+            if (isinstance(body, dict) and "rewards" in body) or episode.settings.rewards.weights:
+                return await self._named_rewards(body, episode)
             fields = _read_fields(body, {"reward"}, {"id"}, '{"reward": NUMBER} or {"reward": NUMBER, "id": ID}')
             value = fields["reward"]
             # ``bool`` is a subclass of ``int``.
@@ -231,6 +233,19 @@ class Endpoint:
                 raise CallError(_REWARD_NOT_TAKEN, 403, "reward_not_taken")
             await _run_in_episode_loop(episode, _call(episode.add_reward, reward, fields.get("id")))
             return web.json_response(fields | {"reward": reward})
+
+    async def _named_rewards(self, body: object, episode: Episode) -> web.StreamResponse:
+        """Take the rewards of an episode by name. Those of single responses have no names."""
+        if not episode.takes_reward:
+            raise CallError(_REWARD_NOT_TAKEN, 403, "reward_not_taken")
+        rewards = episode.settings.rewards
+        fields = _read_fields(body, {"rewards"}, set(), f"{rewards.form} (reward.agent_parts)")
+        try:
+            parts = rewards.read(fields["rewards"])
+        except ValueError as error:
+            raise CallError(str(error)) from error
+        await _run_in_episode_loop(episode, _call(episode.add_rewards, parts))
+        return web.json_response({"rewards": parts})
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
         with self._authorized(request) as episode:

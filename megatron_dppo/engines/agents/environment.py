@@ -74,7 +74,8 @@ class EnvironmentAgent:
             return AgentExit(None, str(error).replace(task.api_key, "***"))
         failure = str(reply["failure"]).replace(task.api_key, "***")
         counts = _counts("reward", reply["rewards"]) | _counts("metric", reply["metrics"])
-        return AgentExit(reply["reward"], failure and f"the environment failed: {failure}", counts=counts)
+        parts = {"rewards": reply["rewards"]}
+        return AgentExit(reply["reward"], failure and f"the environment failed: {failure}", parts=parts, counts=counts)
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return the tasks as rows of data.

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from megatron_dppo.engines.agents.conversations import (
     order_tool_results,
     tools_key,
 )
+from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, ContextLengthError, Message
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
@@ -52,6 +53,8 @@ class EpisodeSettings:
     """Conversations that are trained on."""
     credit: Literal["episode", "turn"] = "episode"
     """Tokens that a reward of a single response is credited to."""
+    rewards: NamedRewards = field(default_factory=NamedRewards)
+    """Parts in which the agent gives its reward."""
 
 
 class _PreparedCall(NamedTuple):
@@ -101,6 +104,8 @@ class Episode:
         """Conversation and ``TurnSpan.order`` of each response, by ``AgentResponse.name``."""
         self._episode_reward: float | None = None
         """Last reward that the agent sent for the episode."""
+        self._reward_parts: dict[str, float] = {}
+        """Parts of that reward, if the agent gives them."""
         self._turn_rewards: dict[int, float] = {}
         """Last reward that the agent sent for each response, by ``TurnSpan.order``."""
         self._prepare_lock = asyncio.Lock()
@@ -156,6 +161,11 @@ class Episode:
             return
         _, order = self._find_response(response_id)
         self._turn_rewards[order] = reward
+
+    def add_rewards(self, parts: Mapping[str, float]) -> None:
+        """Set the reward of the episode to the weighted sum of its parts; later ones replace them."""
+        self._reward_parts = dict(parts)
+        self._episode_reward = self.settings.rewards.total(parts)
 
     def leave_out(self, response_id: str) -> None:
         """Leave the conversation of a response out of training, with its responses to come.
@@ -295,11 +305,10 @@ class Episode:
         else:
             self.interrupted.cancel()
 
-    async def finish(self, reward: float | None, failure: str, counts: Mapping[str, float]) -> Completion:
+    async def finish(self, failure: str, counts: Mapping[str, float]) -> Completion:
         """Return the response, with all segments that are trained on.
 
         Args:
-            reward: Reward of the episode. None: the reward function is called.
             failure: Reason why the agent failed, else empty.
             counts: Further counters of the episode.
         """
@@ -332,8 +341,9 @@ class Episode:
         sampled = sum(each.num_sampled for each in self._conversations) + interrupted + after_stop
         return turns.finish_with(
             completion,
-            reward,
+            None if failure else self.reward,
             failure=failure,
+            reward_parts={} if failure else self._reward_parts,
             counts={
                 "agent/calls": self._num_answered,
                 "agent/repeated_calls": self._num_repeated,

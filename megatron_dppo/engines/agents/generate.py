@@ -16,6 +16,7 @@ from megatron_dppo.engines.agents.environment import EnvironmentAgent
 from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
 from megatron_dppo.engines.agents.formats import choose_format
 from megatron_dppo.engines.agents.launcher import landlock_version
+from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.renderer_reader import RendererReader, import_renderers, load_renderer
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.runner import (
@@ -51,6 +52,7 @@ class AgentFunction:
         config: The section ``[agent]``.
         variables: Variables of the chat template.
         now: Returns the date that the chat template sees. Called once, for the first episode.
+        part_weights: ``reward.agent_parts``.
 
     Raises:
         GenerateError: The program does not exist or cannot be isolated, or the function cannot be used.
@@ -63,6 +65,8 @@ class AgentFunction:
         config: AgentConfig,
         variables: Mapping[str, Any],
         now: Callable[[], datetime] = datetime.now,
+        *,
+        part_weights: Mapping[str, float] | None = None,
     ) -> None:
         self._config = config
         self._variables = variables
@@ -81,6 +85,7 @@ class AgentFunction:
             max_segments=config.max_segments,
             segments=config.segments,
             credit=config.credit,
+            rewards=NamedRewards(part_weights or {}),
         )
         self._template: ChatTemplate | None = None
         self._reader: ResponseReader | None = None
@@ -121,8 +126,8 @@ class AgentFunction:
                 agent_exit = await self._run_episode(prompt, episode)
             finally:
                 episode.close()
-            reward, failure = self._reward_and_failure(agent_exit, episode)
-            completion = await episode.finish(reward, failure, agent_exit.counts)
+            failure = self._failure(agent_exit, episode)
+            completion = await episode.finish(failure, agent_exit.counts)
         self._failures = self._failures + 1 if completion.failure else 0
         if self._failures == MAX_FAILURES:
             raise GenerateError(
@@ -151,24 +156,45 @@ class AgentFunction:
         finally:
             self._endpoint.unregister(key)
 
-    def _reward_and_failure(self, agent_exit: AgentExit, episode: Episode) -> tuple[float | None, str]:
-        """Return the reward and the failure, which is empty if there is none.
+    def _failure(self, agent_exit: AgentExit, episode: Episode) -> str:
+        """Give the episode the reward of the agent's end, and return the failure, which is empty if there is none.
 
         A program that exits with an error after its token or call budget was used up has not failed.
         """
-        if self._config.reward == "exit":
-            # A program's exit status other than 0 is the reward 0, not a failure.
+        source = self._config.reward
+        has_parts = bool(self._settings.rewards.weights)
+        has_failed = bool(agent_exit.failure) and (agent_exit.has_timed_out or not episode.is_cut_off)
+        # Of a program, an exit status other than 0 is the reward 0 and no failure. It has no parts, however.
+        is_exit_status = source == "exit" and not has_parts and agent_exit.value is not None
+        if has_failed and not is_exit_status:
+            return agent_exit.failure
+        if source == "call" and episode.reward is None:
+            return f"the agent ended without POST /v1/reward {self._settings.rewards.form}"
+        if source == "environment" and not has_parts:
+            episode.add_reward(float(agent_exit.value or 0.0))
+        elif source in ("exit", "environment"):
             try:
-                return check_reward(agent_exit.value), ""
+                self._take_reward(agent_exit, episode)
             except (TypeError, ValueError) as error:
-                return None, agent_exit.failure or f"agent.function: {error}"
-        if agent_exit.failure and (agent_exit.has_timed_out or not episode.is_cut_off):
-            return None, agent_exit.failure
-        if self._config.reward == "environment":
-            return float(agent_exit.value or 0.0), ""
-        if self._config.reward == "call" and episode.reward is None:
-            return None, "the agent ended without POST /v1/reward"
-        return episode.reward, ""
+                return agent_exit.failure or f"the reward of {_agent_name(self._config)}: {error}"
+        return ""
+
+    def _take_reward(self, agent_exit: AgentExit, episode: Episode) -> None:
+        rewards = self._settings.rewards
+        value = agent_exit.value
+        if not rewards.weights and not isinstance(value, Mapping):
+            episode.add_reward(check_reward(value))
+            return
+        value = value if agent_exit.parts is None else agent_exit.parts
+        if not isinstance(value, Mapping) or list(value) != ["rewards"]:
+            raise ValueError(f"expected {rewards.form} (reward.agent_parts), got {value!r:.200}")
+        episode.add_rewards(rewards.read(value["rewards"]))
+
+
+def _agent_name(config: AgentConfig) -> str:
+    if config.function is not None:
+        return "agent.function"
+    return "agent.environment" if config.environment is not None else "agent.command"
 
 
 def _load_program(config: AgentConfig) -> Agent:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.engines.agents.episode import Episode
+from megatron_dppo.engines.agents.formats.json_values import parse_json
 
 T = TypeVar("T")
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
@@ -59,6 +60,8 @@ class AgentExit:
     failure: str = ""
     """Error text; empty if the agent succeeded."""
     has_timed_out: bool = False
+    parts: object = None
+    """Object of JSON with the rewards by name, from an environment or the last line of a program's output."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Counters of the episode, by the names of metrics."""
 
@@ -142,7 +145,7 @@ class ProgramAgent:
             # asyncio has no public method to close it.
             process._transport.close()  # type: ignore[attr-defined]
         if status == 0:
-            return AgentExit(1.0)
+            return AgentExit(1.0, parts=_last_object(output))
         last = output.decode("utf-8", "replace").strip().replace(task.api_key, "***")
         return AgentExit(0.0, f"{self._command[0]} ended with status {status}: {last or 'it wrote nothing'}")
 
@@ -237,6 +240,15 @@ async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, se
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _last_object(output: bytes | bytearray) -> object:
+    """Return the last line of a program's output, as the value of its JSON if it is JSON."""
+    lines = output.decode("utf-8", "replace").strip().splitlines() or [""]
+    try:
+        return parse_json(lines[-1])
+    except ValueError:
+        return lines[-1]
 
 
 async def _write_task(process: asyncio.subprocess.Process, fields: Mapping[str, object]) -> None:
