@@ -313,6 +313,8 @@ class Episode:
             counts: Further counters of the episode.
         """
         turns = self._turns
+        reward = None if failure else self.reward
+        reward_parts = {} if failure else self._reward_parts
         # Sampled by calls that were in progress when the agent ended, and sent to nobody.
         interrupted = sum(c.branch.response.num_sampled_tokens(c.branch.position) for c in self._conversations)
         # Such a call may have begun a conversation and sampled nothing.
@@ -341,9 +343,9 @@ class Episode:
         sampled = sum(each.num_sampled for each in self._conversations) + interrupted + after_stop
         return turns.finish_with(
             completion,
-            None if failure else self.reward,
+            reward,
+            reward_parts=reward_parts,
             failure=failure,
-            reward_parts={} if failure else self._reward_parts,
             counts={
                 "agent/calls": self._num_answered,
                 "agent/repeated_calls": self._num_repeated,

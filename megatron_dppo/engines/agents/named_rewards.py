@@ -34,7 +34,7 @@ class NamedRewards:
         if not self.weights:
             example = ", ".join(f"{name} = 1.0" for name in names) or "answer = 1.0"
             raise ValueError(
-                f"'rewards' by name ({', '.join(names):.200}) need weights: set reward.agent_parts = {{{example:.200}}} "
+                f"'rewards' by name ({', '.join(names):.200}) need weights. Set reward.agent_parts = {{{example:.99}}} "
                 f"or give the sum: {self.form}"
             )
         known = ", ".join(self.weights)

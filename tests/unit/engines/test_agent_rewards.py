@@ -157,7 +157,7 @@ def test_posts_by_name_and_by_number_exclude_each_other(world: World) -> None:
 
     assert world.play(without, reward="call").reward == 1
     status, body = answers[-1]
-    assert status == 400 and "set reward.agent_parts = {format = 1.0, answer = 1.0}" in body["error"]["message"]
+    assert status == 400 and "Set reward.agent_parts = {format = 1.0, answer = 1.0}" in body["error"]["message"]
 
     async def returns(task: AgentTask) -> Any:
         await post(task, "/chat/completions", ASK)
@@ -165,7 +165,7 @@ def test_posts_by_name_and_by_number_exclude_each_other(world: World) -> None:
 
     engine = world.engine(returns, reward="exit")
     (result,) = engine.generate([TASK], params())
-    assert "set reward.agent_parts = {format = 1.0, answer = 1.0}" in result.failure
+    assert "Set reward.agent_parts = {format = 1.0, answer = 1.0}" in result.failure
 
     async def silent(task: AgentTask) -> None:
         await post(task, "/chat/completions", ASK)

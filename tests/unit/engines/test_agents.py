@@ -534,7 +534,7 @@ def test_programs_receive_a_task_and_report_by_exit_status(world: World, monkeyp
     result = world.play(program("call('/reward', {'reward': 0.25})"), reward="call")
     assert (result.reward, result.failure) == (0.25, "")
     result = world.play([sys.executable, "-c", ""], reward="call")
-    assert result.failure == "the agent ended without POST /v1/reward" and len(result.token_ids) == 2
+    assert result.failure == 'the agent ended without POST /v1/reward {"reward": NUMBER}' and len(result.token_ids) == 2
 
 
 def test_a_slow_program_is_killed_but_waiting_for_the_policy_does_not_count(world: World) -> None:
