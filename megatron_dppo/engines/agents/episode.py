@@ -62,6 +62,8 @@ class _PreparedCall(NamedTuple):
 
     request: AgentRequest
     continuation: Continuation
+    opening: list[int]
+    """Tokens with which the response begins, and which are not sampled: those of a forced tool call."""
 
 
 class Episode:
@@ -398,7 +400,7 @@ class Episode:
             conversation.is_busy = True
         self._num_sampling += 1
         try:
-            return await self._sample_response(prepared.request, conversation)
+            return await self._sample_response(prepared, conversation)
         finally:
             conversation.is_busy = False
             self._num_sampling -= 1
@@ -415,7 +417,10 @@ class Episode:
             continuation = find_continuation(
                 call, self._conversations, self._template, self._reader, is_trained=is_trained
             )
-            return _PreparedCall(call, continuation)
+            opening: list[int] = []
+            if call.forced_tool is not None:
+                opening = self._template.call_opening(call.forced_tool, call.tools)
+            return _PreparedCall(call, continuation, opening)
         except ContextLengthError:
             self._is_too_long = True
             raise
@@ -426,7 +431,8 @@ class Episode:
             # tokenizer is no ``Exception``.
             raise CallError(f"the call cannot be processed: {type(error).__name__}: {error!s:.200}") from error
 
-    async def _sample_response(self, call: AgentRequest, conversation: Conversation) -> AgentResponse:
+    async def _sample_response(self, prepared: _PreparedCall, conversation: Conversation) -> AgentResponse:
+        call = prepared.request
         self._num_answered += 1
         self._num_ignored.update([*call.ignored, *self._reader.unfollowed_settings(call)])
         branch = conversation.branch
@@ -435,7 +441,7 @@ class Episode:
         strings = StopStrings(call.stop, decode) if call.stop else None
         turn = await branch.sample(call.limit, self._reader.stop_token_ids(call), strings)
         match = None if strings is None else strings.find(turn.token_ids)
-        parsed = self._reader.parse(call, prompt, turn.token_ids) if call.is_chat else None
+        parsed = self._reader.parse(call, prompt, turn.token_ids, len(prepared.opening)) if call.is_chat else None
         if parsed is None:
             message = {"role": "assistant", "content": turn.text if match is None else turn.text[: match.start]}
         else:
@@ -461,7 +467,7 @@ class Episode:
     def _append(self, prepared: _PreparedCall, *, is_trained: bool) -> Conversation:
         """Append the tokens of a call to its conversation, or begin one."""
         call = prepared.request
-        tokens = prepared.continuation.token_ids
+        tokens = [*prepared.continuation.token_ids, *prepared.opening]
         conversation = prepared.continuation.conversation
         if conversation is not None:
             self._extend(conversation, tokens, closes=call.is_chat)
@@ -480,7 +486,8 @@ class Episode:
         if prepared.continuation.fork_reason is not None:
             self._forks[prepared.continuation.fork_reason] += 1
         branch = self._turns.begin_branch(tokens)
-        conversation = Conversation(branch, len(tokens), tools_key(call), is_chat=call.is_chat, is_trained=is_trained)
+        num_prompt = len(tokens) - len(prepared.opening)
+        conversation = Conversation(branch, num_prompt, tools_key(call), is_chat=call.is_chat, is_trained=is_trained)
         self._conversations.append(conversation)
         return conversation
 

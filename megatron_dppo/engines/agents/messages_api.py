@@ -17,6 +17,7 @@ from megatron_dppo.engines.agents.request_bodies import (
     Message,
     make_tool,
     read_bool,
+    read_forced_tool,
     read_limit,
     read_model,
     read_stop,
@@ -70,14 +71,15 @@ def read_messages(data: object, _: StoredMessages | None = None) -> AgentRequest
     if not isinstance(choice, dict) or choice.get("type", "auto") not in ("auto", "any", "tool", "none"):
         raise CallError(f"'tool_choice' = {choice!r:.200}, expected an object with the type auto, any, tool or none")
     ignored = unfollowed_fields(body, _SERVED | {"output_format", "output_config"}, _WITHOUT_EFFECT)
-    # A forced call would constrain sampling.
-    ignored += ("tool_choice",) if choice.get("type") in ("any", "tool") else ()
+    # A choice without its name is refused.
+    forced = {"any": "", "tool": choice.get("name") or choice}.get(choice.get("type", "auto"))
     return AgentRequest(
         model=read_model(body),
         messages=tuple(messages),
         is_chat=True,
         tools=tuple(tools),
         reads_tool_calls=bool(tools) and choice.get("type") != "none",
+        forced_tool=read_forced_tool(forced, tools),
         makes_parallel_calls=choice.get("disable_parallel_tool_use") is not True,
         limit=read_limit(body, "max_tokens"),
         stop=read_stop(body, "stop_sequences"),

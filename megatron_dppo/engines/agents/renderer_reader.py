@@ -73,8 +73,13 @@ class RendererReader(ResponseReader):
         """See ``ResponseReader``."""
         return (*self._renderer.get_stop_token_ids(), *call.stop_token_ids)
 
-    def parse(self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int]) -> ParsedResponse:
+    def parse(
+        self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int], num_given: int = 0
+    ) -> ParsedResponse:
         """See ``ResponseReader``."""
+        start = len(prompt) - num_given
+        tokens = (*prompt[start:], *tokens)
+        prompt = prompt[:start]
         tools = list(call.tools) if call.reads_tool_calls else None
         parsed = self._renderer.parse_response(list(tokens), tools=tools, prompt_ids=list(prompt))
         # The text as it was sampled, thoughts included.

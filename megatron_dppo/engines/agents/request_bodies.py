@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -125,6 +125,8 @@ class AgentRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     reads_tool_calls: bool = False
     """True if tool calls in the response are parsed."""
+    forced_tool: str | None = None
+    """Name of the tool that the response has to call; empty for any of them. None leaves the choice to the policy."""
     num_instructions: int = 0
     """Number of messages at the start that are not part of the conversation: instructions of this call alone."""
     makes_parallel_calls: bool = True
@@ -175,8 +177,10 @@ def read_chat(data: object) -> AgentRequest:
     tools = read_tools(body)
     choice = body.get("tool_choice")
     logprobs = read_bool(body, "logprobs")
-    # ``required`` or a named tool would constrain sampling: ignored and counted, like the settings above.
-    is_forced = choice is not None and choice not in ("auto", "none")
+    forced = None
+    if choice not in (None, "auto", "none", "required"):
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        forced = function.get("name") if isinstance(function, dict) else choice
     if body.get("functions") or body.get("function_call"):
         raise CallError("'functions' and 'function_call' are not supported; use 'tools'")
     return AgentRequest(
@@ -184,6 +188,7 @@ def read_chat(data: object) -> AgentRequest:
         is_chat=True,
         tools=tuple(tools),
         reads_tool_calls=bool(tools) and choice != "none",
+        forced_tool=read_forced_tool("" if choice == "required" else forced, tools),
         makes_parallel_calls=body.get("parallel_tool_calls") is not False,
         limit=read_limit(body, "max_completion_tokens", "max_tokens"),
         model=common.model,
@@ -192,7 +197,7 @@ def read_chat(data: object) -> AgentRequest:
         stop=common.stop,
         returns_logprobs=logprobs,
         returns_token_ids=common.returns_token_ids,
-        ignored=common.ignored + (("tool_choice",) if is_forced else ()),
+        ignored=common.ignored,
     )
 
 
@@ -334,6 +339,30 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
     return tools
+
+
+def read_forced_tool(name: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the tool that a response has to call; see ``AgentRequest.forced_tool``.
+
+    Args:
+        name: Name of a tool, an empty string for any of them, or None. Anything else is an unknown form of a choice.
+        tools: Tools of the request in the form of chat completions.
+
+    Raises:
+        CallError: There is no such tool, or the choice has an unknown form.
+    """
+    if name is None:
+        return None
+    functions = [tool.get("function") for tool in tools]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    if not isinstance(name, str) or (name and name not in names) or not names:
+        known = ", ".join(map(repr, names)) or "the request has none"
+        raise CallError(
+            f"'tool_choice' = {name!r:.200}, expected auto, none, any tool, or the name of one of the 'tools' "
+            f"({known:.200})"
+        )
+    # Of one tool the name is known.
+    return names[0] if len(names) == 1 else name
 
 
 def make_tool(tool: Mapping[str, Any], schema_field: str) -> dict[str, Any]:

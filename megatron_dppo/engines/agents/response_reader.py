@@ -89,23 +89,29 @@ class ResponseReader:
         """Return the text of sampled tokens, in which tool calls and stop strings are looked for."""
         return decode_response(self._tokenizer, tokens, self._format.text_tokens)
 
-    def parse(self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int]) -> ParsedResponse:
+    def parse(
+        self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int], num_given: int = 0
+    ) -> ParsedResponse:
         """Split sampled tokens.
 
         Args:
             call: The call that they respond to.
             prompt: Tokens before them.
             tokens: The sampled tokens.
+            num_given: Number of the prompt's last tokens with which the response begins.
         """
+        start = len(prompt) - num_given
+        given = tuple(prompt[start:])
         # The last token ends the turn. Some tokenizers do not list it as special.
         if tokens and tokens[-1] in self._stop_token_ids and tokens[-1] not in self._turn_ends:
             tokens = tokens[:-1]
-        text = self.text(tokens)
+        text = self.text((*given, *tokens))
         # The tokens end with the first stop string, which is not part of the message.
-        text = text[: min((text.find(each) for each in call.stop if each in text), default=len(text))]
+        ends = [text.find(each, len(self.text(given))) for each in call.stop]
+        text = text[: min((end for end in ends if end >= 0), default=len(text))]
         tools = call.tools if call.reads_tool_calls else ()
         # The template may open the thought, so that the response begins in it.
-        tail = decode_response(self._tokenizer, prompt[-_TAIL_TOKENS:])
+        tail = decode_response(self._tokenizer, prompt[max(0, start - _TAIL_TOKENS) : start])
         return self._format.parse(text, tools, starts_in_thought=tail.rstrip().endswith(("<think>", "[THINK]")))
 
     def message(self, parsed: ParsedResponse) -> Message:

@@ -21,6 +21,7 @@ from megatron_dppo.engines.agents.request_bodies import (
     Message,
     make_tool,
     read_bool,
+    read_forced_tool,
     read_limit,
     read_model,
     read_tools,
@@ -67,8 +68,10 @@ def read_responses(data: object, stored: StoredMessages) -> AgentRequest:
     tools = [_read_tool(tool, index) for index, tool in enumerate(read_tools(body))]
     choice = body.get("tool_choice")
     ignored = unfollowed_fields(body, _SERVED, _WITHOUT_EFFECT)
-    # A forced call would constrain sampling.
-    ignored += ("tool_choice",) if choice not in (None, "auto", "none") else ()
+    forced = None
+    if choice not in (None, "auto", "none", "required"):
+        is_function = isinstance(choice, dict) and choice.get("type") == "function"
+        forced = choice.get("name", choice) if is_function else choice
     history = [*before, *_read_items(items)]
     return AgentRequest(
         model=read_model(body),
@@ -77,6 +80,7 @@ def read_responses(data: object, stored: StoredMessages) -> AgentRequest:
         is_chat=True,
         tools=tuple(tools),
         reads_tool_calls=bool(tools) and choice != "none",
+        forced_tool=read_forced_tool("" if choice == "required" else forced, tools),
         makes_parallel_calls=body.get("parallel_tool_calls") is not False,
         limit=read_limit(body, "max_output_tokens"),
         stream=read_bool(body, "stream"),

@@ -114,6 +114,35 @@ class ChatTemplate:
             return None
         return end + extended[len(closed) :]
 
+    def call_opening(self, name: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens behind a generation prompt with which a response begins that calls a tool.
+
+        They are those that the template writes before the name of a call, and the name. A policy that thinks first
+        gets an empty thought, where the template writes one.
+
+        Args:
+            name: Name of the tool. Empty: the policy goes on with a name.
+            tools: Tools of the request.
+
+        Raises:
+            CallError: The template writes something else in place of the generation prompt.
+        """
+        messages: list[Message] = [{"role": "user", "content": "x"}]
+        prompt = self._render(messages, tools, add_generation_prompt=True)
+        call = {"id": "call00000", "type": "function", "function": {"name": self._marker, "arguments": {}}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = self._render([*messages, message], tools, add_generation_prompt=False)
+        before, mark, after = text.removeprefix(prompt).partition(self._marker)
+        if not text.startswith(prompt) or not mark:
+            raise CallError(
+                "'tool_choice': the model's chat template does not write a call directly behind its generation prompt, "
+                "so that no call can be forced; use tool_choice 'auto'"
+            )
+        # The end of the name only where it is the beginning of another one, since it is often part of a longer token.
+        names = [str(tool.get("function", {}).get("name")) for tool in tools]
+        is_prefix = any(each != name and each.startswith(name) for each in names)
+        return self.encode(before + name + (after[:1] if name and is_prefix else ""))
+
     def _text_after_marker(self, text: str) -> str | None:
         parts = text.split(self._marker)
         # A template that drops or repeats the content has no single end.

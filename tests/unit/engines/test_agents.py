@@ -378,7 +378,8 @@ def test_different_sampling_settings_are_counted() -> None:
     body = {"messages": [user("a")], "temperature": 0.3, "top_p": None, "stop": [], "frequency_penalty": 0.0}
     assert read_chat(body).ignored == ("temperature",)
     forced = body | {"tools": TOOLS, "tool_choice": "required", "stop": "x"}
-    assert read_chat(forced).ignored == ("temperature", "tool_choice") and read_chat(forced).stop == ("x",)
+    assert read_chat(forced).ignored == ("temperature",) and read_chat(forced).stop == ("x",)
+    assert read_chat(forced).forced_tool == "add" and read_chat(body | {"tools": TOOLS}).forced_tool is None
     assert not read_chat(body | {"tools": TOOLS, "tool_choice": "none"}).reads_tool_calls
     assert read_chat(body | {"max_tokens": 9, "max_completion_tokens": 4}).limit == 4
     with pytest.raises(CallError, match="'prompt' is missing"):
