@@ -15,10 +15,10 @@ ASK = "<|im_start|>assistant\n"
 MANY = [*TOOLS, {"type": "function", "function": {"name": "add_all", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "1+2"}
 CHAT = ("/v1/chat/completions", {"messages": [USER]})
-THINKING = TEMPLATE.replace(
-    "{% if m.role == 'assistant' and",
-    "{% if m.role == 'assistant' and loop.last and not m.content %}<think>\n\n</think>\n\n{% elif m.role == 'assistant' and",
-).replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+IS_ASSISTANT = "{% if m.role == 'assistant' and"
+EMPTY_THOUGHT = f"{IS_ASSISTANT} loop.last and not m.content %}}<think>\n\n</think>\n\n"
+THINKING = TEMPLATE.replace(IS_ASSISTANT, EMPTY_THOUGHT + IS_ASSISTANT.replace("{% if", "{% elif"))
+THINKING = THINKING.replace(f"{ASK}{{% endif %}}", f"{ASK}<think>\n{{% endif %}}")
 XML = TEMPLATE.replace("{{ call.function | tojson }}", "<function={{ call.function.name }}></function>")
 BY_ID = TEMPLATE.replace("{{ call.function | tojson }}", "{{ call.id }}")
 
