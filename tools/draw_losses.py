@@ -25,6 +25,8 @@ GALLERY = Path(__file__).parents[1] / "docs/losses"
 CELLS = 161
 STRIDE = 20
 """Step between the written grid points, in cells."""
+LARGEST_SQUARE = 0.25
+"""Largest (log r)^2 that M2PO keeps in its picture. In a run the batch decides."""
 RECOMPUTED = 0.8
 """Ratio pi' / mu in the pictures, where pi' is the probability recomputed by the trainer with the rollout weights."""
 HEAD_MU, HEAD_PI = (0.7, 0.2), (0.4, 0.5)
@@ -67,6 +69,7 @@ def factors(config: LossConfig, advantage: float) -> Tensor:
         recomputed_logprobs=(RECOMPUTED * mu).log() if config.uses_recomputed_logprobs else None,
         sequence_ids=torch.arange(len(mu)) if "sequence_ids" in config.required_inputs else None,
         token_weights=ones if "token_weights" in config.required_inputs else None,
+        largest_square=LARGEST_SQUARE * ones if "largest_square" in config.required_inputs else None,
         **head,
     )
     policy_loss(inputs, config).loss_sum.backward()

@@ -42,6 +42,7 @@ def check_sections(config: Config) -> None:
     _check_agent_parts(config.agent, config.reward)
     _check_reward_parts(config)
     _check_greedy_baseline(config)
+    _check_layer_noise(config.loss, config.train)
     _check_batch_invariant(config)
     if not config.loss.has_text:
         _check_recomputed_logprobs(config.loss, config.rollout, config.train)
@@ -292,6 +293,14 @@ def _check_greedy_baseline(config: Config) -> None:
         raise ValueError(
             f"train.advantage = 'remax' with reward.kl_coef = {config.reward.kl_coef}: the greedy response, whose "
             "reward is subtracted, would need a penalty of its own. Use loss.kl_coef for a penalty in the loss"
+        )
+
+
+def _check_layer_noise(loss: LossConfig, train: TrainConfig) -> None:
+    if loss.name == "m2po" and train.layer_noise.std:
+        raise ValueError(
+            f"loss.name = 'm2po' with train.layer_noise.std = {train.layer_noise.std}: its second moment is that of a "
+            "forward pass without noise. Remove train.layer_noise, or use another loss"
         )
 
 

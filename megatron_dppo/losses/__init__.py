@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.parts.policy_loss import no_policy_loss, policy_loss, supervised_loss
     from megatron_dppo.losses.parts.predictive import divergence_rate, predictive_sums
     from megatron_dppo.losses.parts.reduce import BatchTotals, per_sequence, sequence_weight, token_weights
+    from megatron_dppo.losses.parts.second_moment import largest_square, select_squares, squared_log_ratio
     from megatron_dppo.losses.parts.sequences import prefix_keep_mask, sequence_keep_mask
     from megatron_dppo.losses.parts.terms import policy_term, with_value
     from megatron_dppo.losses.parts.tokens import Tokens
@@ -49,6 +50,7 @@ _MODULES = {
     "divergence_rate": "losses.parts.predictive",
     "dppo_loss": "losses.dppo",
     "group_relative_advantages": "losses.parts.group_relative",
+    "largest_square": "losses.parts.second_moment",
     "mismatch_keep_mask": "losses.parts.trust_region",
     "mismatch_log_ratio": "losses.parts.decision",
     "needs": "config.user_functions",
@@ -60,9 +62,11 @@ _MODULES = {
     "predictive_sums": "losses.parts.predictive",
     "prefix_keep_mask": "losses.parts.sequences",
     "ratio_keep_mask": "losses.parts.trust_region",
+    "select_squares": "losses.parts.second_moment",
     "sequence_keep_mask": "losses.parts.sequences",
     "sequence_weight": "losses.parts.reduce",
     "show": "losses.parts.example",
+    "squared_log_ratio": "losses.parts.second_moment",
     "supervised_loss": "losses.parts.policy_loss",
     "token_weights": "losses.parts.reduce",
     "topk_kl": "losses.parts.topk",
@@ -89,6 +93,7 @@ __all__ = [
     "divergence_rate",
     "dppo_loss",
     "group_relative_advantages",
+    "largest_square",
     "mismatch_keep_mask",
     "mismatch_log_ratio",
     "needs",
@@ -100,9 +105,11 @@ __all__ = [
     "predictive_sums",
     "prefix_keep_mask",
     "ratio_keep_mask",
+    "select_squares",
     "sequence_keep_mask",
     "sequence_weight",
     "show",
+    "squared_log_ratio",
     "supervised_loss",
     "token_weights",
     "topk_kl",

@@ -16,7 +16,8 @@ from megatron_dppo.data.balance import assign_samples
 from megatron_dppo.data.routing import with_all_routes
 from megatron_dppo.data.training_samples import group_segments, with_episode_tokens
 from megatron_dppo.head.teacher import TeacherTargets
-from megatron_dppo.losses import BatchTotals, policy_objective, sequence_weight
+from megatron_dppo.losses import BatchTotals, largest_square, policy_objective, select_squares, sequence_weight
+from megatron_dppo.losses.m2po import M2PO
 from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects
 from megatron_dppo.policy.packed import packing_units
 from megatron_dppo.policy.server_sums import (
@@ -150,7 +151,9 @@ class Updater:
             is_last: True for the last update of the step.
             with_sums: Also add up the tokens by server.
         """
-        # Packing starts with a collective, so it also measures the wait for the slowest rank's rollouts.
+        # Packing starts with a collective, so "waiting" also measures the wait for the slowest rank's rollouts.
+        with clock.part("recompute"):
+            mini_batch = self._add_largest_square(mini_batch)
         with clock.part("waiting"):
             samples, packed = self._pack(mini_batch)
             batches = self._add_token_weights(packed)
@@ -205,16 +208,43 @@ class Updater:
 
         It takes a forward pass with the weights that the step starts with.
         """
-        differences = [
-            (sample.recomputed_logprobs - sample.rollout_logprobs)[sample.loss_mask].abs()
-            for sample in self._recompute(list(samples), "recomputed_logprobs", with_routes=False)
-            if sample.recomputed_logprobs is not None and sample.rollout_logprobs is not None
-        ]
-        # Pipeline stages that compute no loss have no log-probabilities. They need no scale either.
-        local = torch.cat(differences) if differences else torch.zeros(0)
+        differences = [log_ratio.abs() for log_ratio, _ in self._log_ratios(samples)]
+        local = torch.cat([torch.zeros(0), *differences])
         values = torch.cat(all_gather_objects(local, self._trainer.groups.dp))
         scale = float(values.median()) if values.numel() else 0.0
         return [replace(sample, mismatch_scale=torch.full((sample.num_tokens,), scale)) for sample in samples]
+
+    def _add_largest_square(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+        """Add the largest square of a log ratio that M2PO keeps among the tokens of all data-parallel ranks.
+
+        A collective. It takes a forward pass of the mini-batch with the current weights. Other losses need none.
+        """
+        loss = self._loss
+        if not isinstance(loss, M2PO):
+            return samples
+        squares = [
+            select_squares(log_ratio, advantages, loss.second_moment_tokens)
+            for log_ratio, advantages in self._log_ratios(samples)
+        ]
+        local = torch.cat([torch.zeros(0), *squares])
+        values = torch.cat(all_gather_objects(local, self._trainer.groups.dp))
+        limit = largest_square(values, loss.second_moment_limit)
+        return [replace(sample, largest_square=torch.full((sample.num_tokens,), limit)) for sample in samples]
+
+    def _log_ratios(self, samples: Sequence[TrainingSample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return log pi - log mu and the advantages of each sample's tokens in the loss, by a forward pass.
+
+        Pipeline stages that compute no loss have no log-probabilities: their list is empty.
+        """
+        result = []
+        for sample in self._recompute(list(samples), "recomputed_logprobs", with_routes=False):
+            logprobs = sample.recomputed_logprobs
+            rollout_logprobs = sample.rollout_logprobs
+            if logprobs is not None and rollout_logprobs is not None:
+                # A token without a finite log mu is in no loss.
+                mask = sample.loss_mask & rollout_logprobs.isfinite()
+                result.append(((logprobs - rollout_logprobs)[mask], sample.advantages[mask]))
+        return result
 
     def _recompute(
         self, samples: list[TrainingSample], field: str | None, *, with_routes: bool
@@ -249,7 +279,7 @@ class Updater:
 
     def pack_batches(self, samples: list[TrainingSample]) -> MicroBatches:
         """Return the packed micro-batches of one update, equally many on every rank; a collective."""
-        return self._add_token_weights(self._pack(samples)[1])
+        return self._add_token_weights(self._pack(self._add_largest_square(samples))[1])
 
     def _pack(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], PackedBatch]:
         """Return the samples that this rank trains on, and their packing; a collective."""

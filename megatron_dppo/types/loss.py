@@ -111,6 +111,8 @@ class LossInputs:
     """Age of each token: optimizer updates between the weights that sampled it and the policy. Shape [T]."""
     mismatch_scale: Tensor | None = None
     """Median of |log pi - log mu| over the tokens of the whole step, at its start. Shape [T], one number."""
+    largest_square: Tensor | None = None
+    """Largest (log pi - log mu)^2 that M2PO keeps in an update, of all its tokens. Shape [T], one number."""
     sequence_ids: Tensor | None = None
     """Index of each token's sequence, from 0, for sequence-level losses. Int64, shape [T]. Sequences must be
     complete."""

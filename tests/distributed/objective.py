@@ -74,6 +74,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "vespo": {"weight_power_low": 1.0, "weight_decay_high": 1.0},
     "gmpo": {"log_clip_low": 0.05, "log_clip_high": 0.1},
     "ipo": _DPPO | {"form": "ratio"},
+    "m2po": {"second_moment_limit": 0.02},
+    "m2po/all": {"second_moment_limit": 0.03, "second_moment_tokens": "all"},
     "dppo_binary_tv/kl+entropy": _DPPO | {"kl_coef": 0.2, "entropy_coef": 0.1},
     "dppo_binary_tv/norm": _DPPO | {"aggregation": "seq_mean_token_sum_norm", "horizon": HORIZON},
     "dppo_binary_tv/mask_sequence": _DPPO | {"mismatch": "mask_sequence"},

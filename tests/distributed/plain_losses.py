@@ -165,6 +165,8 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
         outside = not whole_sequence(x, c, t)
     elif c.name == "cppo":
         outside = advantage * (pi - mu) > 0 and not within_budget(x, c, t, advantage)
+    elif c.name == "m2po":
+        outside = t in beyond_moment(x, c)
     elif c.name == "ipo":
         limit = c.divergence_threshold_high if pi > mu else c.divergence_threshold_low
         assert limit is not None
@@ -196,6 +198,19 @@ def masked_term(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool,
         assert limit is not None
         weight -= weight * (pi - mu) / limit * math.copysign(1, advantage)
     return True, -advantage * max(min(weight, cap), c.ratio_floor or -math.inf) * x.logprobs[t]
+
+
+def beyond_moment(x: LossInputs, c: Keys) -> set[int]:
+    """M2PO: remove the token with the largest square, again and again, until the mean is within the limit."""
+    squares = {}
+    for t in [t for t, inside in enumerate(x.loss_mask.tolist()) if inside]:
+        pi, mu, _ = probabilities(x, t)
+        if c.second_moment_tokens == "all" or float(x.advantages[t]) * math.log(pi / mu) > 0:
+            squares[t] = math.log(pi / mu) ** 2
+    every = set(squares)
+    while squares and sum(squares.values()) / len(squares) > c.second_moment_limit:
+        squares.pop(max(squares, key=lambda t: squares[t]))
+    return every - set(squares)
 
 
 def threshold_factor(x: LossInputs, c: Keys, t: int) -> float:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.parts.policy_loss import policy_loss
+from megatron_dppo.losses.parts.second_moment import largest_square, select_squares
 from megatron_dppo.types import LossInputs
 
 _TOPK = 2
@@ -40,10 +41,13 @@ def show(
     logprobs = p.log().requires_grad_()
     mu_rest, pi_rest = ((1 - x)[:, None] * torch.tensor(part) for x, part in zip((m, p), _OTHER_SHARES, strict=True))
     topk_logprobs = torch.cat([pi_rest, p[:, None]], 1).log().requires_grad_()
+    ratio = logprobs.detach() - m.log()
+    signs = torch.tensor(advantages, dtype=torch.float64)
+    squares = select_squares(ratio, signs, getattr(config, "second_moment_tokens", "all"))
     inputs = LossInputs(
         logprobs=logprobs,
         rollout_logprobs=m.log(),
-        advantages=torch.tensor(advantages, dtype=torch.float64),
+        advantages=signs,
         loss_mask=torch.ones(len(pi), dtype=torch.bool),
         recomputed_logprobs=torch.tensor(mu if recomputed is None else recomputed, dtype=torch.float64).log(),
         sequence_ids=torch.zeros(len(pi), dtype=torch.int64),
@@ -54,6 +58,7 @@ def show(
         topk_other_square=torch.zeros_like(p),
         vocab_size=_TOPK + 1,
         token_weights=torch.ones(len(pi)),
+        largest_square=torch.full_like(p, largest_square(squares, getattr(config, "second_moment_limit", 1.0))),
     )
     output = policy_loss(inputs, config)
     output.loss_sum.backward()

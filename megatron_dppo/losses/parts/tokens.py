@@ -30,6 +30,7 @@ _ADVICE = {
     "sequence_ids": "give each token the index of its sequence",
     "ages": "count the updates since the weights that sampled each token, or remove threshold_age",
     "mismatch_scale": "take the median of |log pi - log mu| over all tokens of the step, or remove threshold_knee",
+    "largest_square": "take losses.largest_square of all tokens of the update",
     "reference_logprobs": "compute them with the reference policy, or set kl_coef to 0",
     "entropy": "pass the entropy of pi with its gradient, or set entropy_coef to 0",
     "token_weights": "compute them with losses.token_weights, or use aggregation token_mean",
@@ -110,6 +111,8 @@ class Tokens:
     """Age in updates."""
     mismatch_scale: Tensor | None = None
     """Median of |log pi - log mu| over the batch."""
+    largest_square: Tensor | None = None
+    """Largest (log pi - log mu)^2 that M2PO keeps."""
 
     @property
     def ratio(self) -> Tensor:
@@ -187,6 +190,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         topk=_topk(inputs, mask, config) if config.is_topk else None,
         ages=None if inputs.ages is None else constant(inputs.ages),
         mismatch_scale=None if inputs.mismatch_scale is None else constant(inputs.mismatch_scale),
+        largest_square=None if inputs.largest_square is None else constant(inputs.largest_square),
     )
 
 

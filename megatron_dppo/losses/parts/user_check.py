@@ -170,4 +170,5 @@ def made_up_inputs(k: int) -> LossInputs:
         token_weights=torch.ones(count),
         ages=(position % 4).float(),
         mismatch_scale=torch.full((count,), 0.5),
+        largest_square=torch.full((count,), 0.02),
     )

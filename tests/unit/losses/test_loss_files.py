@@ -66,6 +66,7 @@ def test_a_loss_needs_only_the_inputs_that_it_declares(name: str) -> None:
         "topk_other_logprob",
         "topk_other_square",
         "vocab_size",
+        "largest_square",
     }
     declared = config.required_inputs | ({"topk_other_logprob"} if config.is_topk else set())
     fields = {key: value for key, value in vars(inputs).items() if key not in optional - declared}

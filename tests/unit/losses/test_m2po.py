@@ -1,0 +1,118 @@
+"""M2PO: the limit against the removal of one token after the other, ties, infinities, and the tokens of all ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.train import TrainConfig
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.losses import largest_square, policy_loss
+from megatron_dppo.policy import update
+from megatron_dppo.types import LossInputs, TrainingSample
+from tests.unit.configs import config
+
+
+def removed_one_by_one(squares: list[float], limit: float) -> list[float]:
+    """The squares that are left, in order."""
+    left = sorted(squares)
+    while left and sum(left) / len(left) > limit:
+        left.pop()
+    return left
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_limit_leaves_what_removing_the_largest_one_by_one_leaves(seed: int) -> None:
+    draw = random.Random(seed)
+    squares = [draw.gauss(0, draw.choice((0.05, 0.3, 1.0))) ** 2 for _ in range(draw.randrange(1, 60))]
+    limit = draw.choice((0.001, 0.04, 0.3))
+    cut = largest_square(torch.tensor(squares, dtype=torch.float64), limit)
+    assert sorted(x for x in squares if x <= cut) == removed_one_by_one(squares, limit)
+    # Both neighbors are as far away, so that another rounding of the same numbers decides the same.
+    for factor in (1 - 1e-6, 1 + 1e-6):
+        assert [x * factor <= cut for x in squares] == [x <= cut for x in squares]
+
+
+@pytest.mark.parametrize(
+    ("squares", "limit", "kept"),
+    [
+        ([], 0.04, []),
+        ([0.0, 0.0], 0.04, [0.0, 0.0]),
+        ([0.05, 0.05], 0.04, []),
+        ([0.0, 0.06, 0.06, 0.06], 0.035, [0.0]),  # two of the three equal ones would fit; they go together
+        ([0.01, 6400.0], 0.04, [0.01]),
+    ],
+)
+def test_edges(squares: list[float], limit: float, kept: list[float]) -> None:
+    cut = largest_square(torch.tensor(squares), limit)
+    assert [x for x in squares if x <= cut] == kept
+
+
+def test_the_mask_and_the_gradient_by_hand() -> None:
+    """A kept token, an outlier upwards, one that leads back, one downwards to pi = 0, and one without advantage."""
+    pi = [0.5, 0.9, 0.9, 0.0, 0.9]
+    inputs = LossInputs(
+        logprobs=torch.tensor(pi, dtype=torch.float64).log().requires_grad_(),
+        rollout_logprobs=torch.tensor([0.4, 0.5, 0.5, 0.3, 0.5], dtype=torch.float64).log(),
+        advantages=torch.tensor([1.0, 2.0, -1.0, -1.0, 0.0], dtype=torch.float64),
+        loss_mask=torch.ones(5, dtype=torch.bool),
+        largest_square=torch.full((5,), 0.2),
+    )
+    output = policy_loss(inputs, LossConfig(name="m2po"))
+    assert output.keep_mask.tolist() == [True, False, True, False, True]
+    output.loss_sum.backward()
+    assert inputs.logprobs.grad is not None
+    assert inputs.logprobs.grad.tolist() == pytest.approx([-1.25, 0.0, 1.8, 0.0, 0.0])
+    assert float(output.num_tokens) == 5, "masked tokens stay in the denominator"
+    everywhere = policy_loss(inputs, LossConfig(name="m2po", second_moment_tokens="all"))
+    assert everywhere.keep_mask.tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [("outward", [0.04, 0.3]), ("all", [0.04, 0.3, 0.5, 0.1])])
+def test_the_moment_is_that_of_the_loss_tokens_of_all_ranks(
+    tokens: str, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here: outward 0.2, prompt token, no finite log mu, inward; the other rank has a square of 0.3 (log ratios)."""
+    squares = torch.tensor(expected)
+    shape = {"tokens": torch.zeros(4, dtype=torch.int64), "labels": torch.zeros(4, dtype=torch.int64)}
+    sample = TrainingSample(
+        **shape,
+        loss_mask=torch.tensor([True, False, True, True]),
+        advantages=torch.tensor([1.0, 1.0, 1.0, -1.0]),
+        rollout_logprobs=torch.tensor([-1.0, -1.0, -math.inf, -1.0]),
+    )
+    moved = torch.tensor([-0.8, 7.0, -1.0, -1.0 + math.sqrt(0.5)])
+    trainer = SimpleNamespace(groups=SimpleNamespace(dp="the group"), routing_shape=None)
+    loss = LossConfig(name="m2po", second_moment_tokens=tokens, second_moment_limit=0.1)
+    updater = update.Updater(trainer, TrainConfig(), loss)  # type: ignore[arg-type]
+    monkeypatch.setattr(updater, "_recompute", lambda given, *_, **__: [replace(given[0], recomputed_logprobs=moved)])
+    seen: list[Tensor] = []
+
+    def gather(local: Tensor, group: object) -> list[Tensor]:
+        assert group == "the group"
+        seen.append(local)
+        return [local, squares[1:2] if tokens == "outward" else squares[[1, 3]]]
+
+    monkeypatch.setattr(update, "all_gather_objects", gather)
+    (result,) = updater._add_largest_square([sample])
+    assert seen[0].tolist() == pytest.approx([0.04] if tokens == "outward" else [0.04, 0.5], abs=1e-6)
+    # Means of the smallest: .04, .17 | .04, .07, .147, .235.
+    between = (0.04 + 0.3) / 2 if tokens == "outward" else (0.1 + 0.3) / 2
+    assert result.largest_square is not None and result.largest_square.tolist() == pytest.approx([between] * 4)
+    assert result.recomputed_logprobs is None, "pi is no input of the loss"
+
+
+def test_it_refuses_noise_and_a_missing_moment() -> None:
+    with pytest.raises(ConfigError, match=r"m2po.*layer_noise\.std = 0.1"):
+        config(loss={"name": "m2po"}, train={"layer_noise": {"std": 0.1}})
+    zeros = torch.zeros(1)
+    inputs = LossInputs(logprobs=zeros, rollout_logprobs=zeros, advantages=zeros, loss_mask=zeros.bool())
+    with pytest.raises(ValueError, match=r"needs largest_square.*all tokens of the update"):
+        policy_loss(inputs, LossConfig(name="m2po"))
