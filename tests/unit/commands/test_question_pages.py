@@ -1,0 +1,115 @@
+"""``tools/write_question_pages.py`` on made-up rows: whole, unfinished and missing comparisons, and broken pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.commands.experiments.grid import GridRun
+from megatron_dppo.commands.experiments.store import Store
+from megatron_dppo.commands.experiments.third_edition import THIRD_EDITION
+from megatron_dppo.errors import UserError
+from tests.unit.experiment_rows import row_of
+from tools import write_question_pages
+
+BINARY, TOPK, CENTERED = "dppo_binary_tv tuned", "dppo_topk_tv tuned", "dppo_binary_tv centered tuned"
+PAGE = "before\n<!-- table {name} -->\nold\n<!-- end of table -->\nafter\n"
+
+
+def reward_of(run: GridRun, report: dict[str, float]) -> float:
+    """The second candidate is the best; in the report the seed adds to the loss's reward."""
+    if run.phase == "search":
+        return 0.75 if run.candidate == 1 else 0.25
+    return report[run.loss] + 0.01 * run.seed
+
+
+def store_of(folder: Path) -> Path:
+    """The search of the first block, all seeds of Binary and Top-K, and three of centered DPPO, where it is stale."""
+    store = Store(folder)
+    stage = THIRD_EDITION.stages(quick=False)[0]
+    search = stage.search(quick=False)
+    report = {BINARY: 0.5, TOPK: 0.4, CENTERED: 0.5, "drpo/12.5": 0.1}
+
+    def add(runs: list[GridRun]) -> dict[str, dict[str, object]]:
+        rows = {}
+        for run in runs:
+            rewards = [reward_of(run, report)] * run.settings["run"]["num_steps"]
+            curves = {"rollout/reward": rewards, "train/mask_fraction": [0.125]}
+            rows[run.key] = row_of(run, store, curves=curves, cpu_seconds=20.0 if "topk" in run.loss else 10.0)
+        store.add(rows, runs)
+        return rows
+
+    searched = add(search)
+    limits = {BINARY: 12, TOPK: 12, CENTERED: 3, "drpo/12.5": 0}
+    add([run for run in stage.report(False, None, searched.values()) if run.seed < limits[run.loss]])
+    return folder
+
+
+def written(tmp_path: Path, name: str, *arguments: str) -> str:
+    pages = tmp_path / "pages"
+    pages.mkdir(exist_ok=True)
+    page = pages / f"{name}.md"
+    page.write_text(PAGE.format(name=name))
+    write_question_pages.main([str(tmp_path / "store"), "--pages", str(pages), *arguments])
+    return page.read_text()
+
+
+def test_tables_have_verdicts_settings_and_what_is_unfinished(tmp_path: Path) -> None:
+    store_of(tmp_path / "store")
+    text = written(tmp_path, "topk")
+    assert text.startswith("before\n<!-- table topk -->\n\n|") and text.endswith("<!-- end of table -->\nafter\n")
+    (row,) = [line for line in text.splitlines() if line.startswith("| rare_words, staleness 8 |")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1].count("delta 0.15") == 2, "the second candidate was the best"
+    # Twelve differences of -.1: p = 2 / 2^12 times 96 comparisons.
+    assert cells[2:] == ["below", "-0.100 [-0.100, -0.100]", "-", f"{2 / 2**12 * 96:.2g}", "20.0 and 10.0"]
+    assert "\nNo seed is finished of 19 more declared comparisons.\n" in text
+    assert "old" not in text
+
+    text = written(tmp_path, "centering")
+    (row,) = [line for line in text.splitlines() if line.startswith("| rare_words, staleness 8 |")]
+    assert "| unfinished: 3 of 12 seeds | +0.000 [+0.000, +0.000] | - | - | 10.0 and 10.0 |" in row
+
+    text = written(tmp_path, "mismatch-bands")
+    mean = 0.5 + 0.01 * 5.5
+    assert f"| rare_words, staleness 8 | `{BINARY}` | {mean:.3f} [0.500, 0.610] | 12.5% | 12 |" in text
+    assert f"| rare_words, staleness 8 | `{CENTERED}` | 0.510 [0.500, 0.520] | 12.5% | 3 of 12 |" in text
+    # A preset with the settings that the search chose is the same run.
+    assert "`dppo_binary_tv 0.15`" in written(tmp_path, "delta-bands")
+
+
+def test_what_was_not_searched_says_so_and_other_tables_stay(tmp_path: Path) -> None:
+    store_of(tmp_path / "store")
+    results = write_question_pages.Results.read(tmp_path / "store")
+    assert results.settings("grpo tuned", "grpo, clip 1") == "search unfinished"
+    assert results.settings(BINARY, "delta 0.15") == "delta 0.15" and results.settings("pg_is", "pg_is") == "pg_is"
+    assert "old" in written(tmp_path, "masked-tokens"), "it needs --runs"
+
+
+def test_wrong_stores_pages_and_runs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no rows"):
+        write_question_pages.main([str(tmp_path)])
+    store_of(tmp_path / "store")
+    with pytest.raises(UserError, match="unknown table 'other'"):
+        written(tmp_path, "other")
+    (tmp_path / "pages/other.md").unlink()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="no recorded tokens"):
+        written(tmp_path, "masked-tokens", "--runs", str(tmp_path / "run"))
+    broken = next((tmp_path / "store/rows").iterdir())
+    broken.write_text(json.dumps({"key": 1}))
+    with pytest.raises(UserError, match=broken.name):
+        written(tmp_path, "topk")
+
+
+def test_every_marker_of_the_pages_is_a_table() -> None:
+    pages = sorted(write_question_pages.PAGES.glob("*.md"))
+    assert [page.stem for page in pages] == ["delta", "masked_tokens", "mismatch", "topk"]
+    names = [
+        line.split()[2] for page in pages for line in page.read_text().splitlines() if line.startswith("<!-- table ")
+    ]
+    assert sorted(names) == sorted(write_question_pages._NAMES)
+    for page in pages:
+        assert page.read_text().count("<!-- table ") == page.read_text().count("<!-- end of table -->")

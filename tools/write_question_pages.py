@@ -1,0 +1,251 @@
+"""Write the tables of docs/questions from the wind tunnel's third edition.
+
+python tools/write_question_pages.py STORE [--runs RUN ...] [--pages FOLDER]
+
+STORE is the ``--output`` of ``megatron-dppo experiment windtunnel3``. It is only read, also while the command runs.
+Comparisons without all of their seeds are marked. The text of a page outside its tables stays. Without ``--runs`` so
+does the table of masked tokens; each RUN is the folder of a run with ``log.rollouts_every``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.commands.experiments.grid import GridRun
+from megatron_dppo.commands.experiments.paired import Comparison, compare, effect_size, holm, judge_pair
+from megatron_dppo.commands.experiments.row import relabel_row
+from megatron_dppo.commands.experiments.statistics import Row, band, masked, mean_reward
+from megatron_dppo.commands.experiments.store import Rows, Store
+from megatron_dppo.commands.experiments.third_edition import THIRD_EDITION
+from megatron_dppo.commands.experiments.third_losses import DELTAS, DRPO_DELTAS
+from megatron_dppo.errors import UserError
+
+PAGES = Path(__file__).parents[1] / "docs/questions"
+_BINARY = "dppo_binary_tv tuned"
+_STALE = "staleness 8"
+_OPEN = "search unfinished"
+
+
+@dataclass(frozen=True)
+class Results:
+    """Finished and declared runs of the third edition."""
+
+    rows: Sequence[Row]
+    runs: Sequence[GridRun]
+    comparisons: Sequence[tuple[Comparison, float]]
+    """Every declared comparison with its corrected p-value."""
+    searched: frozenset[tuple[str, str]]
+    """Task and loss of every finished search."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Read the rows of a store.
+
+        Raises:
+            UserError: A row is invalid, or there is no such folder.
+        """
+        if not (folder / "rows").is_dir():
+            raise UserError(f"{folder} has no rows; expected the --output of megatron-dppo experiment windtunnel3")
+        store = Store(folder)
+        by_key = Rows()
+        runs: list[GridRun] = []
+        for stage in THIRD_EDITION.stages(quick=False):
+            search = stage.search(quick=False)
+            by_key |= store.read(search)
+            report = stage.report(quick=False, seeds=None, rows=by_key.values())
+            by_key |= store.read(report)
+            runs += [*search, *report]
+        missing = {(run.task, run.loss) for run in runs if run.phase == "search" and run.key not in by_key}
+        searched = {(run.task, run.loss) for run in runs if run.phase == "search"} - missing
+        rows = [relabel_row(by_key[run.key], run) for run in runs if run.key in by_key]
+        reported = [run for run in runs if run.phase == "report"]
+        comparisons = compare(THIRD_EDITION.claims, rows, reported)
+        corrected = holm([each.p_value for each in comparisons], len(comparisons))
+        return cls(rows, reported, list(zip(comparisons, corrected, strict=True)), frozenset(searched))
+
+    def cell(self, task: str, mismatch: str, loss: str) -> list[Row]:
+        """Return the finished rows of a cell."""
+        wanted = ("report", task, mismatch, loss)
+        return [row for row in self.rows if (row["phase"], row["task"], row["mismatch"], row["loss"]) == wanted]
+
+    def seeds(self, task: str, mismatch: str, loss: str) -> int:
+        """Return the number of declared seeds of a cell."""
+        return len({run.seed for run in self.runs if (run.task, run.mismatch, run.loss) == (task, mismatch, loss)})
+
+    def settings(self, loss: str, text: str) -> str:
+        """Return the settings of a loss, or that they are not known yet."""
+        is_open = loss.endswith(" tuned") and not any(name == loss for _, name in self.searched)
+        return _OPEN if is_open else text
+
+
+def claims_table(results: Results, wanted: Callable[[Comparison], bool]) -> str:
+    """Return the verdicts of some claims, with the CPU seconds of a run of both losses."""
+    lines = ["| condition | comparison | verdict | difference [least, largest] | d_z | corrected p | CPU s a run |"]
+    lines.append("|---" * 7 + "|")
+    num_open = 0
+    for each, corrected in results.comparisons:
+        if not wanted(each):
+            continue
+        if not each.differences:
+            num_open += 1
+            continue
+        claim = each.claim
+        better, worse = (
+            f"`{loss}` ({results.settings(loss, text)})"
+            for loss, text in zip((claim.better, claim.worse), each.settings, strict=True)
+        )
+        apart, size = band(each.differences), effect_size(each.differences)
+        seconds = [_seconds(results.cell(each.task, each.mismatch, loss)) for loss in (claim.better, claim.worse)]
+        cells = [
+            f"{each.task}, {each.mismatch}",
+            f"{better} against {worse}",
+            judge_pair(each, corrected) if each.is_complete else f"unfinished: {judge_pair(each, corrected)}",
+            "-" if apart is None else f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]",
+            "-" if size is None else f"{size:+.1f}",
+            f"{corrected:.2g}" if each.is_complete else "-",
+            " and ".join(seconds),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    if num_open:
+        lines += ["", f"No seed is finished of {num_open} more declared comparisons."]
+    return "\n".join(lines)
+
+
+def bands_table(results: Results, cells: Iterable[tuple[str, str, str]]) -> str:
+    """Return the bands of some cells that are declared, with the masked tokens."""
+    lines = ["| condition | loss | mean reward [least, largest] | masked tokens | seeds |", "|---" * 5 + "|"]
+    num_open = 0
+    for task, mismatch, loss in cells:
+        declared = results.seeds(task, mismatch, loss)
+        if not declared:
+            continue
+        rows = results.cell(task, mismatch, loss)
+        if not rows:
+            num_open += 1
+            continue
+        rewards, dropped = band(map(mean_reward, rows)), band(map(masked, rows))
+        assert rewards is not None and dropped is not None
+        mean = f"{rewards.mean:.3f} [{rewards.low:.3f}, {rewards.high:.3f}]"
+        finished = f"{len(rows)} of {declared}" if len(rows) < declared else f"{declared}"
+        lines.append(f"| {task}, {mismatch} | `{loss}` | {mean} | {dropped.mean:.1%} | {finished} |")
+    if num_open:
+        lines += ["", f"No run is finished of {num_open} more declared cells."]
+    return "\n".join(lines)
+
+
+def masks_table(folder: Path) -> str:
+    """Return what the mask of a recorded run removed, by kind of token and sign of A, and what others would have.
+
+    Raises:
+        UserError: The run has no recorded rollouts.
+    """
+    # Imports torch, which the other tables do without.
+    from megatron_dppo.report.steps.files import recorded_steps
+    from megatron_dppo.report.steps.masks import MaskCounts
+    from megatron_dppo.report.steps.tokens import read_tokens
+    from megatron_dppo.run.reported_run import open_run
+
+    run, counts = open_run(folder), MaskCounts()
+    for file in recorded_steps(folder).values():
+        counts.add(read_tokens(file), run.decode, run.cap, run.other_masks)
+    view: Any = counts.view()
+    if view is None:
+        raise UserError(f"{folder} has no recorded tokens; set log.rollouts_every = 1 in a run")
+    lines = [
+        f"`{folder.name}`: {view['masked']} of {view['tokens']} tokens masked, {view['gradient']:.1%} of the gradient.",
+        "",
+        "| tokens | masked, A > 0 | masked, A < 0 |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {kind} | {_share(*counts[:2])} | {_share(*counts[2:])} |" for kind, *counts in view["kinds"]]
+    lines += ["", "| age in steps | masked |", "|---|---|"]
+    lines += [f"| {age} | {_share(*counts)} |" for age, *counts in view["ages"]]
+    lines += ["", "| another loss | would have masked | of these, masked here |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | {_share(count, view['tokens'])} | {_share(both, count)} |"
+        for name, count, both in view["others"]
+    ]
+    return "\n".join(lines)
+
+
+def _share(part: int, total: int) -> str:
+    return f"{part} of {total} ({part / total:.1%})" if total else "none"
+
+
+def _seconds(rows: Sequence[Row]) -> str:
+    return f"{sum(row['cpu_seconds'] for row in rows) / len(rows):.1f}" if rows else "-"
+
+
+def tables(results: Results) -> dict[str, str]:
+    """Return the table of each marker of the pages."""
+    tasks = list(dict.fromkeys(run.task for run in results.runs))
+    mismatches = list(dict.fromkeys(run.mismatch for run in results.runs))
+    centered = "dppo_binary_tv centered tuned"
+    deltas = [f"dppo_binary_tv {delta}" for delta in DELTAS] + [f"drpo/{delta:g}" for delta in DRPO_DELTAS]
+    plain = ("dppo_binary_tv tuned", "grpo tuned", "ipo tuned", "pg_is")
+    against = ("grpo tuned", "minirl", "pg_is")
+    return {
+        "topk": claims_table(results, lambda each: "topk" in each.claim.better),
+        "delta-bands": bands_table(results, ((task, _STALE, loss) for task in tasks for loss in deltas)),
+        "delta-verdicts": claims_table(
+            results, lambda each: "delta" in each.claim.text or each.claim.better.startswith("drpo")
+        ),
+        "masked-bands": bands_table(results, ((task, _STALE, loss) for task in tasks for loss in plain)),
+        "masked-verdicts": claims_table(
+            results, lambda each: each.claim.worse in against or each.claim.better == "ipo tuned"
+        ),
+        "centering": claims_table(results, lambda each: each.claim.better in (centered, "skyrl/default")),
+        "mismatch-bands": bands_table(
+            results,
+            ((task, each, loss) for task in tasks for each in mismatches for loss in (_BINARY, centered)),
+        ),
+    }
+
+
+def replace_tables(text: str, new: Mapping[str, str]) -> str:
+    """Return a page with new tables between its markers ``<!-- table NAME -->`` and ``<!-- end of table -->``.
+
+    Raises:
+        UserError: A marker names no table.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in _NAMES:
+            raise UserError(f"unknown table {name!r}; expected one of {', '.join(sorted(_NAMES))}")
+        return match[0] if name not in new else f"{match[1]}\n{new[name]}\n\n{match[4]}"
+
+    return re.sub(r"(<!-- table ([a-z-]+) -->\n)(.*?)(<!-- end of table -->)", table, text, flags=re.DOTALL)
+
+
+_NAMES = {
+    *("topk", "delta-bands", "delta-verdicts", "masked-bands", "masked-verdicts", "masked-tokens"),
+    *("centering", "mismatch-bands"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write all pages."""
+    parser = argparse.ArgumentParser(description="Write the tables of docs/questions.")
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--runs", type=Path, nargs="+", default=[])
+    parser.add_argument("--pages", type=Path, default=PAGES)
+    options = parser.parse_args(arguments)
+    results = Results.read(options.store)
+    new = tables(results)
+    if options.runs:
+        new["masked-tokens"] = "\n\n".join(masks_table(folder) for folder in options.runs)
+    for page in sorted(options.pages.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(replace_tables(text, new), encoding="utf-8")
+    complete = sum(each.is_complete for each, _ in results.comparisons)
+    print(f"{complete} of {len(results.comparisons)} comparisons are complete; {len(results.rows)} rows")
+
+
+if __name__ == "__main__":
+    main()
