@@ -46,10 +46,10 @@ def largest_square(squares: Tensor, limit: float) -> float:
     """
     ordered = squares.double().sort().values
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
-    num_kept = int((means <= limit).sum())
-    if num_kept == len(ordered):
+    count = int((means <= limit).sum())
+    if count == len(ordered):
         return float("inf")
-    smallest_masked = ordered[num_kept]
+    smallest_masked = ordered[count]
     below = ordered[ordered < smallest_masked]
-    largest_kept = float(below[-1]) if len(below) else 0.0
-    return (largest_kept + float(smallest_masked)) / 2
+    largest_below = float(below[-1]) if len(below) else 0.0
+    return (largest_below + float(smallest_masked)) / 2
