@@ -1,7 +1,8 @@
 """examples/integrations: the gradient through each stack's plug-in point is that of DPPO-Binary-TV written out here.
 
-TRL and Megatron are the released packages. For verl, slime and NeMo-RL there are stand-ins here of what their plug-ins
-import, after the sources that the examples name; a test of its own compares them with verl where that is installed.
+TRL and Megatron are the released packages. For verl, SkyRL, slime and NeMo-RL there are stand-ins here of what their
+plug-ins import, after the sources that the examples name; tests of their own compare them with verl and SkyRL where
+these are installed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import files
@@ -118,6 +120,67 @@ def test_verl_s_loss_is_registered_and_aggregated_as_verl_does(mode: str, monkey
     values[-1] = torch.ones(1)
     with pytest.raises(ValueError, match="count twice"):
         registry["megatron_dppo/dppo_binary_tv"](**dict(zip(VERL_ARGUMENTS, values, strict=True)))
+
+
+def test_verl_s_loss_warns_of_an_anchor_that_is_the_trainer_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = batch()
+    config = Namespace(clip_ratio_low=0.1, clip_ratio_high=0.2, clip_ratio_c=1.5, global_batch_info={})
+    names = {"register_policy_loss": lambda _: lambda function: function, "agg_loss": verl_aggregation}
+
+    def warnings_of(*anchors: Tensor) -> list[str]:
+        module = load("verl", monkeypatch, verl__trainer__ppo__core_algos=names)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for anchor in anchors:
+                given = (anchor, b["logprobs"], b["advantages"], b["mask"], "token-mean", config)
+                module.policy_loss(*given, name="dppo_binary_tv")
+        return [str(each.message) for each in caught]
+
+    own = b["logprobs"].detach().where(b["mask"], 0.0)
+    (text,) = warnings_of(own, own)
+    assert "bypass_mode=True" in text and "calculate_log_probs=True" in text
+    assert not warnings_of(b["mu"], own), "after an update they may be equal"
+    assert not warnings_of(own + 1e-4), "an engine is hardly this near"
+
+
+SKYRL_ARGUMENTS = ["log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs"]
+
+
+def skyrl_loss(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Any], Namespace]:
+    """The loss that SkyRL calls, and its configuration."""
+    registry: dict[str, Callable[..., Any]] = {}
+
+    def register_policy_loss(name: str) -> Callable[[Any], Any]:
+        return lambda function: registry.setdefault(name, function)
+
+    names = {"register_policy_loss": register_policy_loss}
+    load("skyrl", monkeypatch, skyrl__backends__skyrl_train__utils__ppo_utils=names)
+    assert set(registry) == {"megatron_dppo/dppo_binary_tv", "megatron_dppo/dppo_binary_kl"}
+    limits, correction = Namespace(delta_low=0.1, delta_high=0.2), Namespace(tis_ratio_type=None)
+    return registry["megatron_dppo/dppo_binary_tv"], Namespace(dppo=limits, off_policy_correction=correction)
+
+
+def test_skyrl_s_loss_is_a_sum_and_refuses_an_anchor_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_fn, config = skyrl_loss(monkeypatch)
+    b = batch()
+    old = b["mu"] + 0.3  # of the trainer, which the loss must not read
+    values = [b["logprobs"], old, b["advantages"], config, b["mask"].double(), b["mu"]]
+    loss, metrics = loss_fn(**dict(zip(SKYRL_ARGUMENTS, values, strict=True)))
+    check(loss, b, gradient(b, torch.ones_like(b["mu"]), low=0.1, high=0.2, cap=5.0))
+    assert 0 < metrics["clip_ratio"] < 1
+    with pytest.raises(ValueError, match=r"without rollout_logprobs.*logprobs=0"):
+        loss_fn(*values[:-1], rollout_logprobs=None)
+    config.off_policy_correction.tis_ratio_type = "token"
+    with pytest.raises(ValueError, match=r"tis_ratio_type = 'token'.*count twice"):
+        loss_fn(*values)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("skyrl") is None, reason="skyrl is not installed")
+def test_released_skyrl_calls_a_policy_loss_so() -> None:
+    path = next(Path(f.locate()) for f in files("skyrl") or [] if str(f).endswith("skyrl_train/utils/ppo_utils.py"))
+    functions = {n.name: n.args for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+    assert [a.arg for a in functions["dppo_policy_loss"].args] == SKYRL_ARGUMENTS
+    assert [a.arg for a in functions["register_policy_loss"].args] == ["name"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")

@@ -6,13 +6,17 @@
         actor_rollout_ref.rollout.calculate_log_probs=True algorithm.rollout_correction.bypass_mode=True
 
 Bypass mode makes verl's ``old_log_probs`` those of the rollout engine, which DPPO is anchored on; without it the anchor
-is recomputed by the trainer, which is another algorithm (``dppo_recompute_*`` here). As in verl's own ``dppo_tv``,
-``clip_ratio_low`` and ``_high`` are the thresholds of the divergence and ``clip_ratio_c`` is the cap of the ratio.
+is recomputed by the trainer, which is another algorithm (``dppo_recompute_*`` here). A policy loss of verl does not see
+these keys. So this one warns if the first anchor equals the policy's own log-probabilities, as an engine's hardly does.
+As in verl's own ``dppo_tv``, ``clip_ratio_low`` and ``_high`` are the thresholds of the divergence and ``clip_ratio_c``
+is the cap of the ratio.
 """
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +24,9 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 
 import megatron_dppo as md
+
+_OWN = 1e-7
+"""Largest difference of log-probabilities that one model has at the same weights."""
 
 
 def policy_loss(
@@ -50,6 +57,7 @@ def policy_loss(
         ratio_cap=float(config.clip_ratio_c),
     )
     mask = response_mask.bool().flatten()
+    _check_anchor((log_prob.detach() - old_log_prob).flatten()[mask])
     output = md.dppo_loss(
         md.LossInputs(
             logprobs=log_prob.flatten(),
@@ -62,6 +70,21 @@ def policy_loss(
     )
     masked = (mask & ~output.keep_mask).sum() / mask.sum().clamp(min=1)
     return output.loss_sum, {"actor/pg_clipfrac": masked.item()}
+
+
+_calls = count()
+
+
+def _check_anchor(log_ratio: Tensor) -> None:
+    """Warn if the first micro-batch has no mismatch at all. Later ones may follow an update, which changes pi."""
+    if next(_calls) or log_ratio.numel() < 2 or float(log_ratio.abs().max()) > _OWN:
+        return
+    warnings.warn(
+        "old_log_probs of the first update equal the policy's own: the trainer recomputed them, and the mask sees no "
+        "mismatch with the engine. Set algorithm.rollout_correction.bypass_mode=True and "
+        "actor_rollout_ref.rollout.calculate_log_probs=True. Only a batch-invariant engine may have equal ones",
+        stacklevel=2,
+    )
 
 
 def _weights(mask: Tensor, mode: str, batch: Any) -> Tensor:
