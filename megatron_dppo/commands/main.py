@@ -33,6 +33,7 @@ from megatron_dppo.commands.restarts import add_restarts_arguments, run_restarts
 from megatron_dppo.commands.serve import add_serve_arguments, run_serve
 from megatron_dppo.commands.streams import prepare_streams
 from megatron_dppo.commands.tasks import add_tasks_arguments, run_tasks
+from megatron_dppo.commands.tinker import add_tinker_arguments, run_tinker
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import raise_file_limit, require_open_files
 from megatron_dppo.report.printable import printable
@@ -248,6 +249,7 @@ _COMMANDS = {
     "restarts": _Command(
         "for launch scripts: decide whether to requeue a job", add_restarts_arguments, _reported(run_restarts)
     ),
+    "tinker": _Command("serve the Tinker API on this machine", add_tinker_arguments, _reported(run_tinker)),
     "tasks": _Command("write the tasks of agent.environment as data", add_tasks_arguments, _reported(run_tasks)),
     "experiment": _Command(
         "compare losses under controlled mismatches, on small embedded tasks",

@@ -34,6 +34,8 @@ def forward_backward(
     teacher_targets: Sequence[TeacherTargets] = (),
     records: list[RowRecord] | None = None,
     noise: NoiseFactory | None = None,
+    *,
+    reduces: bool = True,
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches with Megatron's schedule.
 
@@ -49,6 +51,8 @@ def forward_backward(
         teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
         records: Receives the tokens of each micro-batch, on the last pipeline stage. None disables recording.
         noise: Creates the noise of the layers' inputs. None disables it.
+        reduces: Reduce the gradients over the ranks and divide them. False leaves this rank's sum in the buffers, for
+            ``Optimizer.reduce_sums``.
 
     Returns:
         The metrics of each micro-batch. Empty on all but the last pipeline stage.
@@ -63,7 +67,15 @@ def forward_backward(
 
     # The teacher's divergence has a gradient in every token of the loss, also where the advantage is zero.
     make_row = _row_factory(chunks, cp_group, objective.skips_zero_advantage and not teacher_targets, noise)
-    return _run_schedule(chunks, batches, make_row, loss_function, forward_only=False, teacher_targets=teacher_targets)
+    return _run_schedule(
+        chunks,
+        batches,
+        make_row,
+        loss_function,
+        forward_only=False,
+        reduces=reduces,
+        teacher_targets=teacher_targets,
+    )
 
 
 @torch.no_grad()
@@ -142,6 +154,7 @@ def _run_schedule(
     loss_function: Callable[..., Any],
     *,
     forward_only: bool,
+    reduces: bool = True,
     teacher_targets: Sequence[TeacherTargets] = (),
 ) -> list[Any]:
     if not batches:
@@ -155,7 +168,7 @@ def _run_schedule(
     finalize = config.finalize_model_grads_func
     try:
         # Megatron 0.16.1 skips this hook in forward-only runs. Unset it, so that no version reduces gradients here.
-        if forward_only:
+        if forward_only or not reduces:
             config.finalize_model_grads_func = None
         return get_forward_backward_func()(
             forward_step_func=partial(_forward_step, loss_function),

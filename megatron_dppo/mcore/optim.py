@@ -133,6 +133,17 @@ def wrap_for_training(
     ]
 
 
+class AdamStep(NamedTuple):
+    """Adam's constants of one update, for a caller that chooses them anew for each."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_grad: float
+    """Maximum global gradient norm. 0 disables clipping."""
+
+
 class UpdateResult(NamedTuple):
     """Result of one optimizer step, equal on all ranks."""
 
@@ -256,6 +267,22 @@ class Optimizer:
         self._scheduler.num_steps = step
         self._scheduler.step(increment=1)
         return float(next(iter(self.parts.values())).param_groups[0]["lr"])
+
+    def set_adam(self, settings: AdamStep) -> None:
+        """Set the constants of the next updates, in place of those of ``[optimizer]`` and its schedule."""
+        for part in self.parts.values():
+            part.config.clip_grad = settings.clip_grad
+            for group in part.param_groups:
+                group["lr"] = settings.lr * group.get("lr_mult", 1.0)
+                group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
+                group["betas"] = settings.betas
+                group["eps"] = settings.eps
+        # A chained optimizer clips by the settings of its own.
+        self.megatron.config.clip_grad = settings.clip_grad
+
+    def reduce_sums(self) -> None:
+        """Reduce the gradients of all calls with ``reduces = False`` over the ranks, without a division."""
+        finalize_model_grads(self._chunks, None)
 
     def step(self) -> UpdateResult:
         """Update the weights, or skip the update if the global gradient norm is not finite."""

@@ -39,7 +39,7 @@ from megatron_dppo.mcore.layer_noise import LayerNoise
 from megatron_dppo.mcore.lora import Lora
 from megatron_dppo.mcore.megatron_bridge import ProvidedWeights, build_provided_model, provider_config
 from megatron_dppo.mcore.model import LoadBalancingLosses, build_model, transformer_config
-from megatron_dppo.mcore.optim import Optimizer, wrap_for_training
+from megatron_dppo.mcore.optim import AdamStep, Optimizer, wrap_for_training
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes, with_worst_layer
 from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
 from megatron_dppo.mcore.row_padding import exclude_padding
@@ -210,6 +210,32 @@ class PolicyTrainer:
         metrics = with_cosines(reduce_metrics(local, self.groups.world, contributes=is_first_tp))
         is_first = is_first_tp and dist.get_rank(self.groups.cp) == 0
         return metrics | self._balance_losses.collect(batches) | self._routing_metrics(batches, is_first=is_first)
+
+    def accumulate_sum(self, batches: Sequence[MicroBatch], objective: Objective) -> list[Tensor]:
+        """Add the gradients of the loss's sum to those of earlier calls, undivided, for ``apply_sum``.
+
+        Args:
+            batches: Micro-batches of this rank.
+            objective: Loss.
+
+        Returns:
+            The log-probabilities ``[T]`` of the labels of each micro-batch, in host memory. Empty on all but the last
+            pipeline stage.
+        """
+        for chunk in self._chunks:
+            chunk.train()
+        records: list[RowRecord] = []
+        with self._routing(batches, self._replay_mode) as plain:
+            forward_backward(self._chunks, plain, self._head, objective, self._cp_group, records=records, reduces=False)
+        return [record.logprobs.cpu() for record in records]
+
+    def apply_sum(self, settings: AdamStep) -> StepResult:
+        """Step the optimizer with the gradients of ``accumulate_sum``, which start at 0 again."""
+        self.optimizer.reduce_sums()
+        self.optimizer.set_adam(settings)
+        result = self.apply({})
+        self.optimizer.zero_grad()
+        return result
 
     def _routing(
         self, batches: Sequence[MicroBatch], mode: ReplayMode | None

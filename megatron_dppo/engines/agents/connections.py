@@ -7,13 +7,12 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.files import raise_file_limit
 
 _MAX_CONNECTIONS = 4096
@@ -41,8 +40,8 @@ class ConnectionLimit:
         """Connections on which a call with a key is processed."""
         self._idle_since: dict[RequestHandler, float] = {}
         """Time at which a connection was opened, or at which its last call with a key ended."""
-        self._owners: dict[RequestHandler, Episode] = {}
-        """Episode whose key a connection had last."""
+        self._owners: dict[RequestHandler, Hashable] = {}
+        """Owner of the key that a connection had last: an episode."""
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections until the task is canceled."""
@@ -83,11 +82,11 @@ class ConnectionLimit:
         return True
 
     @contextmanager
-    def processing(self, request: web.Request, episode: Episode) -> Iterator[None]:
-        """Keep the connection of a call with an episode's key open."""
+    def processing(self, request: web.Request, owner: Hashable) -> Iterator[None]:
+        """Keep the connection of a call with an owner's key open."""
         protocol = request.protocol
         self._busy.add(protocol)
-        self._owners[protocol] = episode
+        self._owners[protocol] = owner
         try:
             yield
         finally:

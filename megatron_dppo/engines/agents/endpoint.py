@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import secrets
-import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -20,9 +18,9 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.engines.agents.formats.json_values import inflate, parse_json
+from megatron_dppo.engines.agents.limited_server import LimitedServer
 from megatron_dppo.engines.agents.protocols import MESSAGES, PROTOCOLS, Protocol
 from megatron_dppo.engines.agents.request_bodies import MODEL, CallError
 from megatron_dppo.engines.servers.responder import LoopThread
@@ -30,27 +28,15 @@ from megatron_dppo.rollout.turns import check_reward
 
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_IDLE_SECONDS = 60.0
-"""Time until a request's headers must be complete, and for which a connection stays open between two calls."""
 _TRANSFER_SECONDS = 30.0
 """Time in which a body must arrive, and in which a response must be read."""
-_LINGER_SECONDS = 2.0
-"""Time for which the rest of a rejected body is read and dropped, so that the client reads the error."""
 _REWARD_NOT_TAKEN = (
     "the run computes the reward of this episode itself; set agent.reward = 'call' to let the program give it"
 )
 _TRAIN_HEADER = "X-Train"
 """Header by which a call is left out of training: ``false``."""
-_MAX_HEADERS = 64
-_MAX_HEADER_BYTES = 2048
-_READ_BUFFER_BYTES = 32768
-"""Bytes of a body that a connection buffers before the handler reads them."""
 _MAX_EXTRA_REQUESTS = 8
 """Number of an episode's concurrent requests besides its calls. All together hold a quarter of the connections."""
-
-_logger = logging.getLogger(__name__)
-# aiohttp logs a traceback for each malformed request, and anybody can send those.
-_logger.disabled = True
 
 
 class Endpoint:
@@ -69,17 +55,13 @@ class Endpoint:
         self._num_requests: Counter[Episode] = Counter()
         """Number of requests in progress of each episode."""
         self._thread: LoopThread | None = None
-        self._runner: web.AppRunner | None = None
-        self._connections: ConnectionLimit | None = None
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._port = 0
+        self._server: LimitedServer | None = None
 
     @property
     def base_url(self) -> str:
         """Base URL for OpenAI clients."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}/v1"
+        assert self._server is not None
+        return f"{self._server.url}/v1"
 
     def register(self, episode: Episode) -> str:
         """Return the API key of an episode; start listening if this is the first one.
@@ -108,8 +90,8 @@ class Endpoint:
         """Stop listening."""
         thread = self._thread
         self._thread = None
-        if thread is not None and self._runner is not None:
-            thread.run(self._stop_listening(self._runner))
+        if thread is not None and self._server is not None:
+            thread.run(self._server.stop())
             thread.close()
 
     async def _listen(self) -> None:
@@ -124,37 +106,8 @@ class Endpoint:
                 web.get("/v1/models/{name}", self._models),
             ]
         )
-        # No access log: it would contain nothing that a run needs.
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=_logger,
-            shutdown_timeout=1.0,
-            keepalive_timeout=_IDLE_SECONDS,
-            lingering_time=_LINGER_SECONDS,
-            max_line_size=_MAX_HEADER_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
-            max_headers=_MAX_HEADERS,
-            read_bufsize=_READ_BUFFER_BYTES,
-            # aiohttp would inflate a body before its key is known.
-            auto_decompress=False,
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None
-        self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        # aiohttp's own sites accept without a limit; ``ConnectionLimit`` accepts instead.
-        self._listener = socket.create_server((self._host, 0), family=family, backlog=socket.SOMAXCONN)
-        self._listener.setblocking(False)
-        self._port = self._listener.getsockname()[1]
-        self._accepting = asyncio.create_task(self._connections.accept(self._listener))
-
-    async def _stop_listening(self, runner: web.AppRunner) -> None:
-        assert self._accepting is not None and self._listener is not None
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
-        self._listener.close()
-        await runner.cleanup()
+        self._server = LimitedServer(app, self._host)
+        await self._server.start()
 
     @contextmanager
     def _authorized(self, request: web.Request) -> Iterator[Episode]:
@@ -166,13 +119,14 @@ class Endpoint:
         episode = self._episodes.get(_digest(key.strip()))
         if episode is None:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
-        assert self._connections is not None
-        limit = min(episode.max_calls + _MAX_EXTRA_REQUESTS, self._connections.max_connections // 4)
+        assert self._server is not None
+        connections = self._server.connections
+        limit = min(episode.max_calls + _MAX_EXTRA_REQUESTS, connections.max_connections // 4)
         if self._num_requests[episode] >= limit:
             raise CallError(f"{limit} requests of the episode are in progress", 429, "too_many_requests")
         self._num_requests[episode] += 1
         try:
-            with self._connections.processing(request, episode):
+            with connections.processing(request, episode):
                 yield episode
         finally:
             self._num_requests[episode] -= 1

@@ -84,8 +84,15 @@ class LocalEngine:
         self._perturbed.quantize_weights()
         self.policy_version = version
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, stop_token_ids: tuple[int, ...] = ()
+    ) -> list[Completion]:
         """Sample one response per prompt.
+
+        Args:
+            prompts: One for each response.
+            params: Sampling parameters of all responses.
+            stop_token_ids: End tokens in addition to the model's own, without a user function.
 
         Raises:
             RuntimeError: ``update_weights`` was never called.
@@ -93,6 +100,8 @@ class LocalEngine:
             GenerateError: The user function failed.
         """
         samples = [self._sample(prompt, params) for prompt in prompts]
+        for sample in samples:
+            sample.stop_token_ids = stop_token_ids
         # Waits behind rollouts that were submitted before.
         self._thread.submit(self._complete, samples, params, None).result()
         return [sample.completion for sample in samples if sample.completion is not None]
@@ -250,7 +259,10 @@ class LocalEngine:
                 return
             batch = pending[start : start + self._max_batch]
             limits = [params.max_new_tokens - len(sample.response.tokens) for sample in batch]
-            requests = [s.response.next_request("", params, (), limit) for s, limit in zip(batch, limits, strict=True)]
+            requests = [
+                sample.response.next_request("", params, sample.stop_token_ids, limit)
+                for sample, limit in zip(batch, limits, strict=True)
+            ]
             should_stop = None if target is None else _stop_callback(target, batch)
             for sample, generation in zip(batch, self._decode(requests, params, generator, should_stop), strict=True):
                 sample.response.append_sampled(generation)

@@ -28,6 +28,8 @@ class PendingResponse:
     response: GrowingResponse
     completion: Completion | None = None
     """The complete response. None if it is not complete."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens in addition to the model's own, without a user function."""
 
 
 class CompletionTarget:

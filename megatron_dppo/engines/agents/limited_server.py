@@ -1,0 +1,92 @@
+"""HTTP server on which everything before a valid key is limited: connections, headers and time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from aiohttp import web
+
+from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
+
+_IDLE_SECONDS = 60.0
+"""Time until a request's headers must be complete, and for which a connection stays open between two calls."""
+_LINGER_SECONDS = 2.0
+"""Time for which the rest of a rejected body is read and dropped, so that the client reads the error."""
+_MAX_HEADERS = 64
+_MAX_HEADER_BYTES = 2048
+_READ_BUFFER_BYTES = 32768
+"""Bytes of a body that a connection buffers before the handler reads them."""
+
+_logger = logging.getLogger(__name__)
+# aiohttp logs a traceback for each malformed request, and anybody can send those.
+_logger.disabled = True
+
+
+class LimitedServer:
+    """Listening HTTP server. ``start`` and ``stop`` belong to one event loop.
+
+    Args:
+        app: Routes and middlewares.
+        host: Address to listen on.
+        port: Port. 0 takes a free one.
+    """
+
+    def __init__(self, app: web.Application, host: str, port: int = 0) -> None:
+        # No access log: it would contain nothing that a run needs.
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_logger,
+            shutdown_timeout=1.0,
+            keepalive_timeout=_IDLE_SECONDS,
+            lingering_time=_LINGER_SECONDS,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            max_headers=_MAX_HEADERS,
+            read_bufsize=_READ_BUFFER_BYTES,
+            # aiohttp would inflate a body before its key is known.
+            auto_decompress=False,
+        )
+        self._address = (host, port)
+        self._connections: ConnectionLimit | None = None
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of the server, without a path."""
+        assert self._listener is not None
+        host = self._address[0]
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self._listener.getsockname()[1]}"
+
+    @property
+    def connections(self) -> ConnectionLimit:
+        """Limit of the connections."""
+        assert self._connections is not None
+        return self._connections
+
+    async def start(self) -> None:
+        """Listen and accept connections.
+
+        Raises:
+            OSError: The server cannot listen on the address.
+        """
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        # aiohttp's own sites accept without a limit; ``ConnectionLimit`` accepts instead.
+        self._listener = socket.create_server(self._address, family=family, backlog=socket.SOMAXCONN)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._connections.accept(self._listener))
+
+    async def stop(self) -> None:
+        """Close all connections and stop listening."""
+        assert self._accepting is not None and self._listener is not None
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
+        await self._runner.cleanup()
