@@ -156,8 +156,8 @@ _TRANSLATIONS: dict[str, Callable[[str, Mapping[str, float | str]], dict[str, An
 
 def _clip_limits(name: str, config: Mapping[str, float | str]) -> tuple[float, float]:
     _check_keys(name, config, tuple(_CLIP_KEYS))
-    low, high = (float(config.get(key, default)) for key, default in _CLIP_KEYS.items())
-    if not 0 < low < 1 < high:
+    low, high = (config.get(key, default) for key, default in _CLIP_KEYS.items())
+    if isinstance(low, str) or isinstance(high, str) or not 0 < low < 1 < high:
         raise RequestError(f"loss_fn_config of {name!r}: expected 0 < clip_low_threshold < 1 < clip_high_threshold")
     return low, high
 

@@ -60,7 +60,7 @@ class AdapterSpec:
 
     @property
     def shape(self) -> tuple[int, bool, bool]:
-        """What two models must share so that one can hold the other's adapters."""
+        """Values that two models must share so that one can hold the adapters of the other."""
         return self.rank, self.train_mlp, self.train_attn
 
     def state(self, lora: LoraConfig) -> dict[str, Any]:
@@ -73,9 +73,7 @@ class AdapterSpec:
         Raises:
             RequestError: No target module is left.
         """
-        targets = [
-            name for name in served.target_modules if (self.train_mlp if name in _MLP else self.train_attn)
-        ]
+        targets = [name for name in served.target_modules if (self.train_mlp if name in _MLP else self.train_attn)]
         if not targets:
             raise RequestError(
                 f"train_mlp = {self.train_mlp} and train_attn = {self.train_attn} leave none of lora.target_modules = "
@@ -187,12 +185,12 @@ class TrainedModel:
     @contextmanager
     def holding(self, adapters: AdapterState) -> Iterator[None]:
         """Hold other adapters inside the block; afterwards the model's own are back bit for bit."""
-        own = self.adapters()
+        previous = self.adapters()
         self._set_adapters(adapters)
         try:
             yield
         finally:
-            self._set_adapters(own)
+            self._set_adapters(previous)
 
     @torch.no_grad()
     def _set_adapters(self, adapters: AdapterState) -> None:

@@ -5,6 +5,7 @@ The field numbers are those of the SDK's schema, version 0.38.0 (``tinker_public
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,8 @@ def _read_tensor(message: Any) -> Tensor:
     if fields.get(3) not in _DTYPES:
         raise ValueError(f"a tensor has the DType {fields.get(3)}, expected one of {sorted(_DTYPES)}")
     tensor = _from_bytes(fields.get(1, b""), _DTYPES[fields[3]])
+    if shape and (min(shape) < 0 or math.prod(shape) != len(tensor)):
+        raise ValueError(f"a tensor has {len(tensor)} values, and the shape {shape[:4]}")
     return tensor.reshape(shape) if shape else tensor
 
 

@@ -63,8 +63,9 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"modelopt", "numpy", "safetensors", "torch", "transformers"},
     ),
     "run": (BASE | CORE - {"head"} | WINGS, {"safetensors", "torch"}),
+    "tinker": (BASE | CORE | WINGS | {"run"}, {"aiohttp", "pydantic", "torch"}),
     "commands": (
-        BASE | CORE | WINGS | {"run", "__version__"},
+        BASE | CORE | WINGS | {"run", "tinker", "__version__"},
         {"matplotlib", "numpy", "pydantic", "tomli_w", "torch", "transformers", "tree_sitter", "tree_sitter_bash"}
         | {"yaml", "pyarrow"},
     ),
@@ -214,5 +215,5 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 def test_the_packages_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
     heavy = {package_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"commands", "mcore", "policy", "run"}
+    assert heavy == {"commands", "mcore", "policy", "run", "tinker"}
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
