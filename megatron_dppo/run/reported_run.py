@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.data.chat import load_tokenizer, token_texts
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import largest_square, policy_loss, select_squares
+from megatron_dppo.losses.m2po import M2PO
 from megatron_dppo.report.page.build import ReportedRun
 from megatron_dppo.report.steps.files import recorded_steps
 from megatron_dppo.report.steps.tokens import Decode, StepTokens
 from megatron_dppo.run.starts import load_run_config
 from megatron_dppo.types import LossInputs
 
-_RECORDED_INPUTS = {"rollout_logprobs", "sequence_ids", "token_weights"}
+_RECORDED_INPUTS = {"rollout_logprobs", "sequence_ids", "token_weights", "largest_square"}
 """Inputs of a loss that a recorded step has."""
 
 
@@ -44,8 +47,8 @@ def open_run(folder: Path, name: str = "") -> ReportedRun:
 def other_masks(name: str | None, step: StepTokens) -> dict[str, Any]:
     """Return which tokens ``[N]`` each loss but ``name`` would have masked with its defaults.
 
-    Losses that need more than pi, mu, A and the sequences are left out: a recorded step has no pi at other ids, and
-    no pi'.
+    Losses that need more than pi, mu, A, the sequences and the updates are left out. A recorded step has mu of the
+    Top-K, but no pi at ids that were not sampled, so no Top-K divergence. It has no pi' either.
     """
     mu = torch.from_numpy(step.mu)
     known = torch.from_numpy(step.trained) & (mu > 0)
@@ -61,7 +64,23 @@ def other_masks(name: str | None, step: StepTokens) -> dict[str, Any]:
     for other in loss_names():
         config = LossConfig(name=other)
         if other != name and config.required_inputs <= _RECORDED_INPUTS:
+            if isinstance(config, M2PO):
+                inputs = replace(inputs, largest_square=_largest_squares(step, inputs, config))
             result[other] = (known & ~policy_loss(inputs, config).keep_mask).numpy()
+    return result
+
+
+def _largest_squares(step: StepTokens, inputs: LossInputs, loss: M2PO) -> Tensor:
+    """Return the largest square that M2PO keeps, for each token that of its update. Shape [N]."""
+    assert inputs.rollout_logprobs is not None
+    log_ratio = inputs.logprobs - inputs.rollout_logprobs
+    numbers = torch.tensor([-1 if row["update"] is None else row["update"] for row in step.rows])
+    updates = numbers[inputs.sequence_ids]
+    result = torch.zeros_like(log_ratio)
+    for number in numbers.unique():
+        in_update = inputs.loss_mask & (updates == number)
+        squares = select_squares(log_ratio[in_update], inputs.advantages[in_update], loss.second_moment_tokens)
+        result[in_update] = largest_square(squares, loss.second_moment_limit)
     return result
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +28,10 @@ def a_step() -> StepTokens:
     pi = np.full(15, 0.5, dtype=np.float32)
     mu = np.full(15, 0.5, dtype=np.float32)
     mu[[3, 5]], mu[9], mu[12] = 0.25, 0.05, 0.9
-    rows = [{"finish_reason": "stop", "age": 0, "reward": 1.0}, {"finish_reason": "length", "age": 2, "reward": 0.0}]
+    rows = [
+        {"finish_reason": "stop", "age": 0, "reward": 1.0, "update": 0},
+        {"finish_reason": "length", "age": 2, "reward": 0.0, "update": 1},
+    ]
     return StepTokens(
         ids=ids,
         sample=np.array([0] * 10 + [1] * 5, dtype=np.int32),
@@ -85,3 +90,34 @@ def test_other_losses_are_judged_on_the_same_tokens() -> None:
     counts = MaskCounts()
     counts.add(step, decode, 5.0, lambda each: other_masks("dppo_binary_tv", each))
     assert counts.other_losses["grpo"] == [int(masks["grpo"].sum()), int((masks["grpo"] & step.masked).sum())]
+
+
+def test_m2po_is_judged_on_the_tokens_of_an_update() -> None:
+    """In the first update log r is log 2 twice and log 10, outward; in the second log(.5 / .9) alone, outward.
+
+    Squares .48, .48, 5.3 and a limit of .04 leave none of the first, and .35 none of the second.
+    """
+    step = a_step()
+    masked = other_masks("dppo_binary_tv", step)["m2po"]
+    assert masked.nonzero()[0].tolist() == [3, 5, 9, 12]
+    # The seven other tokens of the first update move a little.
+    fresh = step.pi.copy()
+    fresh[:10][step.pi[:10] == step.mu[:10]] *= 1.0001
+    many = replace(step, pi=fresh)
+    outward = 7 * math.log(1.0001) ** 2
+    assert (outward + math.log(2) ** 2) / 8 > 0.04, "so that not even one of the squares fits"
+    assert other_masks("dppo_binary_tv", many)["m2po"].nonzero()[0].tolist() == [3, 5, 9, 12]
+    near = step.mu.copy()
+    near[12] = 0.686  # a square of .1: alone in its update it is too large, among all tokens of the step it would fit
+    near[[3, 5]] = 0.4  # log 1.25, whose square is .0498: with seven near 0 both fit, .0111 on average
+    assert other_masks("dppo_binary_tv", replace(many, mu=near))["m2po"].nonzero()[0].tolist() == [9, 12]
+
+
+def test_the_view_compares_other_losses_with_the_run_s_mask() -> None:
+    step = a_step()
+    counts = MaskCounts()
+    counts.add(step, decode, 5.0, lambda _: {"other": np.arange(15) % 3 == 0})
+    view = counts.view()
+    assert view is not None
+    # Tokens 0, 3, 6, 9, 12; the last of the step was not trained. Of these 3, 9 and 12 were masked.
+    assert view["others"] == [["other", 5, 3]]
