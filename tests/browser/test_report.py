@@ -10,6 +10,8 @@ import pytest
 from megatron_dppo.report.page.build import ReportedRun, build, write_report
 from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot, soon
 from tests.unit.recorded_run import HOSTILE, decode, write_run
+from tests.unit.report.test_agent_report import GIVEN, write_agent_run
+from tests.unit.report.test_agent_report import HOSTILE as HOSTILE_ERROR
 
 pytestmark = pytest.mark.browser
 
@@ -138,3 +140,24 @@ def test_the_page_of_a_running_run_reloads_and_keeps_its_step(page: Path) -> Non
         loaded = "return window.old === undefined && document.documentElement.dataset.ready === 'yes'"
         soon(driver, lambda: driver.execute_script(loaded), "the page loads itself again")
         assert driver.find_element("id", "which").text.startswith("step 9:") and complaints(driver) == []
+
+
+def test_an_episode_is_a_conversation_with_its_segments_and_failure(tmp_path: Path) -> None:
+    run = write_agent_run(tmp_path / "run")
+    write_report(tmp_path / "agents.html", build([ReportedRun(run, decode)]))
+    with browser() as driver:
+        for size in (DESK, PHONE):
+            opened(driver, tmp_path / "agents.html", size)
+            assert driver.execute_script("return document.documentElement.scrollWidth") == size[0]
+            boxes = {each.text.split()[1]: each for each in all_of(driver, ".response")}
+            heads = [each.text for each in boxes["0"].find_elements("css selector", ".turn .head")]
+            assert [head.split("  ")[0] for head in heads] == ["segment 1 of 2"] * 4 + ["segment 2 of 2"] * 2
+            assert ["policy" in head for head in heads] == [False, True] * 3 and "1 not trained on" in heads[1]
+            assert "program, tools and template" in heads[0] and "format 1" in boxes["0"].text
+            assert len(boxes["0"].find_elements("css selector", ".tokens span")) == len(GIVEN)
+            assert boxes["1"].find_element("css selector", ".failure").text == HOSTILE_ERROR
+            assert not boxes["2"].find_elements("css selector", ".turn")
+            agents = driver.find_element("id", "agents").text
+            assert "episodes failed" in agents and HOSTILE_ERROR.split("\n")[0] in agents
+            assert driver.execute_script("return window.hacked === undefined") and complaints(driver) == []
+        assert shot(driver, tmp_path / "episode.png", ".response").stat().st_size > 5_000

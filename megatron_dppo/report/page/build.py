@@ -22,6 +22,7 @@ from megatron_dppo.report.page.charts import build_charts, remaining_charts
 from megatron_dppo.report.page.steps import Budget, step_view
 from megatron_dppo.report.records import Record, read_metrics
 from megatron_dppo.report.steps.files import recorded_steps
+from megatron_dppo.report.page.agents import FailureCounts, agent_view
 from megatron_dppo.report.steps.masks import MaskCounts, OtherMasks
 from megatron_dppo.report.steps.tokens import Decode, read_tokens
 
@@ -73,13 +74,16 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
         recorded = recorded_steps(run.folder)
         masked: list[Record] = []
         counts = MaskCounts()
+        failures = FailureCounts()
         for step, file in recorded.items():
             tokens = read_tokens(file)
             counts.add(tokens, run.decode, run.cap, run.other_masks)
             view = step_view(tokens, run.decode, budget.per_step(len(recorded)))
             masked += view["masked"]
+            failures.add(step, tokens.rows)
             steps.append(_element(f"step-{index}-{step}", view))
-        views.append({**_run_view(run, records, list(recorded), masked), "masks": counts.view()})
+        run_view = _run_view(run, records, list(recorded), masked)
+        views.append({**run_view, "masks": counts.view(), "agents": agent_view(records, failures)})
     data = {
         "format": _FORMAT,
         "runs": views,

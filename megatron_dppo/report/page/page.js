@@ -107,7 +107,7 @@ function choose(step) {
   byId("token").textContent = "";
   byId("scatter").replaceChildren(scatter(view.points, (point) => {
     const box = boxes[point[3]], place = point[4] - view.responses[point[3]].first;
-    const token = box.querySelectorAll(".tokens > span")[place];
+    const token = box.querySelectorAll(".tokens span")[place];
     box.scrollIntoView({ block: "center" });
     if (token) showToken(token, token.title);
   }));
@@ -152,6 +152,21 @@ function showMasks() {
     box.append(el("div", { class: "scroll" }, table(["other loss, its defaults", "would have masked", "of these masked here"], others, [0])));
   }
 }
+/* Shares of episodes and sampled tokens over the run, and the failures of recorded steps by their first error. */
+function showAgents() {
+  const box = byId("agents").querySelector("div");
+  for (const run of data.runs) {
+    const agents = run.agents;
+    if (!agents) continue;
+    byId("agents").hidden = false;
+    if (data.runs.length > 1) box.append(el("h3", { text: run.name }));
+    const rows = agents.metrics.map(([title, first, last, mean]) => ({ cells: [title, short(first), short(last), short(mean)] }));
+    box.append(el("div", { class: "scroll" }, table(["", "first step", "last step", "mean"], rows, [0])));
+    if (!agents.failures.length) continue;
+    const failures = agents.failures.map(([count, error, where]) => ({ cells: [count, error, where] }));
+    box.append(el("div", { class: "scroll" }, table(["failed", "first line of the error, recorded steps", "first in"], failures, [1, 2])));
+  }
+}
 function showLedger() {
   if (!data.ledger) return;
   const section = byId("ledger"), ledger = data.ledger;
@@ -161,6 +176,6 @@ function showLedger() {
     table(["cause", "part", "share"], rows, []),
     ...ledger.absent.map(([cause, why]) => el("p", { class: "hint", text: `${cause}: ${why}` })));
 }
-about(); showFindings(); showComparison(); showCurves(); showMasks(); openSteps(); showLedger();
+about(); showFindings(); showComparison(); showCurves(); showAgents(); showMasks(); openSteps(); showLedger();
 document.documentElement.dataset.ready = "yes";
 if (data.refresh) setTimeout(() => location.reload(), 1000 * data.refresh);

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.report.page.agents import turns
 from megatron_dppo.report.steps.tokens import Decode, StepTokens, masked_tokens
 
 _TOKENS = 240_000
@@ -116,6 +117,7 @@ def _response(step: StepTokens, row: int, start: int, stop: int, vocabulary_inde
     flags = step.trained[shown].astype(int) + 2 * step.masked[shown].astype(int)
     begin = int(step.starts[row])
     end = int(step.starts[row + 1])
+    segment_lengths = sample.get("segment_lengths") or []
     return {
         "sample": sample["sample"],
         "prompt": sample["prompt"][:_MAX_PROMPT_CHARACTERS],
@@ -123,6 +125,10 @@ def _response(step: StepTokens, row: int, start: int, stop: int, vocabulary_inde
         "label": sample["label"][:_MAX_PROMPT_CHARACTERS],
         "reward": sample["reward"] if math.isfinite(sample["reward"]) else None,
         "failed": sample["reward_failed"],
+        "failure": (sample.get("failure") or "")[:_MAX_PROMPT_CHARACTERS],
+        "parts": [[part["name"], part["value"]] for part in sample.get("reward_parts") or []],
+        "segments": len(segment_lengths) or 1,
+        "turns": turns(step.given[begin:end], segment_lengths, start - begin, stop - begin),
         "finish": sample["finish_reason"],
         "age": sample["age"],
         "update": sample["update"],

@@ -27,13 +27,30 @@ function tokenText(response, i, vocabulary) {
   const ratio = mu > 0 ? (pi / mu).toFixed(3) : "-";
   return `${visible(vocabulary[response.ids[i]])}   pi ${pi.toFixed(4)}   mu ${mu.toFixed(4)}   pi - mu ${(pi - mu).toFixed(4)}   ratio ${ratio}   A ${short(response.advantage)}   ${state}`;
 }
+function turnBox(response, index) {
+  const [start, sampled, segment] = response.turns[index], next = response.turns[index + 1];
+  const flags = response.flags.slice(start, next ? next[0] : undefined), untrained = flags.split("0").length - 1;
+  const words = [sampled ? "policy" : "program, tools and template", `${flags.length} tokens`];
+  if (response.segments > 1) words.unshift(`segment ${segment + 1} of ${response.segments}`);
+  if (sampled && untrained) words.push(`${untrained} not trained on`);
+  return el("div", { class: sampled ? "turn policy" : "turn" }, el("div", { class: "head", text: words.join("  \u00b7  ") }));
+}
 function responseBox(response, vocabulary, showToken) {
   const words = [`sample ${response.sample}`, response.promptId, `reward ${short(response.reward)}${response.failed ? " (failed)" : ""}`,
     `advantage ${short(response.advantage)}`, `${response.masked} masked`, `finish ${response.finish}`, `age ${response.age}`];
+  for (const [name, value] of response.parts) words.push(`${name} ${short(value)}`);
+  if (response.segments > 1) words.push(`${response.segments} segments`);
   if (response.update !== null) words.push(`update ${response.update + 1} of the step`);
   const tokens = el("div", { class: "tokens" });
   if (response.cut[0]) tokens.append(`\u2026 ${response.cut[0]} tokens \u2026 `);
+  /* An episode is shown as a conversation: each turn in a box of its own. */
+  const turnAt = new Map(response.turns.map((turn, index) => [turn[0], index]));
+  let box = tokens;
   response.ids.forEach((id, i) => {
+    if (turnAt.has(i)) {
+      box = turnBox(response, turnAt.get(i));
+      tokens.append(box);
+    }
     const moved = (response.pi[i] - response.mu[i]) / 1e4, flag = response.flags[i];
     const node = el("span", { text: vocabulary[id] });
     if (flag === "0") node.className = "given";
@@ -44,10 +61,11 @@ function responseBox(response, vocabulary, showToken) {
     }
     node.title = tokenText(response, i, vocabulary);
     node.addEventListener("click", () => showToken(node, node.title));
-    tokens.append(node);
+    box.append(node);
   });
   if (response.cut[1]) tokens.append(` \u2026 ${response.cut[1]} tokens`);
   const label = response.label ? `   [label: ${response.label}]` : "";
   return el("article", { class: "response" }, el("div", { class: "head", text: words.join("  \u00b7  ") }),
+    ...(response.failure ? [el("div", { class: "failure", text: response.failure })] : []),
     el("div", { class: "prompt", text: response.prompt + label }), tokens);
 }

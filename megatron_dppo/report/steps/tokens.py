@@ -19,6 +19,8 @@ Decode = Callable[[Sequence[int]], list[str]]
 """Function that returns the text of each token id."""
 _LISTS = ("response_ids", "loss_mask", "keep", "logprobs", "rollout_logprobs", "advantages")
 _SCALARS = ("sample", "prompt_id", "prompt", "label", "reward", "reward_failed", "finish_reason", "age", "update")
+_OPTIONAL = ("failure", "reward_parts", "segment_lengths", "sampled")
+"""Columns that files of older versions lack."""
 _MIN_RESPONSES = 3
 """Minimum number of responses with, and without, a token for a comparison of their rewards."""
 _CRITICAL_FRACTION = 0.25
@@ -43,10 +45,13 @@ class StepTokens:
     """Probability under the rollout policy. Shape [N]."""
     advantages: NDArray[np.float32]
     """Advantages. Shape [N]."""
+    given: NDArray[np.bool_]
+    """True for tokens that were not sampled. Shape [N]."""
     starts: NDArray[np.int64]
     """Start of each sample's tokens. Shape [samples + 1]."""
     rows: list[dict[str, Any]]
-    """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``."""
+    """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``, and where
+    the file has them ``failure reward_parts segment_lengths``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +85,17 @@ def read_tokens(file: Path) -> StepTokens:
     """
     arrow = require_pyarrow("reading rollouts")
     try:
-        table = import_module("pyarrow.parquet").read_table(file, columns=[*_LISTS, *_SCALARS])
+        parquet = import_module("pyarrow.parquet")
+        optional = [name for name in _OPTIONAL if name in parquet.read_schema(file).names]
+        table = parquet.read_table(file, columns=[*_LISTS, *_SCALARS, *optional])
         lists = {name: table.column(name).combine_chunks() for name in _LISTS}
     except (arrow.ArrowException, OSError, KeyError) as error:
         raise DataError(f"{file} cannot be read as a step's rollouts: {error}") from error
-    rows = table.select(_SCALARS).to_pylist()
+    rows = table.select([*_SCALARS, *(name for name in optional if name != "sampled")]).to_pylist()
     counts = [len(ids) for ids in lists["response_ids"]]
+    given = np.zeros(sum(counts), dtype=np.bool_)
+    if "sampled" in optional:
+        given = ~_flat(table.column("sampled").combine_chunks(), counts, np.bool_, True)
     ids = _flat(lists["response_ids"], counts, np.int32, 0)
     trained = _flat(lists["loss_mask"], counts, np.bool_, False)
     keep = _flat(lists["keep"], counts, np.bool_, True)
@@ -100,6 +110,7 @@ def read_tokens(file: Path) -> StepTokens:
         pi=np.nan_to_num(pi, posinf=0.0),
         mu=np.nan_to_num(mu, posinf=0.0),
         advantages=advantages,
+        given=given,
         starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         rows=rows,
     )

@@ -40,6 +40,7 @@ def a_step() -> StepTokens:
         pi=pi,
         mu=mu,
         advantages=np.array([1.0] * 10 + [-2.0] * 5, dtype=np.float32),
+        given=np.zeros(len(ids), dtype=np.bool_),
         starts=np.array([0, 10, 15]),
         rows=rows,  # type: ignore[arg-type]
     )
