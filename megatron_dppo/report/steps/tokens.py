@@ -50,7 +50,7 @@ class StepTokens:
     starts: NDArray[np.int64]
     """Start of each sample's tokens. Shape [samples + 1]."""
     rows: list[dict[str, Any]]
-    """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``, and where
+    """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``, and if
     the file has them ``failure reward_parts segment_lengths``."""
 
 
