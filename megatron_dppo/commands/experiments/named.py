@@ -158,11 +158,27 @@ _REAL_MODEL_END = Experiment(
     quick=(Block(REAL_MODEL, (_DEFAULT,), ("none", "constant rate"), _LONG_RUN),),
     claims=(Claim("a trust region holds what no trust region loses", _DEFAULT, "pg_is", "final"),),
 )
+_REAL_MODEL_3 = Experiment(
+    "real_model3",
+    "Verdicts of the wind tunnel on SmolLM2-135M-Instruct: staleness, and rounded weights in the engine",
+    blocks=(
+        # The first block shares its runs with ``real_model``.
+        Block(REAL_MODEL, _REAL_LOSSES, ("none", "staleness 4", "weights int8", "weights int4"), {}),
+        Block(REAL_MODEL, (*_REAL_LOSSES, "drpo/12.5"), ("staleness 16",), {}),
+        Block(REAL_MODEL, ("drpo/12.5",), ("none", "staleness 4", "weights int8", "weights int4"), {}),
+    ),
+    quick=(Block(REAL_MODEL, _REAL_LOSSES, ("staleness 16",), {"run": {"num_steps": 5}}),),
+    claims=(
+        *_REAL_MODEL.claims,
+        Claim("DRPO with its authors' delta learns faster than a hard mask", "drpo/12.5", _DEFAULT),
+    ),
+    seeds=(0, 1, 2),
+)
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e
     for e in (
         *(_WINDTUNNEL, THIRD_EDITION, _STABILITY, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION),
-        *(_REAL_MODEL, _REAL_MODEL_END),
+        *(_REAL_MODEL, _REAL_MODEL_3, _REAL_MODEL_END),
     )
 }
 """Experiments by name."""
