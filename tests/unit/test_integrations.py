@@ -360,5 +360,7 @@ def test_megatron_s_schedule_gets_the_gradient_from_the_head(tmp_path: Path) -> 
     script = Path(__file__).with_name("integration_megatron.py")
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["worst"] < 1e-4 and 0 < result["masked"] < result["tokens"], result
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert set(results) == {"dppo_binary_tv", "dppo_topk_tv"}
+    for result in results.values():
+        assert result["worst"] < 1e-4 and 0 < result["masked"] < result["tokens"], results

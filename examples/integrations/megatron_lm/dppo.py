@@ -5,7 +5,9 @@
 
 Build the model with ``TransformerConfig(calculate_per_token_loss=True)``: Megatron then divides by the tokens of the
 whole step. A batch is a dictionary of ``tokens``, ``labels``, ``position_ids``, ``rollout_logprobs``, ``advantages``
-and ``loss_mask``, all ``[B, S]`` and aligned to the labels. The logits of the batch never exist.
+and ``loss_mask``, all ``[B, S]`` and aligned to the labels. For ``dppo_topk_*`` it also has ``rollout_topk_ids`` and
+``rollout_topk_logprobs``, ``[B, S, K + 1]``: the rollout's K most probable tokens, and the sampled one in the last slot
+if it is none of them, else -1. The logits of the batch never exist.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 
 import megatron_dppo as md
 
+_ANCHORS = ("rollout_logprobs", "rollout_topk_ids", "rollout_topk_logprobs")
 Step = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]
 
 
@@ -61,7 +64,14 @@ def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_o
 def _loss(
     core: Any, batch: dict[str, Tensor], config: md.LossConfig, vocab_size: int, temperature: float, hidden: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss sum, the number of tokens to divide by, and the logged values as (sum, count)."""
+    """Return the loss sum, the number of tokens to divide by, and the logged values as (sum, count).
+
+    Raises:
+        ValueError: The batch has no log-probabilities of the rollout.
+    """
+    missing = [name for name in _ANCHORS[: 3 if config.is_topk else 1] if batch.get(name) is None]
+    if missing:
+        raise ValueError(f"the batch has no {' and no '.join(missing)}; {config.name} is anchored on the rollout's own")
     states = hidden.transpose(0, 1)  # [B, S, H] to Megatron's [S, B, H], of which ranks may have parts
     if core.config.sequence_parallel:
         states = gather_from_sequence_parallel_region(states)
@@ -76,6 +86,8 @@ def _loss(
             advantages=batch["advantages"].flatten(),
             loss_mask=batch["loss_mask"].flatten(),
             rollout_logprobs=batch["rollout_logprobs"].flatten(),
+            rollout_topk_ids=batch["rollout_topk_ids"].flatten(0, 1) if config.is_topk else None,
+            rollout_topk_logprobs=batch["rollout_topk_logprobs"].flatten(0, 1) if config.is_topk else None,
         ),
         partial(md.policy_loss, config=config),
         group=parallel_state.get_tensor_model_parallel_group(),
