@@ -15,12 +15,11 @@ from torch.func import functional_call
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.families.rules import rename
-from megatron_dppo.hf.folder import model_shape, stream_model
+from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from tests.distributed.families import family_config
 from tests.distributed.objective import in_float64
 from tests.distributed.parity import (
     BETAS,
@@ -31,7 +30,6 @@ from tests.distributed.parity import (
     STEPS,
     Case,
     build_trainer,
-    case_family,
     config_for,
     gradient_reader,
     hf_reference,
@@ -136,6 +134,14 @@ class Float64:
         return total
 
 
+    def gradients_at(self, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of these adapters."""
+        self.adapters = {name: adapters[name].double().requires_grad_() for name in self.adapters}
+        leaves = list(self.adapters.values())
+        gradients = torch.autograd.grad(self.loss(), leaves, allow_unused=True, materialize_grads=True)
+        return dict(zip(self.adapters, gradients, strict=True))
+
+
 def make_reference(case: Case, targets: tuple[str, ...]) -> Reference:
     """Everything of one model."""
     side = Float64(case, targets)
@@ -202,11 +208,11 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
                     target.copy_(torch.stack(rows) if rule.is_expert else rows[0])
 
 
-def error(actual: dict[str, Tensor], expected: dict[str, Tensor], floor: float = 0.01) -> float:
-    """Of the worst tensor; one below ``floor`` times the typical size (an expert of one token) against that."""
+def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of the worst tensor; one below a hundredth of the typical size (an expert of one token) against that."""
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())[:4]
     typical = sum(float(g.norm()) for g in expected.values()) / len(expected)
-    return max(float((actual[n] - g).norm() / max(float(g.norm()), floor * typical)) for n, g in expected.items())
+    return max(float((actual[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())
 
 
 def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform: Platform) -> dict[str, float]:
@@ -234,15 +240,16 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
     batches = Updater(trainer, train, LOSS).pack_batches(own)
     errors["gradient"] = errors["grad_norm"] = 0.0
     for step in range(STEPS):
+        before = on_cpu(trainer.export_adapters())
         trainer.optimizer.set_step(step)
         metrics = trainer.accumulate(batches, policy_objective(LOSS))
         actual = on_cpu(trainer.lora.export(gradient_reader(trainer)))
-        # Adam carries the rounding of an update into the next gradients, of sigmoid routers by up to 1.5e-5. With
-        # latent attention, adapters that differ by 6e-8 move the third gradient in float64 nine times as much as the
-        # first one.
-        is_latent = model_shape(family_config(case_family(case))).has_latent_attention
-        slack, floor = (1, 0.01) if not case.family or not step else (10, 1.0) if is_latent else (2, 0.01)
-        errors["gradient"] = max(errors["gradient"], error(actual, reference.gradients[step], floor) / slack)
+        apart = error(actual, reference.gradients[step])
+        if step and not apart < TOLERANCE:
+            # Adam carries the rounding of an update into the next gradients. In float64 the adapters of the run itself
+            # move the third gradient of DeepSeek-V3 by 9e-5. At the same adapters all gradients agree.
+            apart = error(actual, Float64(case, targets).gradients_at(before))
+        errors["gradient"] = max(errors["gradient"], apart)
         norm = trainer.apply(metrics).grad_norm
         errors["grad_norm"] = max(errors["grad_norm"], abs(norm / reference.norms[step] - 1))
     errors["after"] = worst(on_cpu(trainer.export_adapters()), reference.final)
