@@ -110,9 +110,13 @@ def samples(lengths: Sequence[int] = ()) -> list[TrainingSample]:
 
 
 class HFSide:
-    """The same objective in plain transformers, one sequence at a time, divided by the token count."""
+    """The same objective in plain transformers, one sequence at a time, divided by the token count.
 
-    def __init__(self, case: Case, rounded: bool = False, model: Any = None) -> None:
+    ``shared``: each rank computes some of the sequences, and the gradients are summed.
+    """
+
+    def __init__(self, case: Case, rounded: bool = False, model: Any = None, shared: bool = False) -> None:
+        self.ranks = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
         self.model = model or hf_reference(case.tied, case.dense, case.shared, case.dense_layers, case.family)
         if case.family:
             self.model = in_float64(self.model)
@@ -131,14 +135,30 @@ class HFSide:
         self.optimizer.zero_grad()
         tokens = sum(int(s.loss_mask.sum()) for s in self.samples)
         loss, size = torch.zeros(()), 0.0
-        for sample in self.samples:
+        rank, count = self.ranks
+        for sample in self.samples[rank::count]:
             logprobs = self.logprobs(sample)
             assert sample.rollout_logprobs is not None
             weight = (logprobs.detach() - sample.rollout_logprobs).exp()
             terms = (weight * sample.advantages * logprobs)[sample.loss_mask] / tokens
             loss, size = loss - terms.sum(), size + float(terms.detach().abs().sum())
         loss.backward()
+        if count > 1:
+            return self.sum_over_ranks(float(loss.detach()), size)
         return float(loss.detach()), size
+
+    def sum_over_ranks(self, loss: float, size: float) -> tuple[float, float]:
+        """Sum gradients, loss and size of the terms."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        parts = [parameter.grad for parameter in self.model.parameters()]
+        together = torch.cat([part.flatten() for part in parts] + [parts[0].new_tensor([loss, size])])
+        dist.all_reduce(together)
+        *sums, loss_sum, size_sum = together.split([part.numel() for part in parts] + [1, 1])
+        for part, total in zip(parts, sums, strict=True):
+            part.copy_(total.view_as(part))
+        return float(loss_sum), float(size_sum)
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Continue from these weights, by on-disk name."""
@@ -232,7 +252,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     The reference continues from Megatron's weights after each update: in such a small model the gradient changes by up
     to 30 times the rounding of the weights.
     """
-    hf = HFSide(case, rounded=dtype == "bf16")
+    hf = HFSide(case, rounded=dtype == "bf16", shared=platform.device.type == "cpu")
     trainer = build_trainer(case, hf.model, platform, dtype)
     exported = on_cpu(trainer.export_weights())
     errors = dict.fromkeys(("loss", "gradient", "gradient_direction", "grad_norm", "weights"), 0.0)
