@@ -103,7 +103,7 @@ def load(
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
 
-    hf = HFSide(Case(**model))
+    hf = HFSide(Case(**model), shared=True)
     for _ in range(STEPS):
         hf.backward()
         hf.step()

@@ -93,6 +93,24 @@ def test_a_row_in_bf16_is_as_near_to_the_recurrence_in_float64_as_that_of_transf
         assert errors[0] < 0.004 and errors[0] < 1.05 * errors[1], errors
 
 
+def test_the_convolution_of_a_row_is_that_of_each_sequence() -> None:
+    generator = torch.Generator().manual_seed(4)
+    lengths = (1, 2, 3, 9, 4)
+    channels, width = 5, 4
+    inputs = torch.randn(sum(lengths), channels, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(channels, width, generator=generator, dtype=torch.float64).requires_grad_()
+    row = PackedRow(positions=torch.cat([torch.arange(length) for length in lengths]))
+    expected = []
+    for sequence in inputs.split(lengths):
+        padded = torch.nn.functional.pad(sequence.T, (width - 1, 0))
+        expected.append(torch.nn.functional.conv1d(padded, weight[:, None], groups=channels).T)
+    outputs = TORCH_KERNELS.convolve(inputs, weight, row), torch.nn.functional.silu(torch.cat(expected))
+    slopes = torch.randn(outputs[0].shape, generator=generator, dtype=torch.float64)
+    results = [[output, *torch.autograd.grad((output * slopes).sum(), (inputs, weight))] for output in outputs]
+    for actual, reference in zip(*results, strict=True):
+        assert torch.allclose(actual, reference, rtol=1e-12, atol=1e-12)
+
+
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
     q, k, v, decay, beta = inputs(90, forgets=0.1)
     k, q = k.repeat_interleave(2, 2), q.repeat_interleave(2, 2)
