@@ -133,7 +133,6 @@ class Float64:
             total = total - (weight * sample.advantages * logprobs)[sample.loss_mask].sum() / tokens
         return total
 
-
     def gradients_at(self, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of these adapters."""
         self.adapters = {name: adapters[name].double().requires_grad_() for name in self.adapters}
