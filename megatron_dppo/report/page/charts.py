@@ -26,7 +26,11 @@ class Chart(TypedDict):
 
 
 _CHARTS: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = (
-    ("Reward", "", (("rollout/reward", "training"), ("eval/accuracy", "held-out"))),
+    (
+        "Reward",
+        "",
+        (("rollout/reward", "training"), ("rollout/greedy_reward", "greedy"), ("eval/accuracy", "held-out")),
+    ),
     (
         "Masked tokens",
         "%",

@@ -17,9 +17,10 @@ import pytest
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report import sinks
-from megatron_dppo.report.console import Console, idle_fraction, live_rows
+from megatron_dppo.report.console import Console, format_step_line, idle_fraction, live_rows
 from megatron_dppo.report.findings import LearningWarnings
 from megatron_dppo.report.metrics import MetricsWriter
+from megatron_dppo.report.page.charts import build_charts
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.trackers import RunLabels, flatten, open_trackers, run_id
 
@@ -55,6 +56,17 @@ def test_the_live_view_shows_the_newest_step_and_the_newest_evaluation(monkeypat
     assert rows["held-out score"] == "0.750" and rows["reward"] == "0.500"
     assert "held-out score" in shown and "groups without signal" in shown and "6/20" in shown
     assert "a [line] of {text}" in shown and "step  6/20  reward 0.500" in shown
+
+
+def test_the_line_and_the_page_show_the_greedy_baseline_of_remax() -> None:
+    values = VALUES | {"rollout/greedy_reward": 0.625}
+    assert format_step_line(3, 20, values).endswith("tok/s 4,321  greedy 0.625")
+    assert "greedy" not in format_step_line(3, 20, VALUES)
+    reward = next(chart for chart in build_charts([{"step": 3, **values}]) if chart["title"] == "Reward")
+    assert [(line["label"], line["points"]) for line in reward["lines"]] == [
+        ("training", [[3, 0.25]]),
+        ("greedy", [[3, 0.625]]),
+    ]
 
 
 def test_a_missing_measurement_is_a_dash() -> None:
