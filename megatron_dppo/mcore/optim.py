@@ -277,8 +277,6 @@ class Optimizer:
                 group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
                 group["betas"] = settings.betas
                 group["eps"] = settings.eps
-        # A chained optimizer clips by the settings of its own.
-        self.megatron.config.clip_grad = settings.clip_grad
 
     def reduce_sums(self) -> None:
         """Reduce the gradients of all calls with ``reduces = False`` over the ranks, without a division."""

@@ -75,7 +75,7 @@ class Served:
         return {**os.environ, "TINKER_BASE_URL": self.url, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
 
 
-def command(model: Path, folder: Path, flags: Sequence[str] = ()) -> list[str]:
+def command(model: Path, folder: Path, flags: Sequence[str] = (), rank: int = RANK) -> list[str]:
     """Return the command line of the server."""
     config = folder.with_suffix(".toml")
     config.write_text(
@@ -87,7 +87,7 @@ num_steps = 1
 path = "{model}"
 dtype = "fp32"
 [lora]
-rank = {RANK}
+rank = {rank}
 [data]
 train = "task:chain_sum"
 [rollout]
@@ -104,12 +104,12 @@ lr = 1e-3
 
 
 @contextmanager
-def serve(model: Path, folder: Path, *flags: str) -> Iterator[Served]:
+def serve(model: Path, folder: Path, *flags: str, rank: int = RANK) -> Iterator[Served]:
     """Run the server inside the block, and end it by SIGTERM."""
     log = folder.with_suffix(".log")
     environment = {**os.environ, "TINKER_API_KEY": KEY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("w") as output:
-        process = subprocess.Popen(command(model, folder, flags), stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command(model, folder, flags, rank), stdout=output, stderr=output, env=environment)
     try:
         yield Served(_wait_for_url(log, process), model, folder, log)
     finally:

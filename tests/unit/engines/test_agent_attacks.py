@@ -21,7 +21,7 @@ import aiohttp
 import psutil
 import pytest
 
-from megatron_dppo.engines.agents import endpoint
+from megatron_dppo.engines.agents import endpoint, limited_server
 from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo.engines.agents.endpoint import _parse_body
 from megatron_dppo.engines.agents.request_bodies import CallError
@@ -461,10 +461,11 @@ def test_a_bomb_is_inflated_no_further_than_the_limit(name: str) -> None:
 def test_an_honest_episode_does_not_notice_attacks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("_IDLE_SECONDS", "_TRANSFER_SECONDS", "_LINGER_SECONDS"):
-        monkeypatch.setattr(endpoint, name, SECONDS)
+    monkeypatch.setattr(endpoint, "_TRANSFER_SECONDS", SECONDS)
+    for name in ("_IDLE_SECONDS", "_LINGER_SECONDS"):
+        monkeypatch.setattr(limited_server, name, SECONDS)
     assert reserve_descriptors() >= MAX_CONNECTIONS
-    monkeypatch.setattr(endpoint, "reserve_descriptors", lambda: MAX_CONNECTIONS)
+    monkeypatch.setattr(limited_server, "reserve_descriptors", lambda: MAX_CONNECTIONS)
     world = World(chat_tokenizer(), monkeypatch)
     world.script = {"assistant\n": "a long answer"}
     encoded_by = record_encoding(world, monkeypatch)

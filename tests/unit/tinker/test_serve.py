@@ -1,0 +1,134 @@
+"""The server's queue, key and checks, without a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.tinker.bodies import CreateModel, LoadWeights, Sample, SaveWeights, read_body
+from megatron_dppo.tinker.errors import RequestError
+from megatron_dppo.tinker.futures import Request, RequestQueue
+from megatron_dppo.tinker.serve import check_config, read_key
+from tests.unit.configs import config
+
+
+class Batch:
+    """A stand-in for a request for samples."""
+
+    def __init__(self, key: object) -> None:
+        self.key = key
+
+
+def test_the_queue_keeps_order_joins_equal_samples_and_repeats_nothing() -> None:
+    queue = RequestQueue(max_pending=5, max_results=2)
+    requests = [
+        Request("a", dict),
+        Request("s1", None, Batch("x")),
+        Request("b", dict),
+        Request("s2", None, Batch("x")),
+    ]
+    for request in [*requests, requests[0], Request("s3", None, Batch(None))]:
+        queue.add(request)
+    with pytest.raises(RequestError, match="5 requests are waiting") as refused:
+        queue.add(Request("c", dict))
+    assert refused.value.status == 429
+    batches = [[each.request_id for each in queue.next(0)] for _ in range(5)]
+    assert batches == [["a"], ["s1", "s2"], ["b"], ["s3"], []]
+    for request in requests:
+        queue.finish(request, {"of": request.request_id})
+    # The two newest results are kept; a client that asks for an older one learns that it is gone.
+    for name, known in (("a", False), ("s1", False), ("b", True), ("s2", True)):
+        if known:
+            assert queue.get(name).result == {"of": name}
+        else:
+            with pytest.raises(RequestError, match="no longer kept"):
+                queue.get(name)
+
+
+def test_a_new_key_is_in_a_file_of_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    key, where = read_key("TINKER_API_KEY", tmp_path)
+    file = tmp_path / "tinker_key"
+    assert key not in where and str(file) in where
+    assert file.read_text().strip() == key and key.startswith("tml-") and len(key) > 40
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert read_key("TINKER_API_KEY", tmp_path)[0] != key
+    for bad in ("tml-short", "sk-without-the-prefix-of-the-sdk"):
+        monkeypatch.setenv("TINKER_API_KEY", bad)
+        with pytest.raises(ConfigError) as error:
+            read_key("TINKER_API_KEY", tmp_path)
+        assert bad not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora": {"rank": 0}}, "lora.rank = 0"),
+        ({"rollout": {"engine": "sglang"}}, "local engine"),
+        ({"rollout": {"temperature": 0.7}}, "rollout.temperature"),
+        ({"model": {"random_init": True}}, "random_init"),
+        ({"parallel": {"overlap_grad_reduce": True}}, "overlap_grad_reduce"),
+        ({"model": {"transformer": {"moe_aux_loss_coeff": 0.01}}}, "moe_aux_loss_coeff"),
+    ],
+)
+def test_configurations_that_cannot_be_served_are_refused(changes: dict[str, Any], words: str) -> None:
+    good: dict[str, dict[str, Any]] = {"lora": {"rank": 4}, "rollout": {"engine": "local"}}
+    check_config(config(**good))
+    with pytest.raises(ConfigError, match=words):
+        check_config(config(**{name: good.get(name, {}) | changes.get(name, {}) for name in good | changes}))
+
+
+def test_torchrun_is_refused_by_name(tmp_path: Path) -> None:
+    program = "from megatron_dppo.commands.main import main; raise SystemExit(main(['tinker', 'x.toml']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={"WORLD_SIZE": "2", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 2 and "one process" in done.stderr, done.stderr
+
+
+LORA = {"rank": 4}
+MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "m", "lora_config": LORA}
+SAMPLE: dict[str, Any] = {
+    "sampling_session_id": "s",
+    "seq_id": 0,
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+    "sampling_params": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        (CreateModel, MODEL | {"nonsense": 1}, "nonsense"),
+        (CreateModel, MODEL | {"lora_config": {"rank": 0}}, "rank"),
+        (CreateModel, MODEL | {"optimizer_config": {"type": "dimuon"}}, "adamw"),
+        (SaveWeights, {"model_id": "m", "seq_id": 1, "path": "../x"}, "path"),
+        (SaveWeights, {"model_id": "m", "seq_id": 1, "path": "a/b"}, "path"),
+        (SaveWeights, {"model_id": "m", "seq_id": 1, "path": ".hidden"}, "path"),
+        (LoadWeights, {"path": "p", "optimizer": True}, "expected session_id"),
+        (
+            LoadWeights,
+            {"path": "p", "optimizer": True, "model_id": "m", "seq_id": 1, "weights_access_token": "t"},
+            "token",
+        ),
+        (Sample, SAMPLE | {"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
+        (Sample, SAMPLE | {"record_stability_info": True}, "not served"),
+        (Sample, SAMPLE | {"num_samples": 0}, "num_samples"),
+        (Sample, SAMPLE | {"sampling_params": {"stop": []}}, "empty stop"),
+        (Sample, SAMPLE | {"sampling_params": {"stop": ["a", ""]}}, "empty stop"),
+        (Sample, SAMPLE | {"sampling_params": {"temperature": -1}}, "temperature"),
+        (Sample, SAMPLE | {"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "chunks"),
+    ],
+)
+def test_bodies_are_refused_with_the_field_that_is_wrong(kind: Any, body: dict[str, Any], words: str) -> None:
+    assert read_body(Sample, SAMPLE | {"topk_sample_logprobs": 0, "record_stability_info": False}).num_samples == 1
+    with pytest.raises(RequestError, match=words):
+        read_body(kind, body)
