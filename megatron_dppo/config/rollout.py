@@ -41,10 +41,16 @@ class AgentConfig(Section):
     pass_env: list[str] = Field(default_factory=list)
     """Names of environment variables that a program gets from the trainer, besides those of paths, language and
     certificates (docs/agents.md). A program could send any of them elsewhere."""
-    isolation: Literal["landlock", "none"] = "landlock"
+    isolation: Literal["landlock", "namespace", "none"] = "landlock"
     """``landlock``: a program can neither read environment and memory of processes other than its children, such as
-    other agents and the trainer, nor signal them. It needs Linux 5.13. ``none``: nothing of this, and no
-    API key in the environment: programs read ``api_key`` from the task."""
+    other agents and the trainer, nor signal them. It needs Linux 5.13. ``namespace``: besides, it sees its own
+    processes alone, and all of them end with it. ``none``: nothing of this, and no API key in the environment: programs
+    read ``api_key`` from the task."""
+    max_memory_gb: float | None = Field(None, gt=0)
+    """Maximum address space in GiB of a program and of each process that it starts. null sets no limit."""
+    max_cpu_seconds: int | None = Field(None, gt=0)
+    """Maximum CPU time in seconds of a program and of each process that it starts, which is then killed. null sets no
+    limit."""
     timeout_seconds: float = Field(300.0, gt=0)
     """Time limit of an episode in seconds, without the time it waits for the policy. After that the program is killed
     and the sample counts as failed."""
@@ -130,6 +136,17 @@ class AgentConfig(Section):
             )
         if "id" in self.environment_options.get("taskset", {}):
             raise ValueError("agent.environment_options has 'taskset.id', which agent.environment names; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_have_a_program(self) -> AgentConfig:
+        for name in ("max_memory_gb", "max_cpu_seconds"):
+            if getattr(self, name) is not None and (self.isolation == "none" or self.function is not None):
+                reason = "agent.function runs in the trainer" if self.function is not None else "isolation = 'none'"
+                raise ValueError(
+                    f"agent.{name} = {getattr(self, name)} has no effect: {reason}. Remove it, or use agent.command "
+                    "with agent.isolation = 'landlock' or 'namespace'"
+                )
         return self
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ class _EnvironmentProcess:
         try:
             with stop_signals_unblocked():
                 self._process = subprocess.Popen(
-                    isolated_command([python, _PROGRAM], is_isolated=config.isolation == "landlock"),
+                    isolated_command([python, _PROGRAM], config),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from megatron_dppo.engines.agents.runner import (
     AgentTimeout,
     FunctionAgent,
     ProgramAgent,
+    isolated_command,
     run_with_time_limit,
 )
 from megatron_dppo.engines.agents.template import ChatTemplate
@@ -35,7 +37,7 @@ from megatron_dppo.rollout.turns import Turns, check_reward
 from megatron_dppo.types import Completion, Prompt
 
 _NO_LANDLOCK = (
-    "agent.isolation = 'landlock': Landlock is unavailable (Linux 5.13 or newer, not disabled by the container), so a "
+    "agent.isolation: Landlock is unavailable (Linux 5.13 or newer, not disabled by the container), so a "
     "program could read the keys of other episodes. Use such a kernel, or set agent.isolation = 'none': programs then "
     "take api_key from the task on their standard input, and are not kept from each other"
 )
@@ -199,9 +201,10 @@ def _agent_name(config: AgentConfig) -> str:
 
 def _load_program(config: AgentConfig) -> Agent:
     """Return the program or the environment."""
-    is_isolated = config.isolation == "landlock"
-    if is_isolated and landlock_version() < 1:
+    if config.isolation != "none" and landlock_version() < 1:
         raise GenerateError(_NO_LANDLOCK)
+    if config.isolation == "namespace":
+        _check_namespace(config)
     setting, program = f"agent.command = {config.command!r}", (config.command or [""])[0]
     if config.environment is not None:
         setting, program = "agent.environment_python", str(config.environment_python)
@@ -211,7 +214,23 @@ def _load_program(config: AgentConfig) -> Agent:
         )
     if config.command is None:
         return EnvironmentAgent(config)
-    return ProgramAgent(config.command, config.pass_env, is_isolated=is_isolated)
+    return ProgramAgent(config.command, config)
+
+
+def _check_namespace(config: AgentConfig) -> None:
+    """Check that a program can be started in namespaces of its own.
+
+    Raises:
+        GenerateError: The kernel or the container does not allow it.
+    """
+    # The limits are those of the agent's program, not of this one.
+    unlimited = config.model_copy(update={"max_memory_gb": None, "max_cpu_seconds": None})
+    done = subprocess.run(isolated_command(["true"], unlimited), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise GenerateError(
+            f"agent.isolation = 'namespace': {done.stderr.strip()[-200:]}. The kernel or a container forbids "
+            "namespaces of users and processes, or a mount of /proc. Allow them, or set agent.isolation = 'landlock'"
+        )
 
 
 def _load_function(config: AgentConfig) -> Any:

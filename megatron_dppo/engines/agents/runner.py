@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.engines.agents.formats.json_values import parse_json
 
@@ -76,11 +77,17 @@ def program_variables(pass_env: Collection[str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
 
-def isolated_command(command: Sequence[str], *, is_isolated: bool) -> list[str]:
+def isolated_command(command: Sequence[str], config: AgentConfig) -> list[str]:
     """Return the command that starts a program, behind ``launcher.py`` if it is isolated."""
+    if config.isolation == "none":
+        return list(command)
+    options = {
+        "namespace": config.isolation == "namespace",
+        "memory": None if config.max_memory_gb is None else int(config.max_memory_gb * 2**30),
+        "cpu": config.max_cpu_seconds,
+    }
     # Isolated mode: neither PYTHON* variables nor site packages run code before the isolation.
-    launcher = [sys.executable, "-I", "-S", _LAUNCHER] if is_isolated else []
-    return [*launcher, *command]
+    return [sys.executable, "-I", "-S", _LAUNCHER, json.dumps(options), *command]
 
 
 @contextmanager
@@ -105,23 +112,21 @@ class ProgramAgent:
 
     Args:
         command: Program and arguments.
-        pass_env: Names of further environment variables that the program gets.
-        is_isolated: True to keep it from other processes (``launcher``). Its API key is in its environment only then,
-            because otherwise the agents of other episodes can read that.
+        config: The section ``[agent]``. Only isolated programs have their API key in their environment, because
+            otherwise the agents of other episodes can read that.
     """
 
-    def __init__(self, command: Sequence[str], pass_env: Collection[str], *, is_isolated: bool) -> None:
+    def __init__(self, command: Sequence[str], config: AgentConfig) -> None:
         self._command = list(command)
-        self._pass_env = pass_env
-        self._is_isolated = is_isolated
+        self._config = config
 
     async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
-        environment = program_variables(self._pass_env) | {
+        environment = program_variables(self._config.pass_env) | {
             "OPENAI_BASE_URL": task.base_url,
             "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
         }
-        if self._is_isolated:
+        if self._config.isolation != "none":
             environment |= {"OPENAI_API_KEY": task.api_key, "ANTHROPIC_API_KEY": task.api_key}
         output = bytearray()
         try:
@@ -153,7 +158,7 @@ class ProgramAgent:
         pipe = asyncio.subprocess.PIPE
         with stop_signals_unblocked():
             return await asyncio.create_subprocess_exec(
-                *isolated_command(self._command, is_isolated=self._is_isolated),
+                *isolated_command(self._command, self._config),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=asyncio.subprocess.STDOUT,
