@@ -77,6 +77,14 @@ class EnvironmentAgent:
         parts = {"rewards": reply["rewards"]}
         return AgentExit(reply["reward"], failure and f"the environment failed: {failure}", parts=parts, counts=counts)
 
+    async def start(self) -> None:
+        """Start the process if there is none. An episode's time limit does not cover this.
+
+        Raises:
+            GenerateError: The environment cannot be loaded.
+        """
+        await asyncio.to_thread(self._started)
+
     def tasks(self) -> list[dict[str, Any]]:
         """Return the tasks as rows of data.
 

@@ -121,6 +121,8 @@ class AgentFunction:
                 self._reader = RendererReader(tokenizer, renderer, separates_reasoning=separates)
             else:
                 self._reader = ResponseReader(tokenizer, response_format, separates_reasoning=separates)
+        if isinstance(self._agent, EnvironmentAgent):
+            await self._agent.start()
         async with self._slots:
             episode = Episode(turns, self._template, self._reader, self._settings, self._executor)
             episode.takes_reward = self._config.reward == "call"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +91,9 @@ def play_all(world: World, value: Any) -> dict[str, Completion]:
         assert (await post(task, "/chat/completions", ASK))[0] == 200
         return AgentExit(7.0, parts={"rewards": value})
 
+    async def starts(self: EnvironmentAgent) -> None:
+        pass
+
     program = [sys.executable, "-c", LAST_LINE, json.dumps({"rewards": value}), "0"]
     results = {}
     for name, agent, settings in (
@@ -99,6 +104,7 @@ def play_all(world: World, value: Any) -> dict[str, Completion]:
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(EnvironmentAgent, "run", plays)
+            patch.setattr(EnvironmentAgent, "start", starts)
             engine = world.engine(agent, part_weights=WEIGHTS, **settings)
             (results[name],) = engine.generate([TASK], params())
     return results
@@ -248,3 +254,26 @@ def test_gdpo_takes_the_parts_of_agents_and_of_functions() -> None:
     )
     # The run's own functions score episodes, too.
     assert list(config(**agent, reward__format=0.1).reward.part_weights) == ["score", "format"]
+
+
+def test_the_start_of_an_environment_is_no_time_of_an_episode(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package may take a minute to import on a busy machine; each episode has a second here."""
+    starts: list[float] = []
+
+    class Process:
+        def ask(self, number: int, fields: Any) -> Future[dict[str, Any]]:
+            reply: Future[dict[str, Any]] = Future()
+            reply.set_result({"id": number, "reward": 1.0, "rewards": {}, "metrics": {}, "failure": ""})
+            return reply
+
+    def started(self: EnvironmentAgent) -> Process:
+        if not starts:
+            starts.append(1.0)
+            time.sleep(1.5)
+        return Process()
+
+    monkeypatch.setattr(EnvironmentAgent, "_started", started)
+    engine = world.engine("verifiers:x", environment_python=sys.executable, timeout_seconds=1.0)
+    task = replace(TASK, metadata={"task": "k"})
+    (result,) = engine.generate([task], params())
+    assert starts and "without a response of the policy" in result.failure
