@@ -111,10 +111,10 @@ def _become_child() -> None:
         # Killed with its parent, which may be killed by its process group alone.
         _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         return
-    ended, status = os.wait()
+    pid, status = os.wait()
     # The first process of a namespace inherits every orphan.
-    while ended != child:
-        ended, status = os.wait()
+    while pid != child:
+        pid, status = os.wait()
     code = os.waitstatus_to_exitcode(status)
     # As a shell does for a program that was killed by a signal.
     os._exit(code if code >= 0 else 128 - code)
