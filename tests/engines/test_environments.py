@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -113,3 +114,16 @@ def test_an_environment_that_cannot_be_used_is_named_before_it_plays(python: str
         EnvironmentAgent(config).tasks()
     with pytest.raises(GenerateError, match="taskset 'no_such_tasks' not found"):
         EnvironmentAgent(AgentConfig(environment="verifiers:no_such_tasks", environment_python=python)).tasks()
+
+
+def test_the_training_example_starts(python: str, tmp_path: Path) -> None:
+    """Its preparation, its tasks, and the checks before a run; docs/agents.md has what the training gives."""
+    folder = tmp_path / "data"
+    example = EXAMPLES / "vf_sums"
+    subprocess.run([sys.executable, example / "prepare.py", folder], check=True)
+    config = [str(example / "train.toml"), "--agent.environment_python", python]
+    assert main(["tasks", config[0], str(folder / "train.jsonl"), *config[1:]]) == 0
+    assert len((folder / "train.jsonl").read_text().splitlines()) == 81
+    files = ["--model.path", str(folder / "model"), "--warmup.data", str(folder / "warmup.jsonl")]
+    files += [f"--data.{split}={folder / 'train.jsonl'}" for split in ("train", "eval")]
+    assert main(["train", *config, *files, "--run.output_dir", str(tmp_path / "run"), "--dry-run"]) == 0

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.engines.agents.formats import choose_format
+from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rewards import RewardItem
 from megatron_dppo.run.engines import open_scorer
 from tests.engines.tiny import SPECIAL, byte_tokenizer
@@ -83,3 +89,34 @@ def test_the_rlhf_example_scores_by_a_reward_model_without_labels(tmp_path: Path
         scorer.close()
     assert (whole.reward, cut.reward) == (4.0, 6.0 - 2.0) and cut.parts["finished"] == 1.0
     assert cut.eval_score == 6.0
+
+
+def test_the_model_and_warm_up_of_the_verifiers_example_fit_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its warm-up has the prompts that the agent's calls will have, and calls that the format of the template reads."""
+    code = runpy.run_path(str(EXAMPLES / "agents/vf_sums/prepare.py"))
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path)])
+    code["main"]()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer) and config["eos_token_id"] == tokenizer.eos_token_id
+    pairs = [json.loads(line) for line in (tmp_path / "warmup.jsonl").read_text().splitlines()]
+    form = choose_format(tokenizer.chat_template)
+    assert form.name == "hermes" and len(pairs) == 6000
+    template = ChatTemplate(tokenizer, {})
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    calls = 0
+    for pair in pairs[:400]:
+        ids = tokenizer(pair["prompt"] + pair["response"]).input_ids
+        assert tokenizer.decode(ids) == pair["prompt"] + pair["response"]
+        assert "?" not in tokenizer.convert_ids_to_tokens(ids)
+        question = pair["prompt"].split("user\n")[1].split("<|im_end|>")[0]
+        opening = template.opening([{"role": "user", "content": question}], [tool])
+        assert pair["prompt"].startswith(tokenizer.decode(opening))
+        parsed = form.parse(pair["response"], [tool])
+        if parsed.tool_calls:
+            calls += 1
+            a, b = map(int, question.split("+"))
+            assert parsed.tool_calls[0]["function"] == {"name": "add", "arguments": {"a": a, "b": b}}
+    assert 30 < calls < 100, "a minority uses the tool"
