@@ -24,7 +24,11 @@ class Request:
     """Computes the result, in the thread of the model. None for a request that ``batch`` describes."""
     batch: Any = None
     """Requests with equal values of ``batch.key`` may be computed together."""
+    num_bytes: int = 0
+    """Size of what waits, then of the result."""
     result: Result | None = None
+    is_fetched: bool = False
+    """True once the client has been sent the result."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -33,12 +37,14 @@ class RequestQueue:
 
     Args:
         max_pending: Maximum number of requests that wait.
-        max_results: Number of newest results that are kept: a client may ask again if a response was lost.
+        max_results: Maximum number of results that are kept: a client may ask again if a response was lost.
+        max_bytes: Maximum size of the requests that wait, and of the results that are kept.
     """
 
-    def __init__(self, max_pending: int, max_results: int) -> None:
+    def __init__(self, max_pending: int, max_results: int, max_bytes: int) -> None:
         self._max_pending = max_pending
         self._max_results = max_results
+        self._max_bytes = max_bytes
         self._lock = threading.Condition()
         self._pending: deque[Request] = deque()
         self._known: OrderedDict[str, Request] = OrderedDict()
@@ -52,8 +58,12 @@ class RequestQueue:
         with self._lock:
             if request.request_id in self._known:
                 return
-            if len(self._pending) >= self._max_pending:
-                raise RequestError(f"{self._max_pending} requests are waiting; send this one again later", 429)
+            num_bytes = sum(each.num_bytes for each in self._pending)
+            if len(self._pending) >= self._max_pending or (
+                num_bytes and num_bytes + request.num_bytes > self._max_bytes
+            ):
+                count = len(self._pending)
+                raise RequestError(f"{count} requests of {num_bytes} bytes are waiting; send this one again later", 429)
             self._known[request.request_id] = request
             self._pending.append(request)
             self._lock.notify()
@@ -89,12 +99,24 @@ class RequestQueue:
         """Store a result, and drop the oldest ones beyond the limit."""
         with self._lock:
             request.result = result
+            request.num_bytes = len(result) if isinstance(result, bytes) else 0
             # What the request holds, such as its data, is not needed any more.
             request.run = None
             request.batch = None
-            done = [each for each in self._known.values() if each.result is not None]
-            for old in done[: max(0, len(done) - self._max_results)]:
-                del self._known[old.request_id]
+            self._drop_results()
+
+    def _drop_results(self) -> None:
+        """Drop results beyond the limits, the oldest first, and those that no client has fetched last."""
+        done = [each for each in self._known.values() if each.result is not None]
+        num_bytes = sum(each.num_bytes for each in done)
+        count = len(done)
+        for old in sorted(done, key=lambda each: not each.is_fetched):
+            # The newest is not dropped: nobody can have fetched it yet.
+            if (count <= self._max_results and num_bytes <= self._max_bytes) or old is done[-1]:
+                return
+            del self._known[old.request_id]
+            count -= 1
+            num_bytes -= old.num_bytes
 
 
 def failure(message: str, *, is_user: bool) -> dict[str, Any]:

@@ -35,6 +35,11 @@ class Sampler:
     path: str | None = None
     """Path by which the client named the weights."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the adapters in memory."""
+        return sum(value.nbytes for chunk in self.adapters or () for value in chunk.values())
+
 
 @dataclass(frozen=True)
 class SampleJob:

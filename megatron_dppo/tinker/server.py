@@ -123,7 +123,7 @@ class TinkerServer:
         body = await self._read(request)
         # A large batch takes long to read: other requests go on meanwhile.
         parsed = await asyncio.get_running_loop().run_in_executor(None, read_forward_backward, body)
-        return web.json_response(self._service.submit_forward_backward(parsed))
+        return web.json_response(self._service.submit_forward_backward(parsed, len(body)))
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         body = read_body(bodies.RetrieveFuture, await self._read_json(request))
@@ -133,6 +133,7 @@ class TinkerServer:
         except TimeoutError:
             return web.json_response({"request_id": body.request_id, "queue_state": "active"}, status=408)
         result = waiting.result
+        waiting.is_fetched = True
         if isinstance(result, bytes):
             return web.Response(body=result, content_type=_PROTOBUF)
         return web.json_response(result)

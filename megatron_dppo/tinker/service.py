@@ -63,6 +63,10 @@ class Limits:
     max_models: int = 2
     max_pending: int = 4096
     max_results: int = 4096
+    max_bytes: int = 1 << 30
+    """Maximum size of the requests that wait, and of the results that are kept."""
+    max_snapshot_bytes: int = 4 << 30
+    """Maximum size of the samplers' adapters in memory. The newest is kept in any case."""
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Service:
     queue: RequestQueue = field(init=False)
 
     def __post_init__(self) -> None:
-        self.queue = RequestQueue(self.limits.max_pending, self.limits.max_results)
+        self.queue = RequestQueue(self.limits.max_pending, self.limits.max_results, self.limits.max_bytes)
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, _ModelEntry] = {}
         self._samplers: dict[str, Sampler] = {}
@@ -189,9 +193,10 @@ class Service:
         run = partial(self._load, body.model_id, checkpoint, body.path, optimizer=body.optimizer)
         return self._submit(body.model_id, body.seq_id, run)
 
-    def submit_forward_backward(self, request: ForwardBackwardRequest) -> dict[str, Any]:
-        """Queue a computation of gradients, or a forward pass."""
-        return self._submit(request.model_id, request.seq_id, partial(self._forward_backward, request))
+    def submit_forward_backward(self, request: ForwardBackwardRequest, num_bytes: int) -> dict[str, Any]:
+        """Queue a computation of gradients, or a forward pass, whose body has this size."""
+        run = partial(self._forward_backward, request)
+        return self._submit(request.model_id, request.seq_id, run, num_bytes)
 
     def submit_optim_step(self, body: bodies.OptimStep) -> dict[str, Any]:
         """Queue an update of the adapters."""
@@ -368,12 +373,12 @@ class Service:
         self.queue.add(Request(request_id, run))
         return {"request_id": request_id, "model_id": model_id}
 
-    def _submit(self, model_id: str, seq_id: int, run: Callable[[], Result]) -> dict[str, Any]:
+    def _submit(self, model_id: str, seq_id: int, run: Callable[[], Result], num_bytes: int = 0) -> dict[str, Any]:
         """Queue a request of a model. A client numbers them from 1, and repeats a number only with the same request."""
         self._entry(model_id)
         if seq_id < 1:
             raise RequestError(f"seq_id = {seq_id}, expected 1 or more")
-        self.queue.add(Request(f"{model_id}:{seq_id}", run))
+        self.queue.add(Request(f"{model_id}:{seq_id}", run, num_bytes=num_bytes))
         return {"request_id": f"{model_id}:{seq_id}", "model_id": model_id}
 
     def _session(self, session_id: str) -> _Session:
@@ -397,13 +402,28 @@ class Service:
     def _sampler(self, name: str) -> Sampler:
         sampler = self._samplers.get(name)
         if sampler is None:
-            raise RequestError(f"the sampling session {name!r:.80} is unknown, or too old", 404)
+            raise RequestError(
+                f"the sampling session {name!r:.80} is unknown, or made room for newer ones. Fix: keep weights under a "
+                "name, by save_weights_for_sampler",
+                404,
+            )
         return sampler
 
     def _add_sampler(self, name: str, sampler: Sampler) -> None:
-        if len(self._samplers) >= _MAX_SAMPLERS:
-            self._samplers.pop(next(iter(self._samplers)))
+        """Add a sampler; beyond the limits the oldest ones are dropped, or read from their files again when needed."""
         self._samplers[name] = sampler
+        held = [(each, old) for each, old in list(self._samplers.items()) if old.num_bytes]
+        num_bytes = sum(old.num_bytes for _, old in held)
+        for each, old in held[:-1]:
+            if num_bytes <= self.limits.max_snapshot_bytes:
+                break
+            num_bytes -= old.num_bytes
+            if old.checkpoint is None:
+                del self._samplers[each]
+            else:
+                old.adapters = None
+        while len(self._samplers) > _MAX_SAMPLERS:
+            del self._samplers[next(iter(self._samplers))]
 
     def _check_base_model(self, name: str | None) -> None:
         if name != self.base_model:

@@ -61,7 +61,7 @@ def main() -> None:
         ),
         learning_rate=2e-2,
         lr_schedule="linear",
-        num_epochs=4,
+        num_epochs=3,
         lora_rank=RANK,
         eval_every=20,
         save_every=0,
@@ -69,7 +69,7 @@ def main() -> None:
     asyncio.run(supervised.main(sft))
     state = json.loads((folder / "sft" / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
     config = rl.Config(
-        learning_rate=4e-3,
+        learning_rate=1e-3,
         dataset_builder=ArithmeticDatasetBuilder(
             batch_size=16,
             model_name_for_tokenizer=model,
@@ -88,7 +88,7 @@ def main() -> None:
         loss_fn="dppo_binary_tv",
         eval_every=0,
         save_every=0,
-        max_steps=25,
+        max_steps=30,
     )
     asyncio.run(rl.main(config))
     print(json.dumps({"sft": metrics(folder / "sft"), "rl": metrics(folder / "rl")}))

@@ -25,7 +25,7 @@ class Batch:
 
 
 def test_the_queue_keeps_order_joins_equal_samples_and_repeats_nothing() -> None:
-    queue = RequestQueue(max_pending=5, max_results=2)
+    queue = RequestQueue(max_pending=5, max_results=2, max_bytes=1 << 20)
     requests = [
         Request("a", dict),
         Request("s1", None, Batch("x")),
@@ -34,7 +34,7 @@ def test_the_queue_keeps_order_joins_equal_samples_and_repeats_nothing() -> None
     ]
     for request in [*requests, requests[0], Request("s3", None, Batch(None))]:
         queue.add(request)
-    with pytest.raises(RequestError, match="5 requests are waiting") as refused:
+    with pytest.raises(RequestError, match="5 requests of 0 bytes are waiting") as refused:
         queue.add(Request("c", dict))
     assert refused.value.status == 429
     batches = [[each.request_id for each in queue.next(0)] for _ in range(5)]
@@ -48,6 +48,28 @@ def test_the_queue_keeps_order_joins_equal_samples_and_repeats_nothing() -> None
         else:
             with pytest.raises(RequestError, match="no longer kept"):
                 queue.get(name)
+
+
+def test_waiting_requests_and_kept_results_are_limited_by_their_size() -> None:
+    queue = RequestQueue(max_pending=9, max_results=9, max_bytes=100)
+    queue.add(Request("huge", dict, num_bytes=1000))
+    with pytest.raises(RequestError, match="1 requests of 1000 bytes are waiting"):
+        queue.add(Request("next", dict, num_bytes=1))
+    # One that is larger than the limit is served alone. Its result is kept until there are others.
+    queue.next(0)
+    requests = [queue.get("huge")]
+    queue.finish(requests[0], b"x" * 200)
+    assert queue.get("huge").result is not None
+    for name in ("a", "b", "c"):
+        requests.append(Request(name, dict))
+        queue.add(requests[-1])
+        queue.next(0)
+    queue.finish(requests[1], b"x" * 40)
+    queue.finish(requests[2], b"x" * 40)
+    # The fetched one goes first, although another is older.
+    requests[2].is_fetched = True
+    queue.finish(requests[3], b"x" * 40)
+    assert [name for name in ("huge", "a", "b", "c") if name in queue._known] == ["a", "c"]
 
 
 def test_a_new_key_is_in_a_file_of_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
