@@ -155,7 +155,7 @@ def attention_length(hf_config: Any) -> float:
 
     # Weights that one token is multiplied by: attention, dense MLPs (gate, up, down), and the output layer.
     num_dense = layers if shape.num_experts is None else len(shape.dense_layers)
-    dense_size = getattr(hf_config, "intermediate_size", 0)
+    dense_size = getattr(hf_config, "intermediate_size", None) or 0
     weights = num_full * layer_weights + num_dense * 3 * hidden * dense_size + hidden * shape.vocab_size
     weights += num_linear * _linear_attention_cost(shape)
     if shape.num_experts is not None:
