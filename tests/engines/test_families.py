@@ -34,7 +34,7 @@ STOPPED: Mapping[str, tuple[str, ...]] = {
     "sglang": ("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite"),
 }
 """Families that an engine cannot serve on a CPU, for docs/models.md, which has the line of the source that stops it."""
-SAMPLED: frozenset[tuple[str, str]] = frozenset()
+SAMPLED = frozenset({("sglang", "mixtral")})
 """Pairs that CI takes."""
 BF16 = ("qwen3_next", "qwen3_5_moe_text", PUBLISHED)
 """Models that vLLM computes in bf16 only on a CPU: its kernel of gated delta nets."""
