@@ -359,4 +359,4 @@ def test_recipes_of_the_cookbook_train(tmp_path: Path) -> None:
     assert max(abs(row["optim/kl_sample_train_v1"]) for row in rows) < 1e-5
     # The reward is for an answer that ends; a random model's sums stay wrong.
     ended = [row["env/all/format"] for row in rows]
-    assert len(ended) == 25 and np.mean(ended[-10:]) > np.mean(ended[:5]) + 0.1, ended
+    assert len(ended) == 30 and np.mean(ended[-10:]) > np.mean(ended[:5]) + 0.1, ended
