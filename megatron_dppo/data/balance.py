@@ -64,7 +64,7 @@ def assign_samples(
 def cost(length: int, attention_length: float) -> float:
     """Return the cost of a sequence, in tokens of a very short one: ``length + length**2 / attention_length``.
 
-    ``attention_length`` is the length at which attention costs as much as all matrices.
+    ``attention_length`` is the length at which attention costs as much as all matrices, infinite if it has no square.
     """
     return length + length * length / attention_length
 
@@ -172,10 +172,9 @@ class _Filler:
 
     def _max_length(self, cost_left: float) -> float:
         """Return the length of a sequence that costs ``cost_left``, the inverse of ``cost``."""
-        half = self._attention / 2
-        # The positive root of length + length**2 / attention = cost.
+        # The positive root of length + length**2 / attention = cost. It is the cost where attention has no square.
         if 0 < cost_left < math.inf:
-            return math.sqrt(half * half + self._attention * cost_left) - half
+            return 2 * cost_left / (1 + math.sqrt(1 + 4 * cost_left / self._attention))
         return cost_left
 
 

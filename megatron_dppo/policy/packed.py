@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -143,6 +144,9 @@ def attention_length(hf_config: Any) -> float:
 
     Counted are multiplications of the forward pass: one for each weight and token; two for each head, dimension and
     pair of positions (scores and weighted values). The backward pass doubles both, so the ratio stays.
+
+    In a layer with a sliding window each token meets ``sliding_window`` keys, whatever the length: a cost of the token
+    like that of its weights. A model with windows in all layers has an infinite length.
     """
     shape = model_shape(hf_config)
     fields = get_family(hf_config).fields(hf_config, shape)
@@ -151,12 +155,13 @@ def attention_length(hf_config: Any) -> float:
     attention_cost = _mla_cost if shape.has_latent_attention else _grouped_attention_cost
     layer_weights, pair_cost = attention_cost(fields, shape)
     num_linear = len(shape.linear_layers)
-    num_full = layers - num_linear
+    num_windows = len(shape.window_layers)
+    num_grouped = layers - num_linear
 
     # Weights that one token is multiplied by: attention, dense MLPs (gate, up, down), and the output layer.
     num_dense = layers if shape.num_experts is None else len(shape.dense_layers)
     dense_size = getattr(hf_config, "intermediate_size", None) or 0
-    weights = num_full * layer_weights + num_dense * 3 * hidden * dense_size + hidden * shape.vocab_size
+    weights = num_grouped * layer_weights + num_dense * 3 * hidden * dense_size + hidden * shape.vocab_size
     weights += num_linear * _linear_attention_cost(shape)
     if shape.num_experts is not None:
         # Of an MoE layer only the top-k experts count, besides the shared expert and the router.
@@ -164,8 +169,11 @@ def attention_length(hf_config: Any) -> float:
         shared_size = fields.get("moe_shared_expert_intermediate_size", 0)
         weights += (layers - num_dense) * hidden * (3 * (expert_size + shared_size) + shape.num_experts)
 
+    if num_windows:
+        weights += num_windows * pair_cost * hf_config.sliding_window
     # The causal mask leaves half of the pairs: n tokens cost ``n * weights`` and ``num_full * pair_cost * n**2 / 2``.
-    return weights / (num_full * pair_cost / 2)
+    num_full = num_grouped - num_windows
+    return weights / (num_full * pair_cost / 2) if num_full else math.inf
 
 
 def _grouped_attention_cost(fields: Mapping[str, Any], shape: ModelShape) -> tuple[int, int]:

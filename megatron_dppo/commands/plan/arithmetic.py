@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +23,13 @@ class KvCachePlan:
     """Key-value cache of the rollout engine."""
 
     bytes_per_token: int
-    """Bytes of keys and values per token, in all layers and on all GPUs of one server."""
+    """Bytes of keys and values per token, in all layers that keep every token, on all GPUs of one server."""
     bytes_per_sequence: int
     """Bytes of the states of linear attention per sequence, in all layers and on all GPUs of one server. 0 without."""
+    window_bytes_per_token: int = 0
+    """Bytes of keys and values per token in the layers with a sliding window. 0 without."""
+    window: int = 0
+    """Tokens of the sliding window."""
     gpus_per_server: int
     cache_bytes: int | None
     """Bytes of the cache on one GPU. None with the local engine."""
@@ -47,15 +52,19 @@ def plan_kv_cache(config: Config, hf_config: Any, parameters: int, machine: GpuN
     heads, values_per_head = _cache_layout(hf_config)
     # Linear attention caches states of a fixed size instead.
     shape = model_shape(hf_config)
-    num_full_layers = shape.num_layers - len(shape.linear_layers)
+    num_full_layers = shape.num_layers - len(shape.linear_layers) - len(shape.window_layers)
     states = _state_bytes(hf_config, shape.linear, size)
     per_token = num_full_layers * heads * values_per_head * size
+    window_per_token = len(shape.window_layers) * heads * values_per_head * size
+    window = hf_config.sliding_window if shape.window_layers else 0
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     weight_bytes = served_weight_bytes(config, parameters)
     if config.rollout.engine == "local":
         return KvCachePlan(
             bytes_per_token=per_token,
             bytes_per_sequence=states,
+            window_bytes_per_token=window_per_token,
+            window=window,
             gpus_per_server=1,
             cache_bytes=None,
             tokens_in_flight=None,
@@ -70,16 +79,36 @@ def plan_kv_cache(config: Config, hf_config: Any, parameters: int, machine: GpuN
     cache_bytes = round(server_memory_bytes(config, machine) - weight_bytes / gpus)
     # With more GPUs than key-value heads, several GPUs hold copies of the same head.
     copies = max(1, attention_gpus // heads)
+    window_tokens = _cached_window_tokens(config.rollout.engine, options, window, longest)
+    sequence = copies * (per_token * longest + window_per_token * window_tokens) + states
     return KvCachePlan(
         bytes_per_token=per_token,
         bytes_per_sequence=states,
+        window_bytes_per_token=window_per_token,
+        window=window,
         gpus_per_server=gpus,
         cache_bytes=cache_bytes,
         # The states of linear attention are split by heads as well, and count once for each sequence.
-        tokens_in_flight=max(0, cache_bytes * gpus * longest // (per_token * copies * longest + states)),
+        tokens_in_flight=max(0, int(cache_bytes * gpus * longest // sequence)),
         longest=longest,
         weight_bytes=weight_bytes,
     )
+
+
+_SGLANG_WINDOW_RATIO = 0.8
+"""SGLang's default of ``swa-full-tokens-ratio``: tokens of the cache of layers with a window, over those of others."""
+
+
+def _cached_window_tokens(engine: str, options: Mapping[str, Any], window: int, longest: int) -> float:
+    """Return the tokens of one sequence of ``longest`` for which a server has room in the layers with a window.
+
+    vLLM frees what no query sees any more. SGLang has two pools of a fixed ratio.
+    """
+    if not window or options.get("disable-hybrid-swa-memory") is True:
+        return longest
+    if engine == "vllm":
+        return longest if options.get("disable-hybrid-kv-cache-manager") is True else min(window, longest)
+    return longest * float(options.get("swa-full-tokens-ratio", _SGLANG_WINDOW_RATIO))
 
 
 def served_weight_bytes(config: Config, parameters: int) -> int:

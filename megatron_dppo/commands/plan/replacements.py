@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_dppo.commands.plan.attention_kernels import Sinks, counted_keys
 from megatron_dppo.commands.plan.delta_kernels import REHEARSED_KERNELS
 from megatron_dppo.head import columns, loss, row_kernels, row_plan, stats
 from megatron_dppo.mcore import forward
@@ -117,12 +118,13 @@ def _skip_grouped_gemm(_: Assumptions) -> None:
 
 
 def _attend_without_mask(_: Assumptions) -> None:
-    with_mask = SDPACoreAttention._attend_bucket
-
     def attend(self: SDPACoreAttention, query: Tensor, key: Tensor, value: Tensor, positions: Any) -> Tensor:
-        if self.window is not None or self.softmax_offset is not None:
-            return with_mask(self, query, key, value, positions)
-        return self._attend(query, key, value, None)
+        del positions
+        sinks, self.softmax_offset = self.softmax_offset, None
+        count = counted_keys(key.shape[1], self.window)
+        output = self._attend(query, key[:, :count], value[:, :count], None)
+        self.softmax_offset = sinks
+        return output if sinks is None else Sinks.apply(output, sinks)
 
     SDPACoreAttention._attend_bucket = attend  # type: ignore[method-assign]
 
@@ -148,7 +150,7 @@ REPLACEMENTS: Sequence[Replacement] = (
     ),
     Replacement(
         _attend_without_mask,
-        "kernels of context parallelism know the causal mask: half of its pairs, and no mask in memory",
+        "kernels know the causal mask, windows and sinks: the pairs of visible keys, and no mask in memory",
         True,
     ),
     Replacement(

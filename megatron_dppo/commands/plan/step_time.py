@@ -44,6 +44,10 @@ class ServedModel:
     cache_bytes_per_token: int
     state_bytes_per_sequence: int
     """Bytes of the states of linear attention, which each token reads and writes."""
+    window_bytes_per_token: int = 0
+    """Bytes of the cache per token in the layers with a sliding window. 0 without."""
+    window: int = 0
+    """Tokens of the sliding window."""
 
     def iteration_seconds(
         self, sequences: int, context_tokens: float, gpus: int, machine: GpuNode, peak: float
@@ -63,6 +67,7 @@ class ServedModel:
         chosen = 1 - (1 - self.expert_fraction) ** sequences
         moved = self.dense_bytes + chosen * self.expert_bytes + self.cache_bytes_per_token * context_tokens
         moved += 2 * self.state_bytes_per_sequence * sequences
+        moved += self.window_bytes_per_token * min(context_tokens, sequences * self.window)
         memory = moved / (gpus * machine.memory_bandwidth * machine.bandwidth_efficiency)
         # Two bytes a weight, two FLOPs a weight and token.
         active = self.dense_bytes + self.expert_fraction * self.expert_bytes
@@ -91,6 +96,8 @@ def served_model(hf_config: Any, parameters: int, expert_parameters: int, cache:
         expert_fraction=topk / shape.num_experts if shape.num_experts else 0.0,
         cache_bytes_per_token=cache.bytes_per_token,
         state_bytes_per_sequence=cache.bytes_per_sequence,
+        window_bytes_per_token=cache.window_bytes_per_token,
+        window=cache.window,
     )
 
 

@@ -197,6 +197,8 @@ def _host_time(plan: Plan) -> str:
 def _rollouts_line(plan: Plan) -> str:
     cache = plan.kv_cache
     per_token = f"rollouts {cache.bytes_per_token / 1024:.0f} KiB of keys and values per token"
+    if cache.window:
+        per_token += f", and {cache.window_bytes_per_token / 1024:.0f} KiB for each of the last {cache.window}"
     if cache.cache_bytes is None or cache.tokens_in_flight is None:
         return f"{per_token}; sampled by the local engine in the training processes"
     servers = f"{cache.gpus_per_server} {plan.machine.name}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.mcore.compat.dispatcher import release_routes
 from megatron_dppo.mcore.compat.extensions import replace_load_inline
 from megatron_dppo.mcore.compat.fused_adam import FusedAdam
 from megatron_dppo.mcore.compat.gloo import silence_megatron, skip_single_rank_collectives, support_uneven_splits
@@ -306,5 +307,14 @@ SHIMS = (
         _ALL,
         "MLA accepts any layer, and MLASelfAttention sums that gradient",
         on_cuda=True,
+    ),
+    Shim(
+        release_routes,
+        "dispatchers keep the routes of a layer, and with full recomputation its input and that input's gradient, "
+        "until the layer's next forward pass",
+        _ALL,
+        "token dispatchers hold no tensor with a gradient after the layer's forward pass",
+        on_cuda=True,
+        with_te=True,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_dppo.commands.plan.arithmetic import longest_sample
+from megatron_dppo.commands.plan.arithmetic import longest_sample, plan_kv_cache
+from megatron_dppo.commands.plan.attention_kernels import counted_keys
 from megatron_dppo.commands.plan.child import RehearsalRequest
 from megatron_dppo.commands.plan.delta_kernels import REHEARSED_KERNELS, DeltaRule
 from megatron_dppo.commands.plan.few_layers import FewLayers, choose_layers, layer_kinds, with_layers
@@ -22,16 +24,18 @@ from megatron_dppo.commands.plan.models import count_parameters, load_model_conf
 from megatron_dppo.commands.plan.plan import make_plan
 from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
 from megatron_dppo.commands.plan.rehearse import RankRole, rehearsed_micro_batches
+from megatron_dppo.commands.plan.step_time import served_model
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.balance import cost
+from megatron_dppo.data.balance import assign_samples, cost
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.compat.delta_rule import delta_rule
 from megatron_dppo.policy.packed import attention_length
 from tests.distributed.families import family_config
 from tests.distributed.layouts import CP, EP, FULL, PP, SELECTIVE, TP, VPP
 from tests.distributed.parity import Case, config_for
+from tests.unit.configs import config as run_config
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,11 @@ def test_a_plan_from_a_few_layers_is_that_of_all(
     assert choose_layers(model, layout, rank) is not None
     few, whole = (rehearsals.run([request], few_layers=some)[0] for some in (True, False))
     assert_alike(few, whole)
+    if transformer == FULL:
+        # The inputs that recomputation begins with, and their gradients, are gone after the backward pass.
+        left = whole.peaks["reduce"].by_phase
+        inputs = model.num_hidden_layers * 192 * model.hidden_size * 2 // (layout.tp * layout.cp)
+        assert left.get("forward", 0) + left.get("backward", 0) < inputs / 4
 
 
 def assert_alike(few: UpdateMeasurement, whole: UpdateMeasurement) -> None:
@@ -217,6 +226,113 @@ def test_flops_of_a_gated_delta_net_match_the_formula(rehearsals: RehearsalPool)
     convolution = 2 * (tokens + 3) * (2 * keys + values) * 4
     chunk = 2 * c * c * (3 * d + 2 * e) + 3 * 2 * c * d * e
     assert flops == 2 * tokens * (projections + experts) + convolution + tokens // c * heads * chunk
+
+
+def windowed(kinds: str, window: int) -> Any:
+    """A tiny gpt-oss with a layer for each letter: a window (s), or full attention (f)."""
+    config = family_config("gpt_oss")
+    config.num_hidden_layers = len(kinds)
+    config.layer_types = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+    config.sliding_window = window
+    return config
+
+
+@pytest.mark.parametrize("window", [1, 5, 96, 191, 192, 500])
+def test_a_window_counts_the_pairs_that_its_mask_shows(window: int) -> None:
+    tokens = 192
+    shown = sum(min(position + 1, window) for position in range(tokens))
+    counted = tokens * counted_keys(tokens, window - 1) / 2
+    # The whole number of keys is rounded, and half of the square lacks half of its diagonal.
+    assert abs(counted - shown) <= tokens / 2
+    assert counted_keys(tokens, None) == tokens
+
+
+@pytest.mark.slow
+def test_layers_with_windows_and_sinks_cost_what_their_masks_show(rehearsals: RehearsalPool) -> None:
+    """A layer of a tiny model, as the difference of a model with one layer more, against the pairs of its mask."""
+    tokens, window = 1536, 64
+    config = config_for(Case(micro_batch_tokens=tokens), data={"max_prompt_tokens": tokens - 8})
+    kinds = ("sf", "ssf", "sff")
+    models = [windowed(kind, window) for kind in kinds]
+    base, sliding, full = rehearsals.run(
+        [
+            RehearsalRequest(
+                config=config,
+                hf_config=model,
+                layout=layout_of(model),
+                role=RankRole(rank=0),
+                machine=MACHINES["h100"],
+            )
+            for model in models
+        ]
+    )
+
+    def flops(measured: UpdateMeasurement) -> int:
+        return sum(measured.work["forward"].flops.values())
+
+    hidden, heads, groups, size = 64, models[0].num_attention_heads, models[0].num_key_value_heads, models[0].head_dim
+    projections = 2 * hidden * size * (heads + groups)
+    # Two chosen experts, and the router.
+    experts = 2 * 3 * hidden * models[0].intermediate_size + hidden * models[0].num_local_experts
+    matrices = 2 * tokens * (projections + experts)
+    pair = 2 * 2 * heads * size
+    shown = sum(min(position + 1, window) for position in range(tokens))
+    assert flops(sliding) - flops(base) == pytest.approx(matrices + pair * shown, rel=2e-3)
+    assert flops(full) - flops(base) == matrices + pair * tokens * tokens // 2
+    # A window needs as much memory as full attention: neither keeps a mask.
+    kept = [one.peak.total - sum(one.static.values()) for one in (sliding, full)]
+    assert kept[0] == pytest.approx(kept[1], rel=0.02)
+
+
+def test_servers_cache_what_windows_show() -> None:
+    """By hand, of gpt-oss-20b: 12 layers with a window of 128, 12 without, 8 heads of 64, keys and values in bf16."""
+    model = load_model_config("gpt-oss-20b")[0]
+    layer = 2 * 8 * 64 * 2
+    longest = 8192
+    data = {"max_prompt_tokens": 1024}
+    room = {}
+    for name, engine, options, window_tokens in (
+        ("vllm", "vllm", {}, 128),
+        ("without", "vllm", {"disable-hybrid-kv-cache-manager": True}, longest),
+        ("sglang", "sglang", {}, 0.8 * longest),
+        ("ratio", "sglang", {"swa_full_tokens_ratio": 0.1}, 0.1 * longest),
+        ("off", "sglang", {"disable-hybrid-swa-memory": True}, longest),
+    ):
+        rollout = {"engine": engine, "dtype": "bf16", "max_new_tokens": longest - 1024, engine: options}
+        planned = plan_kv_cache(run_config(rollout=rollout, data=data), model, 0, MACHINES["h100"])
+        assert (planned.bytes_per_token, planned.window_bytes_per_token, planned.window) == (
+            12 * layer,
+            12 * layer,
+            128,
+        )
+        assert planned.cache_bytes is not None and planned.tokens_in_flight is not None
+        sequence = 12 * layer * (longest + window_tokens)
+        room[name] = planned.tokens_in_flight
+        assert room[name] == pytest.approx(planned.cache_bytes * longest / sequence, rel=1e-6)
+    assert room["vllm"] > 1.9 * room["without"] and room["off"] == room["without"]
+    served = served_model(model, 10**9, 0, planned)
+    seconds = [
+        served.iteration_seconds(1000, 1000 * length, 1, MACHINES["h100"], 1e30) for length in (128, 256, 4096, 4224)
+    ]
+    # Beyond the window a token reads further keys in half of the layers alone.
+    rate = MACHINES["h100"].memory_bandwidth * MACHINES["h100"].bandwidth_efficiency
+    assert seconds[1] - seconds[0] == pytest.approx(1000 * 128 * 12 * layer / rate)
+    assert seconds[3] - seconds[2] == pytest.approx(seconds[1] - seconds[0])
+
+
+def test_windows_make_attention_a_cost_of_each_token() -> None:
+    gpt = load_model_config("gpt-oss-20b")[0]
+    pair, hidden = 2 * 64 * 64, 2880
+    # Queries and output of 64 heads of 64, keys and values of 8; 4 experts, the router, the head.
+    matrices = 24 * (2 * hidden * 64 * (64 + 8) + 4 * 3 * hidden * hidden + 32 * hidden) + hidden * 201088
+    n = attention_length(gpt)
+    assert 12 * pair * n * n / 2 == pytest.approx(n * (matrices + 12 * pair * 128))
+    every = family_config("mistral")
+    every.sliding_window = 5
+    assert attention_length(every) == math.inf and cost(100, math.inf) == 100
+    rows = assign_samples([9, 8, 7, 3, 2, 1], 2, 15, attention_length=math.inf)
+    assert sorted(i for rank in rows for row in rank for i in row) == [0, 1, 2, 3, 4, 5]
+    assert [sum((9, 8, 7, 3, 2, 1)[i] for row in rank for i in row) for rank in rows] == [15, 15]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("Qwen3.5-35B-A3B", 34.7), ("Qwen3.5-397B-A17B", 396.3)])
