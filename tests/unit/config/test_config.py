@@ -299,7 +299,7 @@ def test_dppo_and_cispo_cap_the_ratio_by_default() -> None:
             5.0 if name.startswith("dppo_") else caps.get(name, math.inf),
         )
         assert LossConfig(name=name).ratio_limits == (floor, cap)
-        if name not in ("gspo", "gmpo", "vespo", "ppo_clip", "ppo_decoupled"):
+        if name not in ("gspo", "gmpo", "m2po", "vespo", "ppo_clip", "ppo_decoupled"):
             assert LossConfig(name=name, ratio_cap="off").ratio_limits == (floor, math.inf)
             assert LossConfig(name=name, ratio_cap=3.0).ratio_limits == (floor, 3.0)
     assert LossConfig(name="score_centering").ratio_limits == (0.0, 2.0)
