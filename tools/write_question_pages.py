@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.commands.experiments.grid import GridRun
-from megatron_dppo.commands.experiments.paired import Comparison, compare, effect_size, holm, judge_pair
+from megatron_dppo.commands.experiments.paired import (
+    Comparison,
+    compare,
+    effect_size,
+    holm,
+    judge_pair,
+    without_open_searches,
+)
 from megatron_dppo.commands.experiments.row import relabel_row
 from megatron_dppo.commands.experiments.statistics import Row, band, masked, mean_reward
 from megatron_dppo.commands.experiments.store import Rows, Store
@@ -28,7 +35,6 @@ from megatron_dppo.errors import UserError
 PAGES = Path(__file__).parents[1] / "docs/questions"
 _BINARY = "dppo_binary_tv tuned"
 _STALE = "staleness 8"
-_OPEN = "search unfinished"
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,6 @@ class Results:
     runs: Sequence[GridRun]
     comparisons: Sequence[tuple[Comparison, float]]
     """Every declared comparison with its corrected p-value."""
-    searched: frozenset[tuple[str, str]]
-    """Task and loss of every finished search."""
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -60,13 +64,11 @@ class Results:
             report = stage.report(quick=False, seeds=None, rows=by_key.values())
             by_key |= store.read(report)
             runs += [*search, *report]
-        missing = {(run.task, run.loss) for run in runs if run.phase == "search" and run.key not in by_key}
-        searched = {(run.task, run.loss) for run in runs if run.phase == "search"} - missing
         rows = [relabel_row(by_key[run.key], run) for run in runs if run.key in by_key]
-        reported = [run for run in runs if run.phase == "report"]
-        comparisons = compare(THIRD_EDITION.claims, rows, reported)
+        comparisons = compare(THIRD_EDITION.claims, rows, runs)
         corrected = holm([each.p_value for each in comparisons], len(comparisons))
-        return cls(rows, reported, list(zip(comparisons, corrected, strict=True)), frozenset(searched))
+        reported = [run for run in runs if run.phase == "report"]
+        return cls(without_open_searches(rows, runs), reported, list(zip(comparisons, corrected, strict=True)))
 
     def cell(self, task: str, mismatch: str, loss: str) -> list[Row]:
         """Return the finished rows of a cell."""
@@ -76,11 +78,6 @@ class Results:
     def seeds(self, task: str, mismatch: str, loss: str) -> int:
         """Return the number of declared seeds of a cell."""
         return len({run.seed for run in self.runs if (run.task, run.mismatch, run.loss) == (task, mismatch, loss)})
-
-    def settings(self, loss: str, text: str) -> str:
-        """Return the settings of a loss, or that they are not known yet."""
-        is_open = loss.endswith(" tuned") and not any(name == loss for _, name in self.searched)
-        return _OPEN if is_open else text
 
 
 def claims_table(results: Results, wanted: Callable[[Comparison], bool]) -> str:
@@ -96,8 +93,7 @@ def claims_table(results: Results, wanted: Callable[[Comparison], bool]) -> str:
             continue
         claim = each.claim
         better, worse = (
-            f"`{loss}` ({results.settings(loss, text)})"
-            for loss, text in zip((claim.better, claim.worse), each.settings, strict=True)
+            f"`{loss}` ({text})" for loss, text in zip((claim.better, claim.worse), each.settings, strict=True)
         )
         apart, size = band(each.differences), effect_size(each.differences)
         seconds = [_seconds(results.cell(each.task, each.mismatch, loss)) for loss in (claim.better, claim.worse)]

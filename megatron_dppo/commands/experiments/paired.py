@@ -97,20 +97,32 @@ def effect_size(differences: Sequence[float]) -> float | None:
     return None if isclose(deviation, 0.0, abs_tol=1e-12) else mean / deviation
 
 
+def without_open_searches(rows: Sequence[Row], runs: Sequence[GridRun]) -> list[Row]:
+    """Return the rows without those of losses whose search is unfinished, since it may choose other settings.
+
+    Args:
+        rows: Rows of finished runs.
+        runs: Declared runs, of searches too.
+    """
+    finished = {row["key"] for row in rows}
+    searching = {run.loss for run in runs if run.phase == "search" and not run.refusal and run.key not in finished}
+    return [row for row in rows if row["loss"] not in searching]
+
+
 def compare(claims: Sequence[Claim], rows: Sequence[Row], runs: Sequence[GridRun]) -> list[Comparison]:
     """Return every claim in every condition that has both of its losses.
 
     Args:
         claims: Claims of the experiment.
-        rows: Rows of finished runs.
-        runs: Declared runs. Refused ones are in no comparison.
+        rows: Rows of finished runs. Those of losses whose search is unfinished do not count.
+        runs: Declared runs, of searches too. Refused ones are in no comparison.
     """
     declared: dict[Cell, dict[int, GridRun]] = {}
     for run in runs:
         if run.phase == "report" and not run.refusal:
             declared.setdefault((run.task, run.mismatch, run.loss), {})[run.seed] = run
     finished: dict[Cell, dict[int, Row]] = {}
-    for row in rows:
+    for row in without_open_searches(rows, runs):
         if row["phase"] == "report":
             finished.setdefault((row["task"], row["mismatch"], row["loss"]), {})[int(row["seed"])] = row
     comparisons = []

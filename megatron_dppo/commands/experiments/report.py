@@ -128,7 +128,7 @@ def _write(folder: Path, experiment: Experiment, runs: Sequence[GridRun], by_key
     reported = [run for run in runs if run.phase == "report"]
     parts = [f"# {experiment.title}", format_results(rows, reported)]
     if experiment.has_paired_tests:
-        comparisons = compare(experiment.claims, rows, reported)
+        comparisons = compare(experiment.claims, rows, runs)
         parts.append("## Verdicts\n\n" + format_comparisons(comparisons))
         parts.append("## Columns\n\n" + format_columns(rows, runs))
     elif experiment.claims:
