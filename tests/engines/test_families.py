@@ -25,7 +25,17 @@ from tests.engines.probes import expectation, run
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 
 SERVED: Mapping[str, tuple[str, ...]] = {
-    "vllm": ("glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen3_next", "qwen3_5_moe_text", PUBLISHED),
+    "vllm": (
+        "deepseek_v3",
+        "glm4_moe",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmoe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        PUBLISHED,
+    ),
     "sglang": ("glm4_moe", "llama", "mixtral", "olmoe"),
 }
 """Models of ``family_models.NAMES`` that each engine serves on a CPU. Qwen3-MoE and Qwen2-MoE have other tests."""
