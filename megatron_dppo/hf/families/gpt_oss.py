@@ -135,6 +135,7 @@ FAMILIES = (
             Published("gpt-oss-20b", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.91),
             Published("gpt-oss-120b", {}, 116.83),
         ),
+        recipes=("gpt_oss_20b/dppo.toml",),
         shape=_shape,
         fields=_fields,
         rope=_rope,
