@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
 from tests.e2e.runs import CONFIG, flags, step_records, train
 from tests.engines.calls import SHORT, ask, call
+from tests.engines.family_models import FamilyModel
 from tests.engines.proxy import Before, Exchange, Proxy
 from tests.engines.runs import arguments
 from tests.engines.servers import TOOLS, Engine, free_port, start_engine, stop_engine, wait_ready
@@ -25,6 +27,12 @@ from tests.unit.configs import server_plans
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
 ATTENTION = '["q_proj", "k_proj", "v_proj", "o_proj"]'
 STEPS = 3
+FAMILIES = [
+    pytest.param(engine, name, id=f"{engine}-{name}", marks=pytest.mark.long)
+    for engine, names in {"sglang": ("mixtral",)}.items()
+    for name in names
+]
+"""Engines, and families whose adapters on attention they load on a CPU, beyond Qwen3."""
 
 
 def settings(engine: str, model: Path, **more: Any) -> dict[str, Any]:
@@ -165,6 +173,14 @@ def test_sglang_samples_from_base_and_adapter(sglang: Engine, moe: Path, tmp_pat
 
 def test_vllm_samples_from_base_and_adapter(vllm: Engine, dense: Path, tmp_path: Path) -> None:
     check_run(vllm, dense, tmp_path / "run", processes=1)
+
+
+@pytest.mark.parametrize(("engine_name", "name"), FAMILIES)
+def test_servers_of_other_families_sample_from_base_and_adapter(engine_name: str, name: str, tmp_path: Path) -> None:
+    model = FamilyModel(name, tmp_path / "model", seed=3).folder
+    (tmp_path / "server").mkdir()
+    with contextlib.contextmanager(served)(engine_name, model, tmp_path / "server") as engine:
+        check_run(engine, model, tmp_path / "run", processes=1)
 
 
 async def without_adapter(exchange: Exchange) -> bool:

@@ -36,7 +36,7 @@ SERVED: Mapping[str, tuple[str, ...]] = {
         "qwen3_5_moe_text",
         PUBLISHED,
     ),
-    "sglang": ("glm4_moe", "llama", "mixtral", "olmoe"),
+    "sglang": ("glm4_moe", "llama", "mixtral", "olmoe", "qwen2"),
 }
 """Models of ``family_models.NAMES`` that each engine serves on a CPU. Qwen3-MoE and Qwen2-MoE have other tests."""
 STOPPED: Mapping[str, tuple[str, ...]] = {
