@@ -29,7 +29,7 @@ ATTENTION = '["q_proj", "k_proj", "v_proj", "o_proj"]'
 STEPS = 3
 FAMILIES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=pytest.mark.long)
-    for engine, names in {"sglang": ("mixtral",)}.items()
+    for engine, names in {"sglang": ("mixtral",), "vllm": ("llama",)}.items()
     for name in names
 ]
 """Engines, and families whose adapters on attention they load on a CPU, beyond Qwen3."""
