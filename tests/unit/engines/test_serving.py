@@ -216,7 +216,11 @@ def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
         assert group.wait_healthy(stop)
         pids = json.loads((tmp_path / f"started-{port}.json").read_text())["pids"]
         assert all(map(is_running, pids))
-    assert not any(map(is_running, pids))
+    # The launcher's child is nobody's here: on a busy machine it may take a moment until it is gone.
+    end = time.monotonic() + 30
+    while any(map(is_running, pids)):
+        assert time.monotonic() < end, "a killed launcher leaves processes"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_gdpo_normalizes_each_part_of_a_reward_by_itself() -> None:
         ({"reward": {"functions": {"right": {"function": "math"}}}}, "'right' is the only one"),
         ({"reward": {"format": 0.1, "kl_coef": 0.1}}, "reward.kl_coef"),
         ({"reward": {"format": 0.1}, "rollout": {"generate": "a.py:f"}}, "rollout.generate"),
-        ({"reward": {"format": 0.1}, "agent": {"command": ["a"]}}, r"\[agent\]"),
+        ({"reward": {"format": 0.1}, "agent": {"command": ["a"], "reward": "exit"}}, "agent.reward = 'exit'"),
     ],
 )
 def test_gdpo_needs_a_reward_with_parts(settings: Mapping[str, Mapping[str, object]], text: str) -> None:
