@@ -58,6 +58,15 @@ def hybrid(layers: int, dense: Sequence[int] = ()) -> Any:
     return config
 
 
+def of_layers(family: str, layers: int, **fields: Any) -> Any:
+    """A tiny model of a family with more layers."""
+    config = family_config(family)
+    config.num_hidden_layers = layers
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
 def test_both_ends_of_a_chunk_stay_and_each_kind_is_added_between_them() -> None:
     model = load_model_config("Qwen3.5-35B-A3B")[0]
     # 40 layers, full attention in 3, 7, ... 39.
@@ -97,6 +106,12 @@ def test_a_model_of_some_layers_has_their_kinds_or_there_is_none() -> None:
 
 CASES = [
     (hybrid(20), 4, {**TP, **EP}, FULL, "bf16", 0),
+    pytest.param(of_layers("deepseek_v3", 24, first_k_dense_replace=3), 2, EP, FULL, "bf16", 0, marks=pytest.mark.long),
+    pytest.param(
+        of_layers("gpt_oss", 24, layer_types=["sliding_attention", "full_attention"] * 12),
+        *(2, CP, FULL, "bf16", 0),
+        marks=pytest.mark.long,
+    ),
     (hybrid(40, dense=[1, 22]), 4, {**PP, **CP}, {}, "bf16", 2),
     pytest.param(hybrid(80), 4, {**VPP, **EP}, SELECTIVE, "fp32", 0, marks=pytest.mark.long),
 ]
