@@ -134,7 +134,7 @@ def test_a_plan_from_a_few_layers_is_that_of_all(
         # The inputs that recomputation begins with, and their gradients, are gone after the backward pass.
         left = whole.peaks["reduce"].by_phase
         inputs = model.num_hidden_layers * 192 * model.hidden_size * 2 // (layout.tp * layout.cp)
-        assert left.get("forward", 0) + left.get("backward", 0) < inputs / 4
+        assert left.get("forward", 0) + left.get("backward", 0) < inputs / 2
 
 
 def assert_alike(few: UpdateMeasurement, whole: UpdateMeasurement) -> None:
