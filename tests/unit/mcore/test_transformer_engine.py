@@ -79,7 +79,8 @@ print(*applied)
 
     package(tmp_path, "")
     assert run() == [
-        "_load_optimizer_without_grad _copy_offloaded_shards_only _offload_fp32_weights replace_load_inline"
+        "_load_optimizer_without_grad _copy_offloaded_shards_only _offload_fp32_weights replace_load_inline "
+        "release_routes"
     ]
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise ImportError")
     assert run() == ["refused", ""]
