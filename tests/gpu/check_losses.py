@@ -38,6 +38,7 @@ def random_inputs() -> LossInputs:
         loss_mask=mask,
         sequence_ids=rows // SEQUENCE,
         token_weights=torch.ones(TOKENS, dtype=torch.float64),
+        largest_square=torch.full((TOKENS,), 0.2, dtype=torch.float64),
         **topk_fields(policy.exp(), rollout.exp(), sampled, TOPK),
     )
 
