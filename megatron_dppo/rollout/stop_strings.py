@@ -62,7 +62,8 @@ class StopStrings:
     def request_sizes(limit: int) -> Iterator[int]:
         """Yield the numbers of tokens to request one after the other, ``limit`` in all.
 
-        Each is as large as all before it together: fewer tokens are dropped than are kept, or the size of the first.
+        Each is as large as all before it together: fewer tokens are dropped than stay in the response, or at
+        most as many as the first request has.
         """
         total = 0
         while total < limit:

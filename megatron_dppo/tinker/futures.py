@@ -37,8 +37,8 @@ class RequestQueue:
 
     Args:
         max_pending: Maximum number of requests that wait.
-        max_results: Maximum number of results that are kept: a client may ask again if a response was lost.
-        max_bytes: Maximum size of the requests that wait, and of the results that are kept.
+        max_results: Maximum number of stored results: a client may ask again if a response was lost.
+        max_bytes: Maximum size of the requests that wait, and of the stored results.
     """
 
     def __init__(self, max_pending: int, max_results: int, max_bytes: int) -> None:

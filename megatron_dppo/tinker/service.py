@@ -64,7 +64,7 @@ class Limits:
     max_pending: int = 4096
     max_results: int = 4096
     max_bytes: int = 1 << 30
-    """Maximum size of the requests that wait, and of the results that are kept."""
+    """Maximum size of the requests that wait, and of the stored results."""
     max_snapshot_bytes: int = 4 << 30
     """Maximum size of the samplers' adapters in memory. The newest is kept in any case."""
 

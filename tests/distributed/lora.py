@@ -208,7 +208,7 @@ def put(trainer: Any, values: dict[str, Tensor]) -> None:
 
 
 def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of the worst tensor; one below a hundredth of the typical size (an expert of one token) against that."""
+    """Return the error of the worst tensor. A tensor below .01 of the typical size is compared with that size."""
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())[:4]
     typical = sum(float(g.norm()) for g in expected.values()) / len(expected)
     return max(float((actual[n] - g).norm() / max(float(g.norm()), 0.01 * typical)) for n, g in expected.items())

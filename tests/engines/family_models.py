@@ -28,7 +28,7 @@ _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 _EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _LATENT = {
     **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    # transformers sets them from the others, and a copied configuration keeps those of its source.
+    # transformers computes them from other fields, and a copied configuration has the values of its source.
     **{"head_dim": 64, "qk_head_dim": 192},
 }
 """Sizes of the published models, the only ones of vLLM's kernel for latent attention on a CPU."""

@@ -31,7 +31,7 @@ def select_squares(log_ratio: Tensor, advantages: Tensor, tokens: Literal["outwa
 def largest_square(squares: Tensor, limit: float) -> float:
     """Return the number that separates the squares that are kept from those that are masked.
 
-    Example: The means of the one, two and three smallest are 0.01, 0.03 and 0.14. Two are kept:
+    Example: The means of the one, two and three smallest are 0.01, 0.03 and 0.14. The third is masked:
 
         >>> round(largest_square(torch.tensor([0.05, 0.01, 0.36]), limit=0.04), 3)
         0.205

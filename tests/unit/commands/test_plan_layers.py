@@ -51,11 +51,8 @@ def layout_of(hf_config: Any, world_size: int = 1, **parallel: Any) -> Layout:
 
 def hybrid(layers: int, dense: Sequence[int] = ()) -> Any:
     """A tiny Qwen3-Next: every fourth layer has full attention, some have no experts."""
-    config = family_config("qwen3_next")
-    config.num_hidden_layers = layers
-    config.layer_types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
-    config.mlp_only_layers = list(dense)
-    return config
+    kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+    return of_layers("qwen3_next", layers, layer_types=kinds, mlp_only_layers=list(dense))
 
 
 def of_layers(family: str, layers: int, **fields: Any) -> Any:
@@ -295,8 +292,8 @@ def test_layers_with_windows_and_sinks_cost_what_their_masks_show(rehearsals: Re
     assert flops(sliding) - flops(base) == pytest.approx(matrices + pair * shown, rel=2e-3)
     assert flops(full) - flops(base) == matrices + pair * tokens * tokens // 2
     # A window needs as much memory as full attention: neither keeps a mask.
-    kept = [one.peak.total - sum(one.static.values()) for one in (sliding, full)]
-    assert kept[0] == pytest.approx(kept[1], rel=0.02)
+    activations = [each.peak.total - sum(each.static.values()) for each in (sliding, full)]
+    assert activations[0] == pytest.approx(activations[1], rel=0.02)
 
 
 def test_servers_cache_what_windows_show() -> None:

@@ -210,8 +210,8 @@ def test_remax_subtracts_the_reward_of_the_greedy_response() -> None:
         for row, baseline in zip(rewards, baselines, strict=True)
     ]
     samples = make_samples(groups, TrainConfig(advantage="remax"), RewardConfig())
-    found = [set(sample.advantages[sample.loss_mask].tolist()) or {0.0} for sample in samples]
-    assert found == [{value} for row in expected for value in row]
+    advantages = [set(sample.advantages[sample.loss_mask].tolist()) or {0.0} for sample in samples]
+    assert advantages == [{value} for row in expected for value in row]
     metrics = rollout_metrics(groups, samples)
     assert metrics["greedy_reward"] == Metric(1.25, 3) and metrics["greedy_failed_fraction"] == Metric(1, 4)
     assert metrics["greedy_length"] == Metric(16, 4)

@@ -41,7 +41,7 @@ def test_the_limit_leaves_what_removing_the_largest_one_by_one_leaves(seed: int)
 
 
 @pytest.mark.parametrize(
-    ("squares", "limit", "kept"),
+    ("squares", "limit", "remaining"),
     [
         ([], 0.04, []),
         ([0.0, 0.0], 0.04, [0.0, 0.0]),
@@ -50,13 +50,13 @@ def test_the_limit_leaves_what_removing_the_largest_one_by_one_leaves(seed: int)
         ([0.01, 6400.0], 0.04, [0.01]),
     ],
 )
-def test_edges(squares: list[float], limit: float, kept: list[float]) -> None:
+def test_edges(squares: list[float], limit: float, remaining: list[float]) -> None:
     cut = largest_square(torch.tensor(squares), limit)
-    assert [x for x in squares if x <= cut] == kept
+    assert [x for x in squares if x <= cut] == remaining
 
 
 def test_the_mask_and_the_gradient_by_hand() -> None:
-    """A kept token, an outlier upwards, one that leads back, one downwards to pi = 0, and one without advantage."""
+    """A usual token, an outlier upwards, one that leads back, one downwards to pi = 0, and one without advantage."""
     pi = [0.5, 0.9, 0.9, 0.0, 0.9]
     inputs = LossInputs(
         logprobs=torch.tensor(pi, dtype=torch.float64).log().requires_grad_(),

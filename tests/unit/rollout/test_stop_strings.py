@@ -67,7 +67,7 @@ def test_requests_of_growing_size_make_up_the_limit(limit: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_ends_before_the_string_and_goes_on_with_its_tokens(world: World, stream: bool) -> None:
-    kept = REACT[: REACT.index(":", REACT.index("Obs")) + 1]
+    answer_text = REACT[: REACT.index(":", REACT.index("Obs")) + 1]
     world.script = {f"seen{'<|im_end|>'}\n{ASK}": "It is 3", ASK: REACT}
     bodies: list[Any] = []
 
@@ -89,17 +89,17 @@ def test_chat_ends_before_the_string_and_goes_on_with_its_tokens(world: World, s
 
     result = world.play(agent, 2000)
     first, second = bodies
-    assert first["content"] == [{"type": "text", "text": kept.removesuffix("\nObservation:")}]
+    assert first["content"] == [{"type": "text", "text": answer_text.removesuffix("\nObservation:")}]
     if not stream:
         assert (first["stop_reason"], first["stop_sequence"]) == ("stop_sequence", "\nObservation:")
         # One token a byte: all that is charged for, and nothing else, trains.
-        assert first["usage"]["output_tokens"] == len(kept)
+        assert first["usage"]["output_tokens"] == len(answer_text)
     assert second["choices"][0]["message"]["content"] == "It is 3"
-    assert world.trained(result) == [kept, "It is 3<|im_end|>"]
-    between = f"{kept}<|im_end|>\n<|im_start|>user\nseen<|im_end|>\n{ASK}It is 3"
+    assert world.trained(result) == [answer_text, "It is 3<|im_end|>"]
+    between = f"{answer_text}<|im_end|>\n<|im_start|>user\nseen<|im_end|>\n{ASK}It is 3"
     assert between in world.text(result) and result.counts["agent/sequences"] == 1
-    # Parts of 16, 16 and 32 tokens were sampled for it; nothing behind the string is kept.
-    dropped = 64 - len(kept)
+    # Parts of 16, 16 and 32 tokens were sampled for it; nothing behind the string stays.
+    dropped = 64 - len(answer_text)
     assert result.counts["agent/untrained/after_stop"] == dropped / (64 + len("It is 3") + 1)
     assert result.counts["agent/untrained_fraction"] == result.counts["agent/untrained/after_stop"]
     assert [request.params.max_new_tokens for request in world.server.requests[:3]] == [16, 16, 32]
