@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from xdist.scheduler import LoadFileScheduling
+
+    from tests.unit.scripted import World
 
 # Several ranks share the cores of one machine; more threads each make them many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,3 +48,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
             return "tests/e2e" if file.startswith("tests/e2e/") else file
 
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """One token a byte, and ChatML."""
+    from tests.unit.scripted import chat_tokenizer
+
+    return chat_tokenizer()
+
+
+@pytest.fixture
+def world(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A scripted engine for the tests of agents."""
+    from tests.unit.scripted import World
+
+    with closing(World(tokenizer, monkeypatch)) as made:
+        yield made

@@ -27,7 +27,7 @@ from megatron_dppo.functions import load_function
 from megatron_dppo.rewards.item import read_reward, short_repr
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.response_text import decode_response
-from megatron_dppo.rollout.stop_strings import StopStrings
+from megatron_dppo.rollout.stop_strings import StopMatch, StopStrings
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 
 GenerateFunction = Callable[[Prompt, "Turns"], Awaitable[Completion]]
@@ -52,6 +52,8 @@ class Turn:
     """Decoded text without special tokens."""
     finish_reason: FinishReason
     """Reason of the end. ``length``: the limit of this turn or ``rollout.max_new_tokens`` is reached."""
+    stop_match: StopMatch | None = None
+    """Stop string that ended it; None for another end."""
 
 
 class ResponseBranch:
@@ -100,16 +102,17 @@ class ResponseBranch:
         """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
         start = self.position
+        match = None
         if limit <= 0:
             self.finish_reason = FinishReason.LENGTH
         else:
-            self.finish_reason = await self._sample_turn(start, limit, tuple(stop_token_ids), stop_strings)
+            self.finish_reason, match = await self._sample_turn(start, limit, tuple(stop_token_ids), stop_strings)
         tokens = tuple(self.response.tokens[start : self.position])
-        return Turn(tokens, decode_response(self._tokenizer, tokens), self.finish_reason)
+        return Turn(tokens, decode_response(self._tokenizer, tokens), self.finish_reason, match)
 
     async def _sample_turn(
         self, start: int, limit: int, stop: tuple[int, ...], strings: StopStrings | None
-    ) -> FinishReason:
+    ) -> tuple[FinishReason, StopMatch | None]:
         """Replay the recorded turn that begins at ``start``, or sample its remaining tokens."""
         response = self.response
         recorded = next(((end, reason) for end, reason in response.turn_ends if end > start), None)
@@ -120,22 +123,25 @@ class ResponseBranch:
             response.truncate(start)
             recorded = None
             end = start
-        if recorded is None:
+        match = None
+        if recorded is not None:
+            match = None if strings is None else strings.find(response.tokens[start:end].tolist())
+        else:
             if strings is None:
                 reason = await self._sample(response, limit - (end - start), stop)
             else:
-                reason = await self._sample_until_string(start, limit, stop, strings)
+                reason, match = await self._sample_until_string(start, limit, stop, strings)
             # Canceled. The exception unwinds the user's function, which runs anew when the response continues.
             if reason is None:
                 raise TurnsStopped
             recorded = (len(response.tokens), reason)
             response.turn_ends.append(recorded)
         self.position = recorded[0]
-        return recorded[1]
+        return recorded[1], match
 
     async def _sample_until_string(
         self, start: int, limit: int, stop: tuple[int, ...], strings: StopStrings
-    ) -> FinishReason | None:
+    ) -> tuple[FinishReason | None, StopMatch | None]:
         """Sample in parts, and drop the tokens behind the first stop string."""
         response = self.response
         reason: FinishReason | None = FinishReason.LENGTH
@@ -147,10 +153,10 @@ class ResponseBranch:
             if match is not None:
                 self.num_dropped += len(response.tokens) - start - match.num_tokens
                 response.truncate(start + match.num_tokens)
-                return FinishReason.STOP
+                return FinishReason.STOP, match
             if size and reason != FinishReason.LENGTH:
-                return reason
-        return reason
+                break
+        return reason, None
 
     def append(self, given: str | Sequence[int]) -> int:
         """See ``Turns.append``."""

@@ -35,16 +35,9 @@ def python() -> str:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_tool_loop_and_a_second_question_form_one_sequence(
-    framework: str, python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(chat_tokenizer(), monkeypatch)
+def test_a_tool_loop_and_a_second_question_form_one_sequence(framework: str, python: str, world: World) -> None:
     world.script = {f"1+2{ASK}": CALL, f"3</tool_response>{ASK}": "It is 3", f"Sure?{ASK}": "Yes, I am"}
-    try:
-        found = world.play([python, program(framework)], 3000, reward="call")
-    finally:
-        for part in world.open:
-            part.close()
+    found = world.play([python, program(framework)], 3000, reward="call")
     assert not found.failure and found.reward == 2
     assert world.trained(found) == [f"{part}<|im_end|>" for part in (CALL, "It is 3", "Yes, I am")]
     assert found.counts["agent/calls"] == 3 and found.counts["agent/sequences"] == 1

@@ -19,7 +19,7 @@ from megatron_dppo.engines.agents.environment import EnvironmentAgent
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.types import Completion, SamplingParams
 from tests.engines.servers import TOOLS
-from tests.unit.scripted import CALL, SAMPLED, World, chat_tokenizer
+from tests.unit.scripted import CALL, SAMPLED, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 ASK = "<|im_end|>\n<|im_start|>assistant\n"
@@ -59,24 +59,17 @@ def episodes(world: World, python: str, tasks: list[str], **settings: Any) -> li
     return engine.generate(prompts, SamplingParams(max_new_tokens=3000, seed=1))
 
 
-def test_tasks_rewards_and_failures_by_name(
-    rows: list[dict[str, Any]], python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_rewards_and_failures_by_name(rows: list[dict[str, Any]], python: str, world: World) -> None:
     assert [row["name"] for row in rows] == [f"{a}+{b}" for a in (1, 2, 3) for b in (1, 2, 3)]
     assert all(row["prompt"] == row["name"] and len(row["task"]) == 64 for row in rows)
     keys = {row["name"]: row["task"] for row in rows}
-    world = World(chat_tokenizer(), monkeypatch)
     world.script = {
         f"1+2{ASK}": CALL,
         f"3</tool_response>{ASK}": "It is 3",
         f"2+2{ASK}": "I am quite sure that it is 4",
         f"3+3{ASK}": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
     }
-    try:
-        found = episodes(world, python, [keys["1+2"], keys["2+2"], keys["3+3"], "0" * 64])
-    finally:
-        for part in world.open:
-            part.close()
+    found = episodes(world, python, [keys["1+2"], keys["2+2"], keys["3+3"], "0" * 64])
     tool, long, broken, unknown = found
     # One sequence of two turns, with all sampled tokens trained.
     assert not tool.failure and tool.reward == 1.25
@@ -90,20 +83,15 @@ def test_tasks_rewards_and_failures_by_name(
 
 
 def test_the_keys_of_episodes_stay_with_them(
-    rows: list[dict[str, Any]], python: str, monkeypatch: pytest.MonkeyPatch
+    rows: list[dict[str, Any]], python: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs that the environment starts get the secret of verifiers' own server, and no key of the endpoint."""
-    world = World(chat_tokenizer(), monkeypatch)
     world.script = {f"1+2{ASK}": "nothing"}
     monkeypatch.setenv("SECRET_OF_THE_TRAINER", "leaked")
     options = {"agent": {"harness": {"id": "vf_environ"}}}
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'agents'}{os.pathsep}{os.environ['PYTHONPATH']}")
     key = next(row["task"] for row in rows if row["name"] == "1+2")
-    try:
-        (found,) = episodes(world, python, [key], environment_options=options)
-    finally:
-        for part in world.open:
-            part.close()
+    (found,) = episodes(world, python, [key], environment_options=options)
     shown = found.failure
     assert "OPENAI_BASE_URL" in shown and "MEGATRON_DPPO" not in shown and "SECRET_OF_THE_TRAINER" not in shown
 

@@ -60,6 +60,11 @@ class World:
         self.server = FakeServer("http://s:0", sample=self._token)
         self.open: list[Any] = []
 
+    def close(self) -> None:
+        """Close all engines."""
+        for part in self.open:
+            part.close()
+
     def _token(self, request: Any, position: int) -> int:
         text, place, said = self.tokenizer.decode(request.token_ids), 0, "nothing"
         for end, answer in self.script.items():

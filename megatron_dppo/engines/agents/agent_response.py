@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, Message
+from megatron_dppo.engines.agents.agent_request import AgentRequest, Message
 from megatron_dppo.rollout.turns import Turn
 from megatron_dppo.types import FinishReason
 
@@ -59,9 +59,7 @@ class AgentResponse:
         return self.message.get("tool_calls", ())
 
 
-def build_response(
-    call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message, stop_string: str | None
-) -> AgentResponse:
+def build_response(call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message) -> AgentResponse:
     """Return the response to a call.
 
     Args:
@@ -69,7 +67,6 @@ def build_response(
         turn: Sampled tokens.
         prompt: Tokens before them.
         message: The response as a message of the conversation.
-        stop_string: Stop string that ended it; None for another end.
     """
     finish_reason = "tool_calls" if "tool_calls" in message else "stop"
     if turn.finish_reason != FinishReason.STOP:
@@ -80,5 +77,5 @@ def build_response(
         token_ids=turn.token_ids,
         prompt_token_ids=prompt,
         finish_reason=finish_reason,
-        stop_string=stop_string,
+        stop_string=None if turn.stop_match is None else turn.stop_match.text,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.turns import ResponseBranch

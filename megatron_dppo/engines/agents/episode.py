@@ -7,28 +7,24 @@ of them are segments of the episode, and train. Responses stay the tokens that w
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
-
-import torch
+from typing import Any, Literal
 
 from megatron_dppo.engines.agents.agent_clock import AgentClock
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse, build_response
 from megatron_dppo.engines.agents.conversations import (
-    Continuation,
     Conversation,
-    ForkReason,
     TurnSpan,
-    find_continuation,
-    order_tool_results,
     tools_key,
 )
+from megatron_dppo.engines.agents.episode_result import CallCounts, SegmentChoice, choose_segments, token_metrics
+from megatron_dppo.engines.agents.episode_rewards import EpisodeRewards
 from megatron_dppo.engines.agents.named_rewards import NamedRewards
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, ContextLengthError, Message
+from megatron_dppo.engines.agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.response_text import decode_response
@@ -55,15 +51,6 @@ class EpisodeSettings:
     """Tokens that a reward of a single response is credited to."""
     rewards: NamedRewards = field(default_factory=NamedRewards)
     """Parts in which the agent gives its reward."""
-
-
-class _PreparedCall(NamedTuple):
-    """A call that is parsed, rendered and tokenized."""
-
-    request: AgentRequest
-    continuation: Continuation
-    opening: list[int]
-    """Tokens with which the response begins, and which are not sampled: those of a forced tool call."""
 
 
 class Episode:
@@ -104,12 +91,7 @@ class Episode:
         self._conversations: list[Conversation] = []
         self._conversation_by_response: dict[str, tuple[Conversation, int]] = {}
         """Conversation and ``TurnSpan.order`` of each response, by ``AgentResponse.name``."""
-        self._episode_reward: float | None = None
-        """Last reward that the agent sent for the episode."""
-        self._reward_parts: dict[str, float] = {}
-        """Parts of that reward, if the agent gives them."""
-        self._turn_rewards: dict[int, float] = {}
-        """Last reward that the agent sent for each response, by ``TurnSpan.order``."""
+        self._rewards = EpisodeRewards(settings.rewards)
         self._prepare_lock = asyncio.Lock()
         self._running: dict[bytes, asyncio.Task[AgentResponse]] = {}
         """Calls in progress by the digest of their bodies."""
@@ -118,16 +100,9 @@ class Episode:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_sampling = 0
         self._stop_error: TurnsStopped | None = None
-        self._num_admitted = 0
-        self._num_answered = 0
-        self._num_repeated = 0
-        self._num_ignored = Counter[str]()
+        self._counts = CallCounts()
         self.stored_messages: dict[str, Sequence[Message]] = {}
         """Messages up to each response of the Responses API, by its id."""
-        self._num_counted = 0
-        """Number of requests that counted tokens."""
-        self._num_malformed = 0
-        self._forks = Counter[ForkReason]()
         self.clock = AgentClock()
         """Time of the agent."""
 
@@ -144,9 +119,7 @@ class Episode:
     @property
     def reward(self) -> float | None:
         """Sum of the rewards that the agent sent for the episode and for single responses. None: it sent none."""
-        if self._episode_reward is None and not self._turn_rewards:
-            return None
-        return (self._episode_reward or 0.0) + sum(self._turn_rewards.values())
+        return self._rewards.total
 
     def add_reward(self, reward: float, response_id: str | None = None) -> None:
         """Set the reward of the episode, or that of a response; a later one replaces it.
@@ -159,15 +132,14 @@ class Episode:
             CallError: No response of the episode has the id.
         """
         if response_id is None:
-            self._episode_reward = reward
+            self._rewards.set_episode(reward)
             return
         _, order = self._find_response(response_id)
-        self._turn_rewards[order] = reward
+        self._rewards.set_response(order, reward)
 
     def add_rewards(self, parts: Mapping[str, float]) -> None:
         """Set the reward of the episode to the weighted sum of its parts; later ones replace them."""
-        self._reward_parts = dict(parts)
-        self._episode_reward = self.settings.rewards.total(parts)
+        self._rewards.set_parts(parts)
 
     def leave_out(self, response_id: str) -> None:
         """Leave the conversation of a response out of training, with its responses to come.
@@ -191,10 +163,10 @@ class Episode:
         Raises:
             CallError: The episode has made all its calls.
         """
-        if self._num_admitted >= self.max_calls:
+        if self._counts.admitted >= self.max_calls:
             self._has_reached_limit = True
             raise CallError(f"the episode has made its {self.max_calls} calls (agent.max_calls)", 400, "max_calls")
-        self._num_admitted += 1
+        self._counts.admitted += 1
 
     async def respond(
         self, read: Callable[[], AgentRequest], *, digest: bytes = b"", is_trained: bool = True
@@ -213,7 +185,7 @@ class Episode:
             CallError: The call is rejected, or the episode has ended.
         """
         if digest in self._undelivered:
-            self._num_repeated += 1
+            self._counts.repeated += 1
             return self._undelivered.pop(digest)
         task = self._running.get(digest)
         if task is None:
@@ -223,7 +195,7 @@ class Episode:
                 self._running[digest] = task
             task.add_done_callback(lambda done: self._forget(done, digest))
         else:
-            self._num_repeated += 1
+            self._counts.repeated += 1
         # The call goes on for a client that sends it again.
         return await asyncio.shield(task)
 
@@ -238,26 +210,19 @@ class Episode:
         Raises:
             CallError: The call is invalid, or the episode has counted too often.
         """
-        if self._num_counted >= self.max_calls * _COUNTS_PER_CALL:
+        counted = self._counts.token_counts
+        if counted >= self.max_calls * _COUNTS_PER_CALL:
             raise CallError(
-                f"the episode has counted tokens {self._num_counted} times, {_COUNTS_PER_CALL} for each of its calls "
+                f"the episode has counted tokens {counted} times, {_COUNTS_PER_CALL} for each of its calls "
                 "(agent.max_calls)",
                 429,
                 "too_many_requests",
             )
-        self._num_counted += 1
+        self._counts.token_counts += 1
         async with self._prepare_lock:
-            return await self.loop.run_in_executor(self.executor, lambda: self._count_tokens(read))
-
-    def _count_tokens(self, read: Callable[[], AgentRequest]) -> int:
-        try:
-            call = read()
-            self._template.check_size(call, self.max_tokens)
-            return len(self._template.opening(call.messages, call.tools))
-        except CallError:
-            raise
-        except BaseException as error:  # see ``_prepare``
-            raise CallError(f"the call cannot be processed: {type(error).__name__}: {error!s:.200}") from error
+            return await self.loop.run_in_executor(
+                self.executor, partial(count_prompt_tokens, read, self._template, self.max_tokens)
+            )
 
     def keep_undelivered(self, digest: bytes, response: AgentResponse) -> None:
         """Keep a response whose client was gone, for the same body that is sent again."""
@@ -314,9 +279,8 @@ class Episode:
             failure: Reason why the agent failed, else empty.
             counts: Further counters of the episode.
         """
-        turns = self._turns
         reward = None if failure else self.reward
-        reward_parts = {} if failure else self._reward_parts
+        reward_parts = {} if failure else self._rewards.parts
         # Sampled by calls that were in progress when the agent ended, and sent to nobody.
         interrupted = sum(c.branch.response.num_sampled_tokens(c.branch.position) for c in self._conversations)
         # Such a call may have begun a conversation and sampled nothing.
@@ -325,58 +289,31 @@ class Episode:
             too_long = ": its messages have more tokens than rollout.max_new_tokens" if self.is_cut_off else ""
             failure = failure or f"the agent ended without a response of the policy{too_long}"
             await self._sample_one_token()
-        trained = [each for each in self._conversations if each.is_trained and not each.is_left_out]
-        if not trained:
+        choice = choose_segments(self._conversations, self.settings.segments)
+        if not choice.trained:
             failure = failure or "the agent left all responses of the policy out of training; leave out some of them"
-            trained = self._conversations[-1:]
-        left_out = sum(each.num_sampled for each in self._conversations if each not in trained)
-        shorter = 0
-        if self.settings.segments == "longest":
-            # Reversed, so that of equally long conversations the newest is trained on.
-            best = max(reversed(trained), key=lambda conversation: conversation.num_sampled)
-            shorter = sum(each.num_sampled for each in trained if each is not best)
-            trained = [best]
-        last = max(range(len(trained)), key=lambda index: trained[index].last_order)
-        completion = join_segments([self._segment(each) for each in trained], last)
+            last = self._conversations[-1]
+            choice = SegmentChoice([last], choice.left_out - last.num_sampled, 0)
+        trained = choice.trained
+        last_index = max(range(len(trained)), key=lambda index: trained[index].last_order)
+        completion = join_segments([self._segment(each) for each in trained], last_index)
         if self.is_cut_off:
             # Replaces the reason of the last response: the agent wanted to continue and was not allowed to.
             completion = replace(completion, finish_reason=FinishReason.LENGTH)
-        after_stop = sum(each.branch.num_dropped for each in self._conversations)
-        sampled = sum(each.num_sampled for each in self._conversations) + interrupted + after_stop
-        return turns.finish_with(
+        tokens = token_metrics(self._conversations, choice, interrupted)
+        return self._turns.finish_with(
             completion,
             reward,
             reward_parts=reward_parts,
             failure=failure,
-            counts={
-                "agent/calls": self._num_answered,
-                "agent/repeated_calls": self._num_repeated,
-                "agent/rejected_calls": self._num_admitted - self._num_answered - self._num_repeated,
-                "agent/sequences": len(self._conversations),
-                "agent/segments": len(trained),
-                **{f"agent/forks/{reason}": self._forks[reason] for reason in ForkReason},
-                "agent/untrained_fraction": (left_out + shorter + interrupted + after_stop) / sampled,
-                "agent/untrained/left_out": left_out / sampled,
-                "agent/untrained/shorter": shorter / sampled,
-                "agent/untrained/interrupted": interrupted / sampled,
-                "agent/untrained/after_stop": after_stop / sampled,
-                "agent/ignored_settings": self._num_ignored.total(),
-                **{f"agent/ignored/{name}": number for name, number in self._num_ignored.items()},
-                **counts,
-                "agent/malformed_calls": self._num_malformed,
-            },
+            counts={**self._counts.metrics(), **tokens, **counts},
         )
 
     def _segment(self, conversation: Conversation) -> Completion:
         """Return a conversation as a completion, with the text from its first response on."""
         branch = conversation.branch
         text = decode_response(self._turns.tokenizer, branch.token_ids[conversation.prompt_tokens :])
-        past: torch.Tensor | None = None
-        if self.settings.credit == "turn":
-            past = torch.zeros(branch.position)
-            for turn in conversation.turns:
-                earlier = (value for order, value in self._turn_rewards.items() if order < turn.order)
-                past[turn.start : turn.end] = sum(earlier)
+        past = self._rewards.past_rewards(conversation) if self.settings.credit == "turn" else None
         return replace(branch.completion(), text=text, past_rewards=past)
 
     async def _sample_one_token(self) -> None:
@@ -392,10 +329,21 @@ class Episode:
         async with self._prepare_lock:
             if self.interrupted.done():
                 raise CallError("the episode has ended", 503, "episode_over")
-            prepared = await self.loop.run_in_executor(
-                self.executor, lambda: self._prepare(read, is_trained=is_trained)
+            prepare = partial(
+                prepare_call,
+                read,
+                self._conversations,
+                self._template,
+                self._reader,
+                max_tokens=self.max_tokens,
+                is_trained=is_trained,
             )
-            conversation = self._append(prepared, is_trained=is_trained)
+            try:
+                prepared = await self.loop.run_in_executor(self.executor, prepare)
+                conversation = self._append(prepared, is_trained=is_trained)
+            except ContextLengthError:
+                self._is_too_long = True
+                raise
             self._is_too_long = False
             conversation.is_busy = True
         self._num_sampling += 1
@@ -407,46 +355,23 @@ class Episode:
             if not self._num_sampling and self._stop_error is not None:
                 self._interrupt(self._stop_error)
 
-    def _prepare(self, read: Callable[[], AgentRequest], *, is_trained: bool) -> _PreparedCall:
-        """Parse, render and tokenize a call. Runs in a thread and changes no conversation."""
-        try:
-            call = read()
-            self._template.check_size(call, self._turns.params.max_new_tokens)
-            call = replace(call, messages=tuple(order_tool_results(call.messages)))
-            self._reader.check(call)
-            continuation = find_continuation(
-                call, self._conversations, self._template, self._reader, is_trained=is_trained
-            )
-            opening: list[int] = []
-            if call.forced_tool is not None:
-                opening = self._template.call_opening(call.forced_tool, call.tools)
-            return _PreparedCall(call, continuation, opening)
-        except ContextLengthError:
-            self._is_too_long = True
-            raise
-        except CallError:
-            raise
-        except BaseException as error:
-            # Everything here depends on the text of the call alone, which must not end the run. A panic of the
-            # tokenizer is no ``Exception``.
-            raise CallError(f"the call cannot be processed: {type(error).__name__}: {error!s:.200}") from error
-
-    async def _sample_response(self, prepared: _PreparedCall, conversation: Conversation) -> AgentResponse:
+    async def _sample_response(self, prepared: PreparedCall, conversation: Conversation) -> AgentResponse:
         call = prepared.request
-        self._num_answered += 1
-        self._num_ignored.update([*call.ignored, *self._reader.unfollowed_settings(call)])
+        self._counts.answered += 1
+        self._counts.ignored.update([*call.ignored, *self._reader.unfollowed_settings(call)])
         branch = conversation.branch
         prompt = branch.token_ids
         decode = self._reader.text if call.is_chat else partial(decode_response, self._turns.tokenizer)
         strings = StopStrings(call.stop, decode) if call.stop else None
         turn = await branch.sample(call.limit, self._reader.stop_token_ids(call), strings)
-        match = None if strings is None else strings.find(turn.token_ids)
-        parsed = self._reader.parse(call, prompt, turn.token_ids, len(prepared.opening)) if call.is_chat else None
-        if parsed is None:
-            message = {"role": "assistant", "content": turn.text if match is None else turn.text[: match.start]}
-        else:
+        match = turn.stop_match
+        parsed = None
+        if call.is_chat:
+            parsed = self._reader.parse(call, prompt, turn.token_ids, len(prepared.opening), match)
             message = self._reader.message(parsed)
-        response = build_response(call, turn, prompt, message, None if match is None else match.text)
+        else:
+            message = {"role": "assistant", "content": turn.text if match is None else turn.text[: match.start]}
+        response = build_response(call, turn, prompt, message)
         if call.returns_logprobs:
             values = branch.response.logprobs(len(prompt), branch.position)
             texts = tuple(self._turns.tokenizer.decode([token]) for token in turn.token_ids)
@@ -455,7 +380,7 @@ class Episode:
         conversation.turns.append(TurnSpan(len(prompt), branch.position, order))
         self._conversation_by_response[response.name] = (conversation, order)
         if parsed is not None:
-            self._num_malformed += parsed.num_malformed
+            self._counts.malformed += parsed.num_malformed
             conversation.messages = [*call.messages, self._reader.sampled_message(parsed)]
             conversation.keys = self._reader.message_keys(conversation.messages)
             conversation.response_keys.add(conversation.keys[-1])
@@ -464,7 +389,7 @@ class Episode:
             conversation.text = call.text + turn.text
         return response
 
-    def _append(self, prepared: _PreparedCall, *, is_trained: bool) -> Conversation:
+    def _append(self, prepared: PreparedCall, *, is_trained: bool) -> Conversation:
         """Append the tokens of a call to its conversation, or begin one."""
         call = prepared.request
         tokens = [*prepared.continuation.token_ids, *prepared.opening]
@@ -472,7 +397,7 @@ class Episode:
         if conversation is not None:
             self._extend(conversation, tokens, closes=call.is_chat)
             return conversation
-        if len(tokens) >= self._turns.params.max_new_tokens or not tokens:
+        if len(tokens) >= self.max_tokens or not tokens:
             raise self._too_long(len(tokens))
         limit = self.settings.max_segments
         if limit is not None and len(self._conversations) >= limit:
@@ -484,7 +409,7 @@ class Episode:
                 "max_segments",
             )
         if prepared.continuation.fork_reason is not None:
-            self._forks[prepared.continuation.fork_reason] += 1
+            self._counts.forks[prepared.continuation.fork_reason] += 1
         branch = self._turns.begin_branch(tokens)
         num_prompt = len(tokens) - len(prepared.opening)
         conversation = Conversation(branch, num_prompt, tools_key(call), is_chat=call.is_chat, is_trained=is_trained)
@@ -510,5 +435,4 @@ class Episode:
         branch.append(tokens)
 
     def _too_long(self, tokens: int) -> CallError:
-        self._is_too_long = True
-        return ContextLengthError(f"the conversation has {tokens} tokens", self._turns.params.max_new_tokens)
+        return ContextLengthError(f"the conversation has {tokens} tokens", self.max_tokens)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
 from megatron_dppo.engines.agents.agent_response import AgentResponse
 from megatron_dppo.engines.agents.protocol_record import Protocol, StoredMessages
-from megatron_dppo.engines.agents.request_bodies import (
-    AgentRequest,
-    CallError,
+from megatron_dppo.engines.agents.request_fields import (
     is_token_list,
     read_bool,
     read_limit,

@@ -7,20 +7,17 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
 from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.protocol_record import Protocol, StoredMessages, named_event
-from megatron_dppo.engines.agents.request_bodies import (
-    MODEL,
-    AgentRequest,
-    CallError,
-    Message,
+from megatron_dppo.engines.agents.request_fields import (
     make_tool,
     read_bool,
-    read_forced_tool,
     read_limit,
     read_model,
     read_stop,
+    read_tool_choice,
     read_tools,
     require_object,
     text_of_parts,
@@ -30,6 +27,8 @@ from megatron_dppo.engines.agents.request_bodies import (
 _SERVED = frozenset({"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream", "stop_sequences"})
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
 """Fields that change nothing in a response, here as there."""
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": None, "none": "none"}
+"""OpenAI's words for the types of ``tool_choice``. None: an object that names the tool."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -67,24 +66,22 @@ def read_messages(data: object, _: StoredMessages | None = None) -> AgentRequest
     if messages[-1]["role"] == "assistant":
         raise CallError("the last message is the assistant's; the beginning of a response cannot be given")
     tools = [_read_tool(tool, index) for index, tool in enumerate(read_tools(body))]
-    choice = body.get("tool_choice") or {}
-    if not isinstance(choice, dict) or choice.get("type", "auto") not in ("auto", "any", "tool", "none"):
+    choice = body.get("tool_choice") or {"type": "auto"}
+    if not isinstance(choice, dict) or choice.get("type", "auto") not in _TOOL_CHOICES:
         raise CallError(f"'tool_choice' = {choice!r:.200}, expected an object with the type auto, any, tool or none")
-    ignored = unfollowed_fields(body, _SERVED | {"output_format", "output_config"}, _WITHOUT_EFFECT)
-    # A choice without its name is refused.
-    forced = {"any": "", "tool": choice.get("name") or choice}.get(choice.get("type", "auto"))
+    tool_choice = read_tool_choice(_TOOL_CHOICES[choice.get("type", "auto")] or choice, tools, kind="tool")
     return AgentRequest(
         model=read_model(body),
         messages=tuple(messages),
         is_chat=True,
         tools=tuple(tools),
-        reads_tool_calls=bool(tools) and choice.get("type") != "none",
-        forced_tool=read_forced_tool(forced, tools),
+        reads_tool_calls=tool_choice.reads_tool_calls,
+        forced_tool=tool_choice.forced_tool,
         makes_parallel_calls=choice.get("disable_parallel_tool_use") is not True,
         limit=read_limit(body, "max_tokens"),
         stop=read_stop(body, "stop_sequences"),
         stream=read_bool(body, "stream"),
-        ignored=ignored,
+        ignored=unfollowed_fields(body, _SERVED | {"output_format", "output_config"}, _WITHOUT_EFFECT),
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
 
 StoredMessages = MutableMapping[str, Sequence[Message]]
 """Messages of an episode's earlier responses by their ids, for ``previous_response_id``."""

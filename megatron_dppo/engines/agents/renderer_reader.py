@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
 from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse
 from megatron_dppo.engines.agents.formats.base import make_tool_call, new_call_id
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.errors import GenerateError
+from megatron_dppo.rollout.stop_strings import StopMatch
 
 
 def load_renderer(name: str, tokenizer: Any) -> Any:
@@ -74,9 +75,15 @@ class RendererReader(ResponseReader):
         return (*self._renderer.get_stop_token_ids(), *call.stop_token_ids)
 
     def parse(
-        self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int], num_given: int = 0
+        self,
+        call: AgentRequest,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        num_given: int = 0,
+        stop_match: StopMatch | None = None,
     ) -> ParsedResponse:
-        """See ``ResponseReader``."""
+        """See ``ResponseReader``. ``check`` refuses stop strings."""
+        assert stop_match is None
         start = len(prompt) - num_given
         tokens = (*prompt[start:], *tokens)
         prompt = prompt[:start]

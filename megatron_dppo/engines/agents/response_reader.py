@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse, ResponseFormat
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, Message
 from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo.rollout.stop_strings import StopMatch
 
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt that contain its last tag."""
@@ -90,7 +91,12 @@ class ResponseReader:
         return decode_response(self._tokenizer, tokens, self._format.text_tokens)
 
     def parse(
-        self, call: AgentRequest, prompt: Sequence[int], tokens: Sequence[int], num_given: int = 0
+        self,
+        call: AgentRequest,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        num_given: int = 0,
+        stop_match: StopMatch | None = None,
     ) -> ParsedResponse:
         """Split sampled tokens.
 
@@ -99,16 +105,18 @@ class ResponseReader:
             prompt: Tokens before them.
             tokens: The sampled tokens.
             num_given: Number of the prompt's last tokens with which the response begins.
+            stop_match: Stop string that ended the sampled tokens. It is not part of the message.
         """
         start = len(prompt) - num_given
         given = tuple(prompt[start:])
         # The last token ends the turn. Some tokenizers do not list it as special.
-        if tokens and tokens[-1] in self._stop_token_ids and tokens[-1] not in self._turn_ends:
+        ends_by_token = bool(tokens) and stop_match is None
+        if ends_by_token and tokens[-1] in self._stop_token_ids and tokens[-1] not in self._turn_ends:
             tokens = tokens[:-1]
         text = self.text((*given, *tokens))
-        # The tokens end with the first stop string, which is not part of the message.
-        ends = [text.find(each, len(self.text(given))) for each in call.stop]
-        text = text[: min((end for end in ends if end >= 0), default=len(text))]
+        if stop_match is not None:
+            # Counted from the end: some tokenizers decode a first token in another way than behind others.
+            text = text[: stop_match.start - len(self.text(tokens))]
         tools = call.tools if call.reads_tool_calls else ()
         # The template may open the thought, so that the response begins in it.
         tail = decode_response(self._tokenizer, prompt[max(0, start - _TAIL_TOKENS) : start])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
 from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.protocol_record import (
@@ -14,16 +15,12 @@ from megatron_dppo.engines.agents.protocol_record import (
     arguments_text,
     named_event,
 )
-from megatron_dppo.engines.agents.request_bodies import (
-    MODEL,
-    AgentRequest,
-    CallError,
-    Message,
+from megatron_dppo.engines.agents.request_fields import (
     make_tool,
     read_bool,
-    read_forced_tool,
     read_limit,
     read_model,
+    read_tool_choice,
     read_tools,
     require_object,
     require_text_format,
@@ -66,12 +63,7 @@ def read_responses(data: object, stored: StoredMessages) -> AgentRequest:
         raise CallError("'background' is not supported; leave it out and wait for the response")
     instructions = text_of_parts(body.get("instructions"), _TEXT_PARTS, "'instructions'")
     tools = [_read_tool(tool, index) for index, tool in enumerate(read_tools(body))]
-    choice = body.get("tool_choice")
-    ignored = unfollowed_fields(body, _SERVED, _WITHOUT_EFFECT)
-    forced = None
-    if choice not in (None, "auto", "none", "required"):
-        is_function = isinstance(choice, dict) and choice.get("type") == "function"
-        forced = choice.get("name", choice) if is_function else choice
+    choice = read_tool_choice(body.get("tool_choice"), tools)
     history = [*before, *_read_items(items)]
     return AgentRequest(
         model=read_model(body),
@@ -79,12 +71,12 @@ def read_responses(data: object, stored: StoredMessages) -> AgentRequest:
         num_instructions=int(bool(instructions)),
         is_chat=True,
         tools=tuple(tools),
-        reads_tool_calls=bool(tools) and choice != "none",
-        forced_tool=read_forced_tool("" if choice == "required" else forced, tools),
+        reads_tool_calls=choice.reads_tool_calls,
+        forced_tool=choice.forced_tool,
         makes_parallel_calls=body.get("parallel_tool_calls") is not False,
         limit=read_limit(body, "max_output_tokens"),
         stream=read_bool(body, "stream"),
-        ignored=ignored,
+        ignored=unfollowed_fields(body, _SERVED, _WITHOUT_EFFECT),
     )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_dppo.data.chat_template import apply_chat_template
-from megatron_dppo.engines.agents.request_bodies import AgentRequest, CallError, ContextLengthError, Message
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
 
 
 class ChatTemplate:

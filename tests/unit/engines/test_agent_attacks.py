@@ -22,14 +22,14 @@ import psutil
 import pytest
 
 from megatron_dppo.engines.agents import endpoint, limited_server
+from megatron_dppo.engines.agents.agent_request import CallError
 from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo.engines.agents.endpoint import _parse_body
-from megatron_dppo.engines.agents.request_bodies import CallError
 from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.columns import same
-from tests.unit.scripted import TASK, World, chat_tokenizer
+from tests.unit.scripted import TASK, World
 
 MAX_BODY = 2_000_000
 MAX_TOKENS = 6000
@@ -416,8 +416,7 @@ def test_a_full_endpoint_closes_connections_without_a_key_and_then_those_of_the_
         assert not limit.make_room(now + 2), "a call is processed on each of them"
 
 
-def test_the_processing_of_rejected_calls_is_time_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(chat_tokenizer(), monkeypatch)
+def test_the_processing_of_rejected_calls_is_time_of_the_agent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.script = {"assistant\n": "ok"}
     encode = world.tokenizer.encode
     statuses = []
@@ -433,11 +432,7 @@ def test_the_processing_of_rejected_calls_is_time_of_the_agent(monkeypatch: pyte
 
     monkeypatch.setattr(world.tokenizer, "encode", slow)
     engine = world.engine(agent, timeout_seconds=1.0)
-    try:
-        (completion,) = engine.generate([TASK], SamplingParams(max_new_tokens=100, seed=1))
-    finally:
-        for part in world.open:
-            part.close()
+    (completion,) = engine.generate([TASK], SamplingParams(max_new_tokens=100, seed=1))
     assert completion.failure == "took longer than agent.timeout_seconds = 1"
     assert statuses[0] == 200 and set(statuses[1:]) == {400} and 3 <= len(statuses) <= 5
 
@@ -459,14 +454,13 @@ def test_a_bomb_is_inflated_no_further_than_the_limit(name: str) -> None:
 
 
 def test_an_honest_episode_does_not_notice_attacks(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(endpoint, "_TRANSFER_SECONDS", SECONDS)
     for name in ("_IDLE_SECONDS", "_LINGER_SECONDS"):
         monkeypatch.setattr(limited_server, name, SECONDS)
     assert reserve_descriptors() >= MAX_CONNECTIONS
     monkeypatch.setattr(limited_server, "reserve_descriptors", lambda: MAX_CONNECTIONS)
-    world = World(chat_tokenizer(), monkeypatch)
     world.script = {"assistant\n": "a long answer"}
     encoded_by = record_encoding(world, monkeypatch)
     games = Games()
@@ -492,8 +486,6 @@ def test_an_honest_episode_does_not_notice_attacks(
     finally:
         games.is_over = True
         games.turns.put(False)
-        for part in world.open:
-            part.close()
     assert not failures, "\n".join(failures)
     assert attack_group is not None and load is not None and honest is not None
     assert same(honest[0], expected) and honest[0].counts["agent/calls"] == NUM_ATTACKS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megatron_dppo.engines.agents import generate
 from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.types import Completion, SamplingParams
-from tests.unit.scripted import TASK, World, chat_tokenizer
+from tests.unit.scripted import TASK, World
 
 CALL = """
 import json, os, sys, time, urllib.request
@@ -50,13 +49,9 @@ assert open("/proc/self/status").read() and os.getuid() == task["metadata"]["use
 """
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(chat_tokenizer(), monkeypatch)
-    made.script = {"assistant\n": "ok"}
-    yield made
-    for part in made.open:
-        part.close()
+@pytest.fixture(autouse=True)
+def script(world: World) -> None:
+    world.script = {"assistant\n": "ok"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -298,8 +298,7 @@ def test_one_tool_call_at_a_time_ends_the_turn_behind_it(monkeypatch: pytest.Mon
         if is_followed:
             assert world.trained(result) == [CALL, "It is 3.<|im_end|>"]
             assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>3" in world.text(result)
-        for part in world.open:
-            part.close()
+        world.close()
 
 
 ANTHROPIC = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import Completion
 from tests.unit import configs
 from tests.unit.engines.test_agents import post, user
-from tests.unit.scripted import TASK, World, chat_tokenizer
+from tests.unit.scripted import TASK, World
 
 WEIGHTS = {"format": 0.5, "answer": 2.0}
 BOTH = {"format": 1, "answer": 0.25}
@@ -59,13 +58,9 @@ def config(**keys: Any) -> Config:
     return configs.config(**sections)
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(chat_tokenizer(), monkeypatch)
-    made.script = {"assistant\n": "x"}
-    yield made
-    for part in made.open:
-        part.close()
+@pytest.fixture(autouse=True)
+def script(world: World) -> None:
+    world.script = {"assistant\n": "x"}
 
 
 def check(result: Completion) -> None:

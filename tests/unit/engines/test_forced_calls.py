@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from megatron_dppo.engines.agents.runner import AgentTask
 from tests.unit.engines.test_agent_protocols import send
-from tests.unit.scripted import TEMPLATE, TOOLS, World, chat_tokenizer
+from tests.unit.scripted import TEMPLATE, TOOLS, World
 
 ASK = "<|im_start|>assistant\n"
 MANY = [*TOOLS, {"type": "function", "function": {"name": "add_all", "parameters": {"type": "object"}}}]
@@ -21,14 +20,6 @@ THINKING = TEMPLATE.replace(IS_ASSISTANT, EMPTY_THOUGHT + IS_ASSISTANT.replace("
 THINKING = THINKING.replace(f"{ASK}{{% endif %}}", f"{ASK}<think>\n{{% endif %}}")
 XML = TEMPLATE.replace("{{ call.function | tojson }}", "<function={{ call.function.name }}></function>")
 BY_ID = TEMPLATE.replace("{{ call.function | tojson }}", "{{ call.id }}")
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(chat_tokenizer(), monkeypatch)
-    yield made
-    for part in made.open:
-        part.close()
 
 
 def flat(tools: Any) -> Any:

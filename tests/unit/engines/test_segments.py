@@ -21,8 +21,8 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.training_samples import RowShape, group_segments, to_samples, with_episode_tokens
+from megatron_dppo.engines.agents.agent_request import CallError
 from megatron_dppo.engines.agents.conversations import order_tool_results
-from megatron_dppo.engines.agents.request_bodies import CallError
 from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import policy_loss

@@ -25,14 +25,6 @@ REACT = "Thought: I look.\nAction: add\nObservation: 9\nThought: it goes on and 
 PIECES = ["a", "b", "ab", "ba", "aab", "\n", "é"]
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = World(chat_tokenizer(), monkeypatch)
-    yield made
-    for part in made.open:
-        part.close()
-
-
 def test_the_fewest_tokens_that_hold_a_stop_string() -> None:
     """Against all prefixes in turn, for tokens of several characters, some of them half of one."""
     rng = random.Random(0)

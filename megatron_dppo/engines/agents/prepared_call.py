@@ -1,0 +1,83 @@
+"""Preparation of a call in a thread: it is parsed, rendered and tokenized, and nothing of the episode changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
+from megatron_dppo.engines.agents.conversations import (
+    Continuation,
+    Conversation,
+    find_continuation,
+    order_tool_results,
+)
+from megatron_dppo.engines.agents.response_reader import ResponseReader
+from megatron_dppo.engines.agents.template import ChatTemplate
+
+
+class PreparedCall(NamedTuple):
+    """A call that is parsed, rendered and tokenized."""
+
+    request: AgentRequest
+    continuation: Continuation
+    opening: list[int]
+    """Tokens with which the response begins, and which are not sampled: those of a forced tool call."""
+
+
+def prepare_call(
+    read: Callable[[], AgentRequest],
+    conversations: Sequence[Conversation],
+    template: ChatTemplate,
+    reader: ResponseReader,
+    *,
+    max_tokens: int,
+    is_trained: bool,
+) -> PreparedCall:
+    """Parse, render and tokenize a call.
+
+    Args:
+        read: Parses its body.
+        conversations: All conversations of the episode. The busy ones may change meanwhile.
+        template: Chat template of the model.
+        reader: Reader of the model's responses.
+        max_tokens: Maximum number of tokens of a conversation.
+        is_trained: False if the agent leaves the call out of training.
+
+    Raises:
+        CallError: The call is rejected.
+    """
+    with _rejected_if_it_fails():
+        call = read()
+        template.check_size(call, max_tokens)
+        call = replace(call, messages=tuple(order_tool_results(call.messages)))
+        reader.check(call)
+        continuation = find_continuation(call, conversations, template, reader, is_trained=is_trained)
+        opening = [] if call.forced_tool is None else template.call_opening(call.forced_tool, call.tools)
+        return PreparedCall(call, continuation, opening)
+
+
+def count_prompt_tokens(read: Callable[[], AgentRequest], template: ChatTemplate, max_tokens: int) -> int:
+    """Return the number of prompt tokens that a call would have as the first of its conversation.
+
+    Raises:
+        CallError: The call is rejected.
+    """
+    with _rejected_if_it_fails():
+        call = read()
+        template.check_size(call, max_tokens)
+        return len(template.opening(call.messages, call.tools))
+
+
+@contextmanager
+def _rejected_if_it_fails() -> Iterator[None]:
+    try:
+        yield
+    except CallError:
+        raise
+    except BaseException as error:
+        # Everything here depends on the text of the call alone, which must not end the run. A panic of the
+        # tokenizer is no ``Exception``.
+        raise CallError(f"the call cannot be processed: {type(error).__name__}: {error!s:.200}") from error

@@ -1,0 +1,233 @@
+"""Fields that the bodies of several APIs have, checked and normalized."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+from megatron_dppo.engines.agents.agent_request import CallError
+
+_MAX_MODEL_NAME = 256
+"""Maximum length of the model's name, which each chunk of a stream repeats."""
+_MAX_STOPS = 16
+"""Maximum number of stop strings."""
+_MAX_STOP_LENGTH = 256
+"""Maximum length of a stop string in characters."""
+_IGNORED_SETTINGS: Mapping[str, Any] = {
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "min_p": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": None,
+    "seed": None,
+    "repetition_penalty": 1,
+    "reasoning_effort": None,
+    "reasoning": None,
+    "thinking": {"type": "disabled"},
+    "verbosity": None,
+    "chat_template_kwargs": None,
+    "suffix": None,
+    "prediction": None,
+    "web_search_options": None,
+    "audio": None,
+    "modalities": ["text"],
+    "truncation": "disabled",
+    "max_tool_calls": None,
+    "context_management": None,
+    "output_config": None,
+}
+"""Settings that would change the response, with the value besides None that has no effect.
+
+They are ignored: training computes each token's log-probability under the settings of the run.
+"""
+
+
+class ToolChoice(NamedTuple):
+    """What a request says of the calls in its response; see ``AgentRequest``."""
+
+    reads_tool_calls: bool
+    forced_tool: str | None
+
+
+def require_object(data: object) -> dict[str, Any]:
+    """Return a body.
+
+    Raises:
+        CallError: It is no object.
+    """
+    if not isinstance(data, dict):
+        raise CallError("the body is no JSON object")
+    return data
+
+
+def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the stop strings of a body; empty if there are none.
+
+    Raises:
+        CallError: They are no strings with text, or too many or too long.
+    """
+    value = body.get(name)
+    strings = [value] if isinstance(value, str) else value or []
+    is_list = isinstance(strings, list) and all(isinstance(each, str) and each for each in strings)
+    if not is_list or len(strings) > _MAX_STOPS or any(len(each) > _MAX_STOP_LENGTH for each in strings):
+        raise CallError(
+            f"{name!r} = {value!r:.200}, expected a string or a list of at most {_MAX_STOPS} strings, each of 1 to "
+            f"{_MAX_STOP_LENGTH} characters"
+        )
+    return tuple(strings)
+
+
+def unfollowed_fields(
+    body: Mapping[str, Any], served: frozenset[str], without_effect: frozenset[str]
+) -> tuple[str, ...]:
+    """Return the names of a body's fields that are accepted and not followed.
+
+    Args:
+        body: The body.
+        served: Fields that are followed, or refused elsewhere.
+        without_effect: Fields that change nothing in a response.
+
+    Returns:
+        ``unknown_field`` for each field that no API has, because clients choose those names.
+    """
+    fields = [name for name, value in body.items() if value not in (None, [], {})]
+    remaining = [name for name in fields if name not in served and name not in without_effect]
+    return tuple(
+        name if name in _IGNORED_SETTINGS else "unknown_field"
+        for name in remaining
+        if name not in _IGNORED_SETTINGS or body[name] != _IGNORED_SETTINGS[name]
+    )
+
+
+def require_text_format(output_format: Any, name: str) -> None:
+    """Check that a response may be any text.
+
+    Raises:
+        CallError: A form is asked for.
+    """
+    kind = output_format.get("type") if isinstance(output_format, dict) else output_format
+    if kind not in (None, "text"):
+        raise CallError(
+            f"{name!r} = {kind!r:.80} is not supported, since a grammar would change the probabilities of the tokens; "
+            "describe the form in a message, or give a tool for it"
+        )
+
+
+def is_token_list(value: object) -> TypeGuard[list[int]]:
+    """Return True for a list of token ids that is not empty."""
+    return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
+
+
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools; empty if there are none.
+
+    Raises:
+        CallError: They are no list of objects.
+    """
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
+    return tools
+
+
+def read_tool_choice(
+    choice: Any, tools: Sequence[Mapping[str, Any]], *, kind: str = "function", path: Sequence[str] = ("name",)
+) -> ToolChoice:
+    """Return what a request says of the calls in its response.
+
+    Args:
+        choice: None, ``auto``, ``none``, ``required``, or an object that names a tool.
+        tools: Tools of the request in the form of chat completions.
+        kind: Type of such an object.
+        path: Fields of the object that lead to the name.
+
+    Raises:
+        CallError: There is no such tool, or the choice has an unknown form.
+    """
+    name: Any = choice
+    if choice in (None, "auto", "none"):
+        name = None
+    elif choice == "required":
+        name = ""
+    elif isinstance(choice, dict) and choice.get("type") == kind:
+        for field in path:
+            name = name.get(field) if isinstance(name, dict) else None
+        name = name or choice
+    functions = [tool.get("function") for tool in tools]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    if name is not None and (not isinstance(name, str) or (name and name not in names) or not names):
+        known = ", ".join(map(repr, names)) or "the request has none"
+        raise CallError(
+            f"'tool_choice' = {name!r:.200}, expected auto, none, any tool, or the name of one of the 'tools' "
+            f"({known:.200})"
+        )
+    # Of one tool the name is known.
+    forced = names[0] if name is not None and len(names) == 1 else name
+    return ToolChoice(reads_tool_calls=bool(tools) and choice != "none", forced_tool=forced)
+
+
+def make_tool(tool: Mapping[str, Any], schema_field: str) -> dict[str, Any]:
+    """Return a tool of another API in the form of chat completions.
+
+    Args:
+        tool: The tool, with a name.
+        schema_field: Field with the JSON schema of its parameters.
+    """
+    function = {"name": tool["name"], "description": tool.get("description") or ""}
+    return {"type": "function", "function": function | {"parameters": tool.get(schema_field) or {"type": "object"}}}
+
+
+def read_model(body: Mapping[str, Any]) -> str:
+    """Return the name of the model; empty if there is none.
+
+    Raises:
+        CallError: It is no string, or too long.
+    """
+    model = body.get("model") or ""
+    if not isinstance(model, str) or len(model) > _MAX_MODEL_NAME:
+        raise CallError(f"'model' = {model!r:.80}, expected a string of at most {_MAX_MODEL_NAME} characters")
+    return model
+
+
+def read_bool(body: Mapping[str, Any], name: str) -> bool:
+    """Return a flag; False if it is missing.
+
+    Raises:
+        CallError: It is no boolean.
+    """
+    value = body.get(name) or False
+    if not isinstance(value, bool):
+        raise CallError(f"{name!r} = {value!r:.80}, expected true or false")
+    return value
+
+
+def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the lowest of some limits; None if there is none.
+
+    Raises:
+        CallError: One is no whole number above 0.
+    """
+    limits = [(name, body[name]) for name in names if body.get(name) is not None]
+    for name, value in limits:
+        if type(value) is not int or value < 1:
+            raise CallError(f"{name!r} = {value!r:.80}, expected a whole number above 0")
+    return min((value for _, value in limits), default=None)
+
+
+def text_of_parts(content: Any, types: Collection[str], name: str) -> str:
+    """Return the text of a content: a string, or a list of parts of some types.
+
+    Raises:
+        CallError: A part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise CallError(f"{name} = {content!r:.200}, expected a string or a list of parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in types or not isinstance(part.get("text"), str):
+            raise CallError(f"{name} has a part that is no text (type {kind!r:.80}); the policy reads text alone")
+    return "".join(part["text"] for part in content)
