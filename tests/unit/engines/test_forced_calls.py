@@ -141,7 +141,10 @@ def test_choices_that_do_not_exist_are_refused_by_name(world: World) -> None:
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": []}
     wrong: list[tuple[str, Any]] = [
         ("/v1/chat/completions", {**CHAT[1], "tools": TOOLS, "tool_choice": choice})
-        for choice in ("always", 7, allowed, {"type": "function", "function": {"name": "none"}}, {"type": "function"})
+        for choice in (
+            *("always", 7, allowed, {"type": "function"}),
+            *({"type": "function", "function": function} for function in ({"name": "none"}, {"name": ""}, {})),
+        )
     ]
     wrong += [("/v1/chat/completions", {**CHAT[1], "tool_choice": "required"})]
     wrong += [
