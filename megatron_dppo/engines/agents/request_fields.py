@@ -45,7 +45,7 @@ They are ignored: training computes each token's log-probability under the setti
 
 
 class ToolChoice(NamedTuple):
-    """What a request says of the calls in its response; see ``AgentRequest``."""
+    """Rules of a request for the tool calls in its response; see ``AgentRequest``."""
 
     reads_tool_calls: bool
     forced_tool: str | None
@@ -135,7 +135,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def read_tool_choice(
     choice: Any, tools: Sequence[Mapping[str, Any]], *, kind: str = "function", path: Sequence[str] = ("name",)
 ) -> ToolChoice:
-    """Return what a request says of the calls in its response.
+    """Return the rules of a request for the tool calls in its response.
 
     Args:
         choice: None, ``auto``, ``none``, ``required``, or an object that names a tool.

@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.server import Generation
-from megatron_dppo.rollout.stop_strings import StopStrings
+from megatron_dppo.rollout.stop_strings import StopMatch, StopStrings
 from megatron_dppo.rollout.turns import ResponseBranch
 from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 from tests.unit.engines.test_agent_protocols import merge_messages, send
@@ -204,6 +204,7 @@ def test_a_turn_that_was_interrupted_ends_at_the_same_string_and_is_replayed(num
         branch = ResponseBranch(response, SamplingParams(max_new_tokens=200, seed=1), tokenizer, sample)
         turn = asyncio.run(branch.sample(None, (), strings))
         assert (turn.text, turn.finish_reason) == ("12345STOP", FinishReason.STOP)
+        assert turn.stop_match == StopMatch("STOP", 5, 9)
         assert response.logprobs(0, 9) == tuple(range(9)) and response.turn_ends == [(9, FinishReason.STOP)]
         assert requested == ([] if num_known > 9 else [16])
         assert branch.num_dropped == (0 if replays else max(num_known, 0 if num_known > 9 else num_known + 16) - 9)
