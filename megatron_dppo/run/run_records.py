@@ -302,11 +302,15 @@ def _greedy_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
 
 
 def _agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Return the fraction of failed episodes, if an agent played them."""
+    """Return the fraction of failed episodes and the largest share of tools, if an agent played them."""
     completions = [rollout.completion for rollout in rollouts]
     if not any("agent/calls" in each.counts for each in completions):
         return {}
-    return {"agent/failed_fraction": Metric(sum(bool(each.failure) for each in completions), len(completions))}
+    shares = [each.counts["agent/tool_fraction"] for each in completions if "agent/tool_fraction" in each.counts]
+    return {
+        "agent/failed_fraction": Metric(sum(bool(each.failure) for each in completions), len(completions)),
+        "agent/tool_fraction_max": Metric(max(shares, default=0.0), kind="max"),
+    }
 
 
 def first_agent_error(groups: Sequence[RolloutGroup], failed_fraction: float, world: ProcessGroup | None) -> str:

@@ -210,6 +210,16 @@ class ResponseColumns:
     ``SamplingParams.router_weights`` the last dimension is ``RoutingShape.width``."""
 
 
+class ToolTime(NamedTuple):
+    """Time in which an agent ran the tools that a response called."""
+
+    position: int
+    """Index of the last token of that response."""
+    seconds: float
+    tools: tuple[str, ...]
+    """Names of the tools."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion(ResponseColumns):
     """Response of an engine to one prompt. R response tokens, the end-of-sequence token included."""
@@ -245,6 +255,8 @@ class Completion(ResponseColumns):
     response is one sequence. See ``types.segments``."""
     segment_texts: tuple[str, ...] = ()
     """Decoded text of each segment from its first response on."""
+    tool_times: tuple[ToolTime, ...] = ()
+    """Times of the tools that the responses of an agent's episode called."""
     past_rewards: Tensor | None = None
     """Sum of the rewards of the episode's turns before the one that sampled the token, for credit by turn. Float32,
     shape [R]. None: every token gets the credit of the episode."""
@@ -277,7 +289,18 @@ class Completion(ResponseColumns):
             for span in self.policy_versions
             if span.start < end and span.end > start
         )
-        return replace(self, text=text, policy_versions=spans, segment_lengths=(), segment_texts=(), **columns)
+        times = tuple(
+            each._replace(position=each.position - start) for each in self.tool_times if start <= each.position < end
+        )
+        return replace(
+            self,
+            text=text,
+            policy_versions=spans,
+            segment_lengths=(),
+            segment_texts=(),
+            tool_times=times,
+            **columns,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,12 +43,18 @@ def join_segments(segments: Sequence[Completion], last: int) -> Completion:
         for segment, start in zip(segments, starts, strict=False)
         for span in segment.policy_versions
     ]
+    times = [
+        each._replace(position=each.position + start)
+        for segment, start in zip(segments, starts, strict=False)
+        for each in segment.tool_times
+    ]
     return replace(
         segments[last],
         policy_version=max(segment.policy_version for segment in segments),
         policy_versions=tuple(spans),
         segment_lengths=lengths,
         segment_texts=tuple(segment.text for segment in segments),
+        tool_times=tuple(times),
         **columns,
     )
 

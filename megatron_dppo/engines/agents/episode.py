@@ -7,6 +7,7 @@ of them are segments of the episode, and train. Responses stay the tokens that w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -27,10 +28,11 @@ from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
+from megatron_dppo.engines.agents.tool_clock import ToolClock
 from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns, TurnsStopped
-from megatron_dppo.types import Completion, FinishReason
+from megatron_dppo.types import Completion, FinishReason, ToolTime
 from megatron_dppo.types.segments import join_segments
 
 _COUNTS_PER_CALL = 10
@@ -105,6 +107,7 @@ class Episode:
         """Messages up to each response of the Responses API, by its id."""
         self.clock = AgentClock()
         """Time of the agent."""
+        self._tool_clock = ToolClock()
 
     @property
     def max_calls(self) -> int:
@@ -240,7 +243,7 @@ class Episode:
         is_answered = False
         self.clock.begin_call(task)
         try:
-            response = await self._process(read, is_trained=is_trained)
+            response = await self._process(read, time.monotonic(), is_trained=is_trained)
             is_answered = True
             return response
         except (CallError, asyncio.CancelledError):
@@ -306,7 +309,7 @@ class Episode:
             reward,
             reward_parts=reward_parts,
             failure=failure,
-            counts={**self._counts.metrics(), **tokens, **counts},
+            counts={**self._counts.metrics(), **tokens, **self._tool_clock.metrics(), **counts},
         )
 
     def _segment(self, conversation: Conversation) -> Completion:
@@ -314,7 +317,13 @@ class Episode:
         branch = conversation.branch
         text = decode_response(self._turns.tokenizer, branch.token_ids[conversation.prompt_tokens :])
         past = self._rewards.past_rewards(conversation) if self.settings.credit == "turn" else None
-        return replace(branch.completion(), text=text, past_rewards=past)
+        last_tokens = {turn.order: turn.end - 1 for turn in conversation.turns}
+        times = tuple(
+            ToolTime(last_tokens[span.order], span.seconds, span.tools)
+            for span in self._tool_clock.spans
+            if span.order in last_tokens
+        )
+        return replace(branch.completion(), text=text, past_rewards=past, tool_times=times)
 
     async def _sample_one_token(self) -> None:
         """Sample one token: a response must have one, even that of a failed sample, which gets no gradient."""
@@ -324,7 +333,7 @@ class Episode:
         conversation.turns.append(TurnSpan(conversation.prompt_tokens, branch.position, 0))
         self._conversations.append(conversation)
 
-    async def _process(self, read: Callable[[], AgentRequest], *, is_trained: bool) -> AgentResponse:
+    async def _process(self, read: Callable[[], AgentRequest], arrival: float, *, is_trained: bool) -> AgentResponse:
         # One call after the other finds its conversation, so that two calls cannot continue the same one.
         async with self._prepare_lock:
             if self.interrupted.done():
@@ -345,6 +354,7 @@ class Episode:
                 self._is_too_long = True
                 raise
             self._is_too_long = False
+            self._tool_clock.end_tools(prepared.request.messages, arrival)
             conversation.is_busy = True
         self._num_sampling += 1
         try:
@@ -379,6 +389,7 @@ class Episode:
         order = len(self._conversation_by_response)
         conversation.turns.append(TurnSpan(len(prompt), branch.position, order))
         self._conversation_by_response[response.name] = (conversation, order)
+        self._tool_clock.begin_tools(order, response.tool_calls)
         if parsed is not None:
             self._counts.malformed += parsed.num_malformed
             conversation.messages = [*call.messages, self._reader.sampled_message(parsed)]

@@ -22,6 +22,9 @@ _METRICS = {
     "rollout/agent/rejected_calls": "calls rejected, an episode",
     "rollout/agent/malformed_calls": "malformed tool calls, an episode",
     "rollout/agent/segments": "segments, an episode",
+    "rollout/agent/tool_seconds": "seconds in tools, an episode",
+    "rollout/agent/tool_fraction": "share of the time in tools",
+    "rollout/agent/tool_fraction_max": "... of the episode with the largest",
 }
 """Titles of the metrics of agents."""
 _MAX_FAILURES = 12
@@ -81,3 +84,24 @@ def turns(given: NDArray[np.bool_], segment_lengths: Sequence[int], start: int, 
     is_new[start] = True
     firsts = [int(i) for i in np.flatnonzero(is_new) if start <= i < stop]
     return [[i - start, int(not given[i]), int(segment[i])] for i in firsts]
+
+
+def tool_times(times: Sequence[Mapping[str, Any]], start: int, stop: int) -> list[list[object]]:
+    """Return ``[index of the response's last token, seconds, names]`` of the tools that shown responses called.
+
+    Args:
+        times: ``Completion.tool_times``.
+        start: First token that is shown. Indices count from it.
+        stop: Token behind the last one.
+    """
+    return [
+        [each["position"] - start, round(each["seconds"], 3), _tool_names(each["tools"])]
+        for each in times
+        if start <= each["position"] < stop
+    ]
+
+
+def _tool_names(tools: Sequence[str]) -> str:
+    """Return the names, with the number of calls where a tool was called several times."""
+    counts = Counter(tools)
+    return ", ".join(name if number == 1 else f"{name} ({number} calls)" for name, number in counts.items())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.report.page.agents import turns
+from megatron_dppo.report.page.agents import tool_times, turns
 from megatron_dppo.report.steps.tokens import Decode, StepTokens, masked_tokens
 
 _TOKENS = 240_000
@@ -129,6 +129,7 @@ def _response(step: StepTokens, row: int, start: int, stop: int, vocabulary_inde
         "parts": [[part["name"], part["value"]] for part in sample.get("reward_parts") or []],
         "segments": len(segment_lengths) or 1,
         "turns": turns(step.given[begin:end], segment_lengths, start - begin, stop - begin),
+        "toolTimes": tool_times(sample.get("tool_times") or [], start - begin, stop - begin),
         "finish": sample["finish_reason"],
         "age": sample["age"],
         "update": sample["update"],

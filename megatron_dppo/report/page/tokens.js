@@ -32,6 +32,9 @@ function turnBox(response, index) {
   const flags = response.flags.slice(start, next ? next[0] : undefined), untrained = flags.split("0").length - 1;
   const words = [sampled ? "policy" : "program, tools and template", `${flags.length} tokens`];
   if (response.segments > 1) words.unshift(`segment ${segment + 1} of ${response.segments}`);
+  const end = next ? next[0] : response.flags.length;
+  for (const [last, seconds, tools] of response.toolTimes)
+    if (sampled && start <= last && last < end) words.push(`then ${short(seconds)} s in ${tools}`);
   if (sampled && untrained) words.push(`${untrained} not trained on`);
   return el("div", { class: sampled ? "turn policy" : "turn" }, el("div", { class: "head", text: words.join("  \u00b7  ") }));
 }

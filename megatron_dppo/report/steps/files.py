@@ -178,6 +178,7 @@ def _schema(arrow: Any) -> Any:
     greedy = arrow.struct(
         [("reward", arrow.float64()), ("reward_failed", arrow.bool_()), ("num_tokens", arrow.int32())]
     )
+    tool_time = arrow.struct([("position", arrow.int32()), ("seconds", arrow.float64()), ("tools", arrow.list_(text))])
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
     texts = ("prompt_id", "prompt", "label", "response", "finish_reason", "failure", "prompt_metadata")
     tokens: dict[str, list[str]] = {}
@@ -192,6 +193,7 @@ def _schema(arrow: Any) -> Any:
         "is_task": arrow.bool_(),
         "reward_parts": arrow.list_(part),
         "policy_versions": arrow.list_(span),
+        "tool_times": arrow.list_(tool_time),
         "update": arrow.int32(),
         **dict.fromkeys(("prompt_ids", "segment_lengths", *tokens["int32s"]), ids),
         # The order of existing files: rollout_logprobs precedes the columns of the update.

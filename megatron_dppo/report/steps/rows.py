@@ -20,6 +20,7 @@ from megatron_dppo.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    ToolTime,
     VersionSpan,
 )
 from megatron_dppo.types.token_columns import response_from_record, response_to_record
@@ -88,6 +89,7 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "finish_reason": str(completion.finish_reason),
         "failure": completion.failure,
         "segment_lengths": list(completion.segment_lengths),
+        "tool_times": [each._asdict() for each in completion.tool_times],
         "policy_version": completion.policy_version,
         "policy_versions": [span._asdict() for span in completion.policy_versions],
         "prompt_ids": list(prompt.token_ids),
@@ -160,4 +162,7 @@ def _completion(row: StepRow) -> Completion:
         failure=row["failure"],
         # Files of older versions have no such column.
         segment_lengths=tuple(row.get("segment_lengths") or ()),
+        tool_times=tuple(
+            ToolTime(each["position"], each["seconds"], tuple(each["tools"])) for each in row.get("tool_times") or ()
+        ),
     )

@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], list[str]]
 """Function that returns the text of each token id."""
 _LISTS = ("response_ids", "loss_mask", "keep", "logprobs", "rollout_logprobs", "advantages")
 _SCALARS = ("sample", "prompt_id", "prompt", "label", "reward", "reward_failed", "finish_reason", "age", "update")
-_OPTIONAL = ("failure", "reward_parts", "segment_lengths", "sampled")
+_OPTIONAL = ("failure", "reward_parts", "segment_lengths", "tool_times", "sampled")
 """Columns that files of older versions lack."""
 _MIN_RESPONSES = 3
 """Minimum number of responses with, and without, a token for a comparison of their rewards."""
@@ -51,7 +51,7 @@ class StepTokens:
     """Start of each sample's tokens. Shape [samples + 1]."""
     rows: list[dict[str, Any]]
     """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``, and if
-    the file has them ``failure reward_parts segment_lengths``."""
+    the file has them ``failure reward_parts segment_lengths tool_times``."""
 
 
 @dataclass(frozen=True, kw_only=True)

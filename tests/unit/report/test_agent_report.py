@@ -16,7 +16,7 @@ from megatron_dppo.report.page.agents import turns
 from megatron_dppo.report.page.build import ReportedRun, build
 from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
-from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup
+from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, ToolTime
 from tests.unit.recorded_run import decode
 from tests.unit.report.test_report_page import scripts
 
@@ -39,9 +39,10 @@ def write_agent_run(folder: Path) -> Path:
         text="x",
         loss_mask=sampled,
         segment_lengths=SEGMENTS,
+        tool_times=(ToolTime(4, 1.25, ("add", "search", "add")), ToolTime(13, 0.5, ("add",))),
     )
-    failed = replace(episode, segment_lengths=(), failure=HOSTILE)
-    plain = replace(episode, segment_lengths=(), loss_mask=None)
+    failed = replace(episode, segment_lengths=(), tool_times=(), failure=HOSTILE)
+    plain = replace(episode, segment_lengths=(), tool_times=(), loss_mask=None)
     rollouts = (
         Rollout(prompt=prompt, completion=episode, reward=1.5, reward_parts={"format": 1.0, "answer": 0.5}),
         Rollout(prompt=prompt, completion=failed, reward=0.0, reward_failed=True),
@@ -100,7 +101,8 @@ def test_episodes_are_conversations_and_failures_are_counted(tmp_path: Path) -> 
     assert episode["parts"] == [["format", 1.0], ["answer", 0.5]]
     assert episode["flags"] == "00010001110011", "given and untrained tokens are 0"
     assert (failed["segments"], failed["failure"]) == (1, HOSTILE) and len(failed["turns"]) == 6
-    assert plain["turns"] == [] and plain["parts"] == []
+    assert plain["turns"] == [] and plain["parts"] == [] and plain["toolTimes"] == []
+    assert episode["toolTimes"] == [[4, 1.25, "add (2 calls), search"], [13, 0.5, "add"]]
     agents = data["data"]["runs"][0]["agents"]
     assert agents["failures"] == [[2, HOSTILE.split("\n")[0], "step 1, sample 1"]]
     assert agents["metrics"] == [
