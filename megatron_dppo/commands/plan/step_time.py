@@ -49,6 +49,11 @@ class ServedModel:
     window: int = 0
     """Tokens of the sliding window."""
 
+    @property
+    def active_bytes(self) -> float:
+        """Bytes of the weights that one token uses."""
+        return self.dense_bytes + self.expert_fraction * self.expert_bytes
+
     def iteration_seconds(
         self, sequences: int, context_tokens: float, gpus: int, machine: GpuNode, peak: float
     ) -> float:
@@ -70,8 +75,7 @@ class ServedModel:
         moved += self.window_bytes_per_token * min(context_tokens, sequences * self.window)
         memory = moved / (gpus * machine.memory_bandwidth * machine.bandwidth_efficiency)
         # Two bytes a weight, two FLOPs a weight and token.
-        active = self.dense_bytes + self.expert_fraction * self.expert_bytes
-        arithmetic = sequences * active / (gpus * peak * machine.flops_efficiency)
+        arithmetic = sequences * self.active_bytes / (gpus * peak * machine.flops_efficiency)
         return max(memory, arithmetic) + self.num_layers * _LAYER_SECONDS
 
 
@@ -224,9 +228,8 @@ def rollout_seconds(
     capacity = max(1, cache.tokens_in_flight // (prompt + batch.mean_response))
     decode = decode_seconds(mixed, prompt, capacity, model, cache.gpus_per_server, machine, peak)
     # Siblings share the prefill of their prompt.
-    active = model.dense_bytes + model.expert_fraction * model.expert_bytes
     prompts = math.ceil(config.rollout.prompts_per_step / servers)
-    prefill = prompts * prompt * active / (cache.gpus_per_server * peak * machine.flops_efficiency)
+    prefill = prompts * prompt * model.active_bytes / (cache.gpus_per_server * peak * machine.flops_efficiency)
     return decode + prefill
 
 

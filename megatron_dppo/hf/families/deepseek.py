@@ -205,9 +205,9 @@ FAMILIES = (
             },
         },
         published=(
-            Published("DeepSeek-V3", {}, 671.0),
-            Published("Moonlight-16B-A3B", _MOONLIGHT, 15.96),
-            Published("Kimi-K2", _KIMI_K2, 1026.0),
+            Published("DeepSeek-V3", {}, 671.0, (671, 37)),
+            Published("Moonlight-16B-A3B", _MOONLIGHT, 15.96, (16, 3)),
+            Published("Kimi-K2", _KIMI_K2, 1026.0, (1000, 32)),
         ),
         shape=_shape,
     ),
@@ -221,7 +221,7 @@ FAMILIES = (
             "q_lora_rank": 32,
             "routed_scaling_factor": 1.8,
         },
-        published=(Published("GLM-4.7-Flash", {}, 29.94),),
+        published=(Published("GLM-4.7-Flash", {}, 29.94, (30, 3)),),
         shape=_lite_shape,
     ),
 )

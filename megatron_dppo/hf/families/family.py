@@ -45,6 +45,8 @@ class Published:
     """Keys of its config.json that differ from the defaults of the transformers class."""
     billions: float
     """Weights by the model's card, in billions."""
+    stated: tuple[float, float] | None = None
+    """Total and active weights as the authors round them, in billions. None for dense models."""
 
 
 @dataclass(frozen=True, kw_only=True)

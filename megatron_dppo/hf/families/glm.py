@@ -18,6 +18,17 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return grouped_fields(hf_config, shape) | sigmoid_fields(hf_config, shape)
 
 
+_GLM_4_5_AIR: dict[str, Any] = {"attention_bias": True, "head_dim": 128}
+_GLM_4_5 = _GLM_4_5_AIR | dict(
+    hidden_size=5120,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    num_hidden_layers=92,
+    n_routed_experts=160,
+    first_k_dense_replace=3,
+    use_qk_norm=True,
+    routed_scaling_factor=2.5,
+)
 FAMILIES = (
     Family(
         model_type="glm4_moe",
@@ -32,7 +43,10 @@ FAMILIES = (
             "routed_scaling_factor": 1.7,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
-        published=(Published("GLM-4.5-Air", {"attention_bias": True, "head_dim": 128}, 106.9),),
+        published=(
+            Published("GLM-4.5-Air", _GLM_4_5_AIR, 106.9, (106, 12)),
+            Published("GLM-4.5", _GLM_4_5, 352.8, (355, 32)),
+        ),
         shape=_shape,
         fields=_fields,
         rope=partial_rope,

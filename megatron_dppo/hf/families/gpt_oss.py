@@ -132,8 +132,8 @@ FAMILIES = (
             },
         },
         published=(
-            Published("gpt-oss-20b", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.91),
-            Published("gpt-oss-120b", {}, 116.83),
+            Published("gpt-oss-20b", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.91, (20.91, 3.61)),
+            Published("gpt-oss-120b", {}, 116.83, (116.83, 5.13)),
         ),
         recipes=("gpt_oss_20b/dppo.toml",),
         shape=_shape,

@@ -76,7 +76,7 @@ FAMILIES = (
             "eos_token_id": 2,
             "bos_token_id": 1,
         },
-        published=(Published("MiniMax-M2", {}, 228.7),),
+        published=(Published("MiniMax-M2", {}, 228.7, (230, 10)),),
         shape=_shape,
         fields=_fields,
         rope=partial_rope,

@@ -49,12 +49,13 @@ FAMILIES = (
             "mixtral_window": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6}
         },
         published=(
-            Published("Mixtral-8x7B", {}, 46.70),
+            Published("Mixtral-8x7B", {}, 46.70, (46.7, 12.9)),
             Published(
                 "Mixtral-8x22B",
                 {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48}
                 | {"vocab_size": 32768},
                 140.63,
+                (141, 39),
             ),
         ),
         shape=_shape,

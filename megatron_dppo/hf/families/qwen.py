@@ -92,6 +92,16 @@ _QWEN2_7B = dict(
     num_attention_heads=28,
     num_key_value_heads=4,
 )
+_QWEN2_57B = dict(
+    hidden_size=3584,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    moe_intermediate_size=2560,
+    shared_expert_intermediate_size=20480,
+    num_experts=64,
+    num_experts_per_tok=8,
+)
 _family = partial(Family, fields=_fields, rope=default_rope, attention=grouped_attention, dense=DENSE_MLP)
 FAMILIES = (
     _family(
@@ -102,8 +112,8 @@ FAMILIES = (
         features="norms of q and k; dense layers between",
         tiny=_EXPERTS_TINY,
         published=(
-            Published("Qwen3-30B-A3B", _QWEN3_30B, 30.53),
-            Published("Qwen3-235B-A22B", _QWEN3_235B, 235.1),
+            Published("Qwen3-30B-A3B", _QWEN3_30B, 30.53, (30.5, 3.3)),
+            Published("Qwen3-235B-A22B", _QWEN3_235B, 235.1, (235, 22)),
         ),
         recipes=("qwen3_30b_a3b/dppo.toml", "paper/moe_base.toml", "paper/moe_thinking.toml", "chain_sum/dppo.toml"),
     ),
@@ -125,7 +135,10 @@ FAMILIES = (
         models="Qwen1.5-MoE, Qwen2-57B-A14B",
         features="a shared expert behind a gate, biases of q, k, v",
         tiny={**_EXPERTS_TINY, "shared_expert_intermediate_size": 40, "norm_topk_prob": False, "qkv_bias": True},
-        published=(Published("Qwen1.5-MoE-A2.7B", {}, 14.32),),
+        published=(
+            Published("Qwen1.5-MoE-A2.7B", {}, 14.32, (14.3, 2.7)),
+            Published("Qwen2-57B-A14B", _QWEN2_57B, 57.41, (57, 14)),
+        ),
         recipes=("smollm2/moe.toml",),
     ),
     _family(

@@ -271,7 +271,7 @@ FAMILIES = (
         "a gate, a quarter of a head rotated",
         tiny={**_TINY, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
         # Without the layer for further tokens.
-        published=(Published("Qwen3-Next-80B-A3B", _CONTEXT, 79.7),),
+        published=(Published("Qwen3-Next-80B-A3B", _CONTEXT, 79.7, (80, 3)),),
         linear=lambda shape: _BY_KEY_HEAD,
     ),
     _family(
@@ -284,8 +284,8 @@ FAMILIES = (
         # Without the layer for further tokens and the vision model.
         recipes=("qwen3_5_35b_a3b/dppo.toml", "qwen3_5_397b_a17b/dppo.toml"),
         published=(
-            Published("Qwen3.5-35B-A3B", _CONTEXT, 34.7),
-            Published("Qwen3.5-397B-A17B", _QWEN3_5_397B | _CONTEXT, 396.3),
+            Published("Qwen3.5-35B-A3B", _CONTEXT, 34.7, (35, 3)),
+            Published("Qwen3.5-397B-A17B", _QWEN3_5_397B | _CONTEXT, 396.3, (397, 17)),
         ),
         linear=lambda shape: _BY_KIND,
     ),

@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-from megatron_dppo.commands.plan.arithmetic import plan_kv_cache
+from megatron_dppo.commands.plan.arithmetic import KvCachePlan, plan_kv_cache
 from megatron_dppo.commands.plan.machine import get_machine
 from megatron_dppo.commands.plan.models import count_parameters
+from megatron_dppo.commands.plan.step_time import served_model
 from megatron_dppo.config.model import LoraTarget
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
@@ -53,6 +54,7 @@ from tests.silent_tokenizer import SilentTokenizer
 from tests.unit.configs import config as run_config
 
 TOKENIZER = SilentTokenizer()
+MODELS_PAGE = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
 PUBLISHED = [(family, model) for family in FAMILIES.values() for model in family.published]
 
 
@@ -68,7 +70,34 @@ def test_weights_of_real_sizes_map_completely_and_are_as_many_as_the_card_says(
         assert mapping.find_rule(own, shape, tied=False) == (rule, layer, expert)
         mapped += names
     assert sorted(mapped) == sorted(weights)
-    assert count_parameters(hf_config)[0] / 1e9 == pytest.approx(model.billions, rel=0.003)
+    parameters, expert_parameters = count_parameters(hf_config)
+    assert parameters / 1e9 == pytest.approx(model.billions, rel=0.003)
+    if model.stated is not None:
+        check_stated_sizes(model, hf_config, parameters, expert_parameters)
+
+
+def check_stated_sizes(model: Published, hf_config: Any, parameters: int, expert_parameters: int) -> None:
+    """Compare the weights, and those that a token uses, as ``plan`` counts them with what the authors state."""
+    assert model.stated is not None
+    total, active = model.stated
+    assert parameters / 1e9 == pytest.approx(total, rel=0.03)
+    cache = KvCachePlan(
+        bytes_per_token=0,
+        bytes_per_sequence=0,
+        gpus_per_server=1,
+        cache_bytes=None,
+        tokens_in_flight=None,
+        longest=1,
+        weight_bytes=parameters,  # one byte a weight
+    )
+    counted = served_model(hf_config, parameters, expert_parameters, cache).active_bytes / 1e9
+    embedding = hf_config.vocab_size * hf_config.hidden_size / 1e9
+    # Authors count the input embedding and the output layer, one of them, or neither.
+    choices = [counted + embedding, counted, counted - embedding]
+    last_digit = 10.0 ** -len(f"{active:g}".partition(".")[2])
+    assert min(abs(choice - active) for choice in choices) < 0.6 * last_digit
+    cells = [f"{value:.2f}" for value in (parameters / 1e9, *choices)]
+    assert f"| {model.name} | {total:g} | {active:g} | {' | '.join(cells)} |" in MODELS_PAGE
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
