@@ -10,11 +10,11 @@ import os
 import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_dppo.config.removed import old_keys, print_new_names, rename_keys
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, FILE_OPTIONS
-from megatron_dppo.config.section import TomlTable
+from megatron_dppo.config.section import ContainerTool, TomlTable
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import read_regular_file
 
@@ -57,7 +57,9 @@ def resolve_paths(values: TomlTable, folder: Path) -> None:
             table[key] = _resolve(table[key], folder)
     _resolve_program(values, folder, "rollout", "servers", "command")
     _resolve_served_model(values, folder)
-    _resolve_program(values, folder, "agent", "command")
+    agent = values.get("agent")
+    if not isinstance(agent, dict) or agent.get("isolation") not in get_args(ContainerTool):
+        _resolve_program(values, folder, "agent", "command")
     _resolve_rewards(values.get("reward"), folder)
 
 

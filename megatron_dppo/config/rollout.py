@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_dppo.config.section import DType, Section
+from megatron_dppo.config.container import CONTAINER_TOOLS, ENDPOINT_NETWORK, ContainerConfig
+from megatron_dppo.config.section import ContainerTool, DType, Section
 from megatron_dppo.config.servers import ServersConfig, WeightSyncConfig
 
 
@@ -41,16 +42,19 @@ class AgentConfig(Section):
     pass_env: list[str] = Field(default_factory=list)
     """Names of environment variables that a program gets from the trainer, besides those of paths, language and
     certificates (docs/agents.md). A program could send any of them elsewhere."""
-    isolation: Literal["landlock", "namespace", "none"] = "landlock"
+    isolation: Literal["landlock", "namespace", "none"] | ContainerTool = "landlock"
     """``landlock``: a program can neither read environment and memory of processes other than its children, such as
     other agents and the trainer, nor signal them. It needs Linux 5.13. ``namespace``: besides, it sees its own
     processes alone, and all of them end with it. ``none``: nothing of this, and no API key in the environment: programs
-    read ``api_key`` from the task."""
+    read ``api_key`` from the task. ``podman``, ``docker`` and ``apptainer``: a container for each episode
+    (``[agent.container]``)."""
+    container: ContainerConfig = ContainerConfig()
     max_memory_gb: float | None = Field(None, gt=0)
-    """Maximum address space in GiB of a program and of each process that it starts. null sets no limit."""
+    """Maximum address space in GiB of a program and of each process that it starts. For a container its memory. null
+    sets no limit."""
     max_cpu_seconds: int | None = Field(None, gt=0)
     """Maximum CPU time in seconds of a program and of each process that it starts, which is then killed. null sets no
-    limit."""
+    limit. Not with apptainer."""
     timeout_seconds: float = Field(300.0, gt=0)
     """Time limit of an episode in seconds, without the time it waits for the policy. After that the program is killed
     and the sample counts as failed."""
@@ -147,6 +151,40 @@ class AgentConfig(Section):
                     f"agent.{name} = {getattr(self, name)} has no effect: {reason}. Remove it, or use agent.command "
                     "with agent.isolation = 'landlock' or 'namespace'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _container_is_complete(self) -> AgentConfig:
+        container, changed = self.container, self.container.changed_keys()
+        setting = f"agent.isolation = {self.isolation!r}"
+        if self.isolation not in CONTAINER_TOOLS:
+            if changed:
+                raise ValueError(
+                    f"agent.container.{changed[0]} has no effect with {setting}; set agent.isolation to 'podman', "
+                    "'docker' or 'apptainer', or remove it"
+                )
+            return self
+        if self.function is not None or self.environment is not None:
+            raise ValueError(
+                f"{setting} needs agent.command: a function runs in the trainer, and an environment of verifiers "
+                "starts containers by its environment_options.agent.runtime. Remove agent.isolation"
+            )
+        if container.image is None and container.image_column is None:
+            raise ValueError(f"{setting} without an image; set agent.container.image or agent.container.image_column")
+        if self.isolation == "docker" and container.network == ENDPOINT_NETWORK:
+            raise ValueError(
+                f"{setting} with agent.container.network = 'endpoint', which only podman has. Set it to 'host', or to "
+                "an internal network of docker, and agent.host to that network's gateway (docs/agents.md)"
+            )
+        if self.isolation == "apptainer":
+            if container.network != "host":
+                raise ValueError(
+                    f"{setting} with agent.container.network = {container.network!r}: its programs use the network of "
+                    "the trainer. Set it to 'host', or use podman"
+                )
+            if "user" in changed or self.max_cpu_seconds is not None:
+                name = "container.user" if "user" in changed else "max_cpu_seconds"
+                raise ValueError(f"agent.{name} with {setting}, which cannot set it; remove it")
         return self
 
     @model_validator(mode="after")

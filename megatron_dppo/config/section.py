@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from megatron_dppo.config.plausible import check_plausible
 
 DType = Literal["fp32", "bf16", "fp16"]
+ContainerTool = Literal["podman", "docker", "apptainer"]
 TomlTable = dict[str, Any]
 """A TOML table: values and nested tables by key."""
 

@@ -148,7 +148,11 @@ def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
         # Read at the first episode: the folder of the run is opened after the agent.
         now = partial(first_start, Path(config.run.output_dir))
         agents = AgentFunction(
-            config.agent, config.data.chat_template_kwargs, now, part_weights=config.reward.agent_parts
+            config.agent,
+            config.data.chat_template_kwargs,
+            now,
+            part_weights=config.reward.agent_parts,
+            run_folder=Path(config.run.output_dir),
         )
         with closing(agents):
             yield agents

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.engines.agents.containers import check_images, choose_image
 from megatron_dppo.engines.agents.formats import format_note
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.engines.serving.environment import expandable_segments_variable, shares_memory
-from megatron_dppo.errors import ConfigError, ErrorCollector, MultipleErrors, UserError
+from megatron_dppo.errors import ConfigError, ErrorCollector, GenerateError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.losses.parts.user_check import check_user_functions
@@ -131,6 +133,23 @@ def _agent_format(start: Start) -> Iterable[UserError]:
         if agent.renderer is None:
             note = format_note(start.model.tokenizer.chat_template, agent.format)
         start.notes.append(note)
+    return ()
+
+
+def _agent_images(start: Start) -> Iterable[UserError]:
+    """Check that the images of all data rows exist."""
+    agent = start.config.agent
+    if agent.isolation not in CONTAINER_TOOLS or start.inputs is None:
+        return ()
+    images = set[str]()
+    for prompts in (start.inputs.train_prompts, *start.inputs.eval_prompts.values()):
+        for prompt in (prompts[index] for index in range(len(prompts))):
+            try:
+                images.add(choose_image(agent, prompt.metadata))
+            except GenerateError as error:
+                raise GenerateError(f"{prompt.prompt_id}: {error}") from error
+    check_images(agent, sorted(images))
+    start.notes.append(f"agent    {agent.isolation} starts a container for each episode; images: {len(images)}")
     return ()
 
 
@@ -299,6 +318,7 @@ CHECKS: Sequence[PreflightCheck] = (
     PreflightCheck("memory allocator", frozenset({"rollout"}), _allocator),
     PreflightCheck("generate function", frozenset({"rollout"}), _functions),
     PreflightCheck("agent format", frozenset({"model", "agent"}), _agent_format, on_rank_0=True),
+    PreflightCheck("agent images", frozenset({"agent", "data", "model"}), _agent_images, on_rank_0=True),
     PreflightCheck("loss function", frozenset({"loss"}), _loss),
     PreflightCheck("reward function", frozenset({"reward", "rollout"}), _reward),
     PreflightCheck("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),

@@ -22,6 +22,7 @@ from megatron_dppo.engines.agents.agent_request import MODEL, CallError
 from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.engines.agents.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.limited_server import LimitedServer
+from megatron_dppo.engines.agents.loopback_network import LoopbackNetwork
 from megatron_dppo.engines.agents.protocols import MESSAGES, PROTOCOLS, Protocol
 from megatron_dppo.engines.servers.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
@@ -45,10 +46,12 @@ class Endpoint:
     Args:
         host: Address to listen on; the port is a free one.
         max_body_bytes: Maximum size of a request body.
+        network: Network to listen in. None: that of this process.
     """
 
-    def __init__(self, host: str, max_body_bytes: int) -> None:
+    def __init__(self, host: str, max_body_bytes: int, network: LoopbackNetwork | None = None) -> None:
         self._host = host
+        self._network = network
         self._max_body_bytes = max_body_bytes
         self._episodes: dict[bytes, Episode] = {}
         """Running episodes, by the digest of their keys, so that the time of the look-up tells nothing about a key."""
@@ -106,7 +109,7 @@ class Endpoint:
                 web.get("/v1/models/{name}", self._models),
             ]
         )
-        self._server = LimitedServer(app, self._host)
+        self._server = LimitedServer(app, self._host, network=self._network)
         await self._server.start()
 
     @contextmanager

@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.engines.agents.containers import ContainerAgent
 from megatron_dppo.engines.agents.endpoint import Endpoint
 from megatron_dppo.engines.agents.environment import EnvironmentAgent
 from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
@@ -55,6 +58,7 @@ class AgentFunction:
         variables: Variables of the chat template.
         now: Returns the date that the chat template sees. Called once, for the first episode.
         part_weights: ``reward.agent_parts``.
+        run_folder: Folder of the run, by which its containers are known.
 
     Raises:
         GenerateError: The program does not exist or cannot be isolated, or the function cannot be used.
@@ -69,6 +73,7 @@ class AgentFunction:
         now: Callable[[], datetime] = datetime.now,
         *,
         part_weights: Mapping[str, float] | None = None,
+        run_folder: Path = Path(),
     ) -> None:
         self._config = config
         self._variables = variables
@@ -77,10 +82,11 @@ class AgentFunction:
         if config.function is not None:
             self._agent = FunctionAgent(_load_function(config))
         else:
-            self._agent = _load_program(config)
+            self._agent = _load_program(config, run_folder)
         if config.renderer is not None:
             import_renderers(config.renderer)
-        self._endpoint = Endpoint(config.host, config.max_body_bytes)
+        network = self._agent.network if isinstance(self._agent, ContainerAgent) else None
+        self._endpoint = Endpoint(config.host, config.max_body_bytes, network)
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "agent-calls")
         self._settings = EpisodeSettings(
             max_calls=config.max_calls,
@@ -96,8 +102,8 @@ class AgentFunction:
         self._slots = nullcontext() if config.max_running is None else asyncio.Semaphore(config.max_running)
 
     def close(self) -> None:
-        """Stop listening, and end an environment."""
-        if isinstance(self._agent, EnvironmentAgent):
+        """Stop listening, end an environment and remove containers."""
+        if isinstance(self._agent, EnvironmentAgent | ContainerAgent):
             self._agent.close()
         self._endpoint.close()
         self._executor.shutdown(cancel_futures=True)
@@ -121,7 +127,7 @@ class AgentFunction:
                 self._reader = RendererReader(tokenizer, renderer, separates_reasoning=separates)
             else:
                 self._reader = ResponseReader(tokenizer, response_format, separates_reasoning=separates)
-        if isinstance(self._agent, EnvironmentAgent):
+        if isinstance(self._agent, EnvironmentAgent | ContainerAgent):
             await self._agent.start()
         async with self._slots:
             episode = Episode(turns, self._template, self._reader, self._settings, self._executor)
@@ -201,8 +207,11 @@ def _agent_name(config: AgentConfig) -> str:
     return "agent.environment" if config.environment is not None else "agent.command"
 
 
-def _load_program(config: AgentConfig) -> Agent:
+def _load_program(config: AgentConfig, run_folder: Path) -> Agent:
     """Return the program or the environment."""
+    if config.isolation in CONTAINER_TOOLS:
+        assert config.command is not None
+        return ContainerAgent(config.command, config, run_folder)
     if config.isolation != "none" and landlock_version() < 1:
         raise GenerateError(_NO_LANDLOCK)
     if config.isolation == "namespace":

@@ -9,6 +9,7 @@ import socket
 from aiohttp import web
 
 from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
+from megatron_dppo.engines.agents.loopback_network import LoopbackNetwork
 
 _IDLE_SECONDS = 60.0
 """Time until a request's headers must be complete, and for which a connection stays open between two calls."""
@@ -31,9 +32,12 @@ class LimitedServer:
         app: Routes and middlewares.
         host: Address to listen on.
         port: Port. 0 takes a free one.
+        network: Network to listen in. None: that of this process.
     """
 
-    def __init__(self, app: web.Application, host: str, port: int = 0) -> None:
+    def __init__(
+        self, app: web.Application, host: str, port: int = 0, network: LoopbackNetwork | None = None
+    ) -> None:
         # No access log: it would contain nothing that a run needs.
         self._runner = web.AppRunner(
             app,
@@ -50,6 +54,7 @@ class LimitedServer:
             auto_decompress=False,
         )
         self._address = (host, port)
+        self._network = network
         self._connections: ConnectionLimit | None = None
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -77,9 +82,12 @@ class LimitedServer:
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         # aiohttp's own sites accept without a limit; ``ConnectionLimit`` accepts instead.
-        self._listener = socket.create_server(self._address, family=family, backlog=socket.SOMAXCONN)
+        if self._network is None:
+            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            self._listener = socket.create_server(self._address, family=family, backlog=socket.SOMAXCONN)
+        else:
+            self._listener = self._network.listen(self._address)
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._connections.accept(self._listener))
 

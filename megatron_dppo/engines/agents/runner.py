@@ -122,49 +122,75 @@ class ProgramAgent:
 
     async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
-        environment = program_variables(self._config.pass_env) | {
-            "OPENAI_BASE_URL": task.base_url,
-            "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
-        }
-        if self._config.isolation != "none":
-            environment |= {"OPENAI_API_KEY": task.api_key, "ANTHROPIC_API_KEY": task.api_key}
-        output = bytearray()
+        environment = program_variables(self._config.pass_env) | endpoint_variables(task)
+        if self._config.isolation == "none":
+            environment = {name: value for name, value in environment.items() if value != task.api_key}
         try:
-            process = await self._start(environment)
+            status, output = await run_program(isolated_command(self._command, self._config), environment, task)
         except OSError as error:
             return AgentExit(None, f"{self._command[0]} cannot be started: {error}")
-        try:
-            # Together: a program that writes before it reads would otherwise block both sides.
-            streams = asyncio.gather(_write_task(process, asdict(task)), _read_output(process, output))
-            try:
-                status = await process.wait()
-                with suppress(TimeoutError):  # a child process that is still running may hold the output open
-                    await asyncio.wait_for(streams, _OUTPUT_SECONDS)
-            finally:
-                streams.cancel()
-        finally:
-            # Also after a normal exit: children that are still running are in its process group.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # A child may keep the pipes open, and a transport that outlives its event loop raises when it is collected.
-            # asyncio has no public method to close it.
-            process._transport.close()  # type: ignore[attr-defined]
-        if status == 0:
-            return AgentExit(1.0, parts=_last_object(output))
-        last = output.decode("utf-8", "replace").strip().replace(task.api_key, "***")
-        return AgentExit(0.0, f"{self._command[0]} ended with status {status}: {last or 'it wrote nothing'}")
+        return exit_of_program(self._command[0], status, output, task)
 
-    async def _start(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        with stop_signals_unblocked():
-            return await asyncio.create_subprocess_exec(
-                *isolated_command(self._command, self._config),
-                stdin=pipe,
-                stdout=pipe,
-                stderr=asyncio.subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+
+def endpoint_variables(task: AgentTask) -> dict[str, str]:
+    """Return the variables by which clients of the APIs find the endpoint."""
+    return {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": task.api_key,
+    }
+
+
+def exit_of_program(name: str, status: int, output: bytes | bytearray, task: AgentTask) -> AgentExit:
+    """Return the result of a program that has ended.
+
+    Args:
+        name: Name of the program, for the failure.
+        status: Exit status.
+        output: End of its output.
+        task: Its task.
+    """
+    if status == 0:
+        return AgentExit(1.0, parts=_last_object(output))
+    last = output.decode("utf-8", "replace").strip().replace(task.api_key, "***")
+    return AgentExit(0.0, f"{name} ended with status {status}: {last or 'it wrote nothing'}")
+
+
+async def run_program(
+    command: Sequence[str], environment: Mapping[str, str], task: AgentTask
+) -> tuple[int, bytes | bytearray]:
+    """Run a program in a new session, with the task on its standard input. Its session is killed at the end.
+
+    Returns:
+        Exit status, and the end of the output.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+    pipe = asyncio.subprocess.PIPE
+    output = bytearray()
+    with stop_signals_unblocked():
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        # Together: a program that writes before it reads would otherwise block both sides.
+        streams = asyncio.gather(_write_task(process, asdict(task)), _read_output(process, output))
+        try:
+            status = await process.wait()
+            with suppress(TimeoutError):  # a child process that is still running may hold the output open
+                await asyncio.wait_for(streams, _OUTPUT_SECONDS)
+        finally:
+            streams.cancel()
+    finally:
+        # Also after a normal exit: children that are still running are in its process group.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # A child may keep the pipes open, and a transport that outlives its event loop raises when it is collected.
+        # asyncio has no public method to close it.
+        process._transport.close()  # type: ignore[attr-defined]
+    return status, output
 
 
 class FunctionAgent:
