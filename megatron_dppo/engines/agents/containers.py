@@ -8,6 +8,7 @@ machine that was switched off, are removed when the run starts again.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import secrets
 import shutil
@@ -33,7 +34,9 @@ from megatron_dppo.engines.agents.runner import (
 from megatron_dppo.errors import GenerateError
 
 _RUN_LABEL = "megatron-dppo.run"
-"""Label with the folder of the run."""
+"""Label with a digest of the run's folder, by which its containers are listed: a filter of podman takes no comma."""
+_FOLDER_LABEL = "megatron-dppo.folder"
+"""Label with the folder, for people."""
 _OWNER_LABEL = "megatron-dppo.owner"
 """Label with the process that started the container (``_identify_process``)."""
 _TOOL_VARIABLES = ("DOCKER_", "CONTAINER", "APPTAINER_", "XDG_", "DBUS_")
@@ -72,7 +75,8 @@ class ContainerAgent:
         self._command = list(command)
         self._config = config
         self._tool = config.isolation
-        self._run = str(run_folder.absolute())
+        self._folder = str(run_folder.absolute())
+        self._run = hashlib.sha256(self._folder.encode()).hexdigest()[:16]
         self._owner = _identify_process(os.getpid())
         self._watcher: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -111,7 +115,11 @@ class ContainerAgent:
         return result
 
     async def start(self) -> None:
-        """Remove what an earlier start of the run left behind, and watch over the containers of this one."""
+        """Remove what an earlier start of the run left behind, and watch over the containers of this one.
+
+        Raises:
+            GenerateError: The tool cannot list containers.
+        """
         await asyncio.to_thread(self._start)
 
     def close(self) -> None:
@@ -152,7 +160,8 @@ class ContainerAgent:
             return ["apptainer", "exec", *options, *container.options, image, *self._command]
         network = container.network if self.network is None else f"ns:{self.network.path}"
         options += ["--rm", "--interactive", "--pull=never", "--log-driver=none", f"--name={name}"]
-        options += [f"--label={_RUN_LABEL}={self._run}", f"--label={_OWNER_LABEL}={self._owner}"]
+        labels = {_RUN_LABEL: self._run, _FOLDER_LABEL: self._folder, _OWNER_LABEL: self._owner}
+        options += [f"--label={key}={value}" for key, value in labels.items()]
         options += [f"--network={network}", "--cap-drop=all", "--security-opt=no-new-privileges"]
         options += [f"--env={each}" for each in variables]
         if self._tool == "podman":
@@ -229,8 +238,14 @@ def _make_network(config: AgentConfig) -> LoopbackNetwork:
 
 
 def _remove_leftovers(tool: str, run: str) -> None:
-    """Remove containers of the run whose processes on this machine have ended."""
+    """Remove containers of the run whose processes on this machine have ended.
+
+    Raises:
+        GenerateError: The tool cannot list containers.
+    """
     listed = _run_tool([tool, "ps", "--all", "--quiet", "--filter", f"label={_RUN_LABEL}={run}"])
+    if listed.returncode:
+        raise GenerateError(f"agent.isolation = {tool!r}: it cannot list containers: {listed.stderr.strip()[-300:]}")
     label = f'{{{{index .Config.Labels "{_OWNER_LABEL}"}}}}'
     for container in listed.stdout.split():
         owner = _run_tool([tool, "inspect", "--type=container", "--format", label, container]).stdout.strip()

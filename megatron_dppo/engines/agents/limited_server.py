@@ -35,9 +35,7 @@ class LimitedServer:
         network: Network to listen in. None: that of this process.
     """
 
-    def __init__(
-        self, app: web.Application, host: str, port: int = 0, network: LoopbackNetwork | None = None
-    ) -> None:
+    def __init__(self, app: web.Application, host: str, port: int = 0, network: LoopbackNetwork | None = None) -> None:
         # No access log: it would contain nothing that a run needs.
         self._runner = web.AppRunner(
             app,

@@ -1,15 +1,11 @@
-"""Programs in containers: command lines with a tool that is a script, and the real podman and docker (long)."""
+"""Programs in containers: the command lines, with a script in place of podman, docker and Apptainer."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tarfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,32 +40,6 @@ if arguments[0] in ("run", "exec"):
     os.execv(sys.executable, [sys.executable, *arguments[program:]])
 """
 """Stands in for a container tool: logs its calls, and runs the program outside of any container."""
-LOOKS_AROUND = """
-status = open("/proc/self/status").read()
-seen = {
-    "user": os.getuid(),
-    "pid": os.getpid(),
-    "processes": len([each for each in os.listdir("/proc") if each.isdigit()]),
-    "capabilities": re.search(r"CapEff:\\s*(\\S+)", status)[1],
-    "no_new_privileges": re.search(r"NoNewPrivs:\\s*(\\S+)", status)[1],
-    "names": sorted(os.environ),
-    "files": os.path.exists(task["metadata"]["file"]),
-    "interfaces": [name for _, name in socket.if_nameindex()],
-}
-try:
-    socket.create_connection(("127.0.0.1", task["metadata"]["port"]), 2)
-    seen["host_port"] = True
-except OSError:
-    seen["host_port"] = False
-try:
-    open("/written", "w")
-    seen["writes"] = True
-except OSError:
-    seen["writes"] = False
-open("/tmp/written", "w")
-print(json.dumps({"rewards": {"seen": 1}}))
-sys.exit("seen " + json.dumps(seen))
-"""
 
 
 @pytest.fixture
