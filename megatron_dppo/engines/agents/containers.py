@@ -210,9 +210,9 @@ def check_images(config: AgentConfig, images: Sequence[str]) -> None:
         missing = _missing(config.isolation, images)
         fix = f"get it by `{config.isolation} pull`"
     if missing:
-        rest = f" and {len(missing) - 1} others of {len(images)}" if len(missing) > 1 else ""
+        suffix = f" and {len(missing) - 1} others of {len(images)}" if len(missing) > 1 else ""
         raise GenerateError(
-            f"agent.isolation = {config.isolation!r}: the image {missing[0]!r}{rest} does not exist here, and a run "
+            f"agent.isolation = {config.isolation!r}: the image {missing[0]!r}{suffix} does not exist here, and a run "
             f"pulls none; {fix}"
         )
 
