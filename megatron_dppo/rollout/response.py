@@ -171,8 +171,10 @@ class GrowingResponse:
         self._spans: list[VersionSpan] = []
         self._logprobs = GrowingColumn(LOGPROBS, LOGPROBS.empty(()), len(self.prompt))
         self._sampled = GrowingColumn(SAMPLED, SAMPLED.empty(()), len(self.prompt))
-        recorded = SamplingParams(max_new_tokens=0, topk_logprobs=topk, return_sampling_mask=sampling_mask)
-        shapes = {**requested_columns(recorded), **(columns or {})}
+        shapes = dict(columns or {})
+        if topk or sampling_mask:
+            recorded = SamplingParams(max_new_tokens=0, topk_logprobs=topk, return_sampling_mask=sampling_mask)
+            shapes = {**requested_columns(recorded), **shapes}
         self._optional = {
             c.response: GrowingColumn(c, c.empty(shapes[c.response]), len(self.prompt))
             for c in TOKEN_COLUMNS

@@ -136,5 +136,5 @@ def _sum_repeats(siblings: Sequence[Completion]) -> Mapping[str, RepeatSums]:
         sums = RepeatSums(responses=1.0, repeats=float(tokens in probability_by_tokens), expected=expected)
         add_by_key(result, {server: sums})
         # Tokens that were not sampled have log-probability 0. With a tool's tokens this is an upper bound.
-        probability_by_tokens[tokens] = float(np.exp(completion.logprobs.double().sum()))
+        probability_by_tokens[tokens] = float(np.exp(completion.logprobs.double().sum().item()))
     return result

@@ -350,13 +350,12 @@ def _bias(tokens: ServerSums, usual: float) -> float | None:
 
 def count_nonfinite_tokens(groups: Sequence[RolloutGroup]) -> Metric:
     """Return the share of sampled tokens whose rollout log-probability is not finite; no loss includes them."""
-    num_nonfinite = 0
-    num_sampled = 0
-    for completion in (rollout.completion for group in groups for rollout in group.rollouts):
-        if completion.logprobs is None:
-            continue
-        is_finite = completion.logprobs.isfinite()
-        is_sampled = torch.ones_like(is_finite) if completion.loss_mask is None else completion.loss_mask
-        num_nonfinite += int((is_sampled & ~is_finite).sum())
-        num_sampled += int(is_sampled.sum())
-    return Metric(num_nonfinite, num_sampled)
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    # One tensor of all tokens: an operation for each response would take longer than all of its tokens.
+    logprobs = [torch.zeros(0)]
+    for completion in completions:
+        if completion.logprobs is not None:
+            mask = completion.loss_mask
+            logprobs.append(completion.logprobs if mask is None else completion.logprobs[mask])
+    sampled = torch.cat(logprobs)
+    return Metric(int((~sampled.isfinite()).sum()), sampled.numel())

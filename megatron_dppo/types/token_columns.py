@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class TokenColumn:
         """Name in error messages."""
         return self.name or self.response or ""
 
-    @property
+    @cached_property
     def is_carried(self) -> bool:
         """True if a training sample holds the response's rows unchanged, without a shift or a mask."""
         return self.response is not None and self.name is not None and self.alignment != Alignment.LABELS
@@ -146,6 +147,9 @@ class TokenColumn:
         ``like`` has the dtype and the row shape, for a packed row without samples.
         """
         assert isinstance(like, Tensor)
+        if sum(part.shape[0] for part in parts if isinstance(part, Tensor)) == size:
+            # Without gaps, which is usual, a single copy does it.
+            return torch.cat([part for part in parts if isinstance(part, Tensor)]).to(like.dtype)
         packed = like.new_full((size, *like.shape[1:]), self.fill_value(like.dtype))
         for part, end in zip(parts, ends, strict=True):
             assert isinstance(part, Tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -168,6 +169,9 @@ def _train(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]
 
 def _prepare_process(folder: Path) -> None:
     """Create an empty work folder, redirect output to its log, and exit with the command."""
+    # The garbage collector need not look at what the fork server imported: each full collection would take a third of a
+    # second, and copy the pages that the processes share.
+    gc.freeze()
     threading.Thread(target=_exit_with_command, name="command", daemon=True).start()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -99,7 +99,8 @@ class LocalEngine:
             ValueError: ``params`` ask a dense model for routed experts.
             GenerateError: The user function failed.
         """
-        samples = [self._sample(prompt, params) for prompt in prompts]
+        columns = requested_columns(params)
+        samples = [self._sample(prompt, params, columns) for prompt in prompts]
         for sample in samples:
             sample.stop_token_ids = stop_token_ids
         # Waits behind rollouts that were submitted before.
@@ -192,7 +193,9 @@ class LocalEngine:
         self._held.clear()
         del self._model
 
-    def _sample(self, prompt: Prompt, params: SamplingParams) -> PendingResponse:
+    def _sample(
+        self, prompt: Prompt, params: SamplingParams, columns: Mapping[str, tuple[int, ...]]
+    ) -> PendingResponse:
         if self.policy_version < 0:
             raise RuntimeError("LocalEngine is to sample before the first update_weights")
         if params.routed_experts and self._routing is None:
@@ -204,13 +207,14 @@ class LocalEngine:
             prompt.context_ids,
             routing=routing,
             sampling_mask=self._reveals_hidden_filter,
-            columns=requested_columns(params),
+            columns=columns,
         )
         return PendingResponse(prompt, response)
 
     def _restored_samples(self, request: GroupRequest, params: SamplingParams) -> list[PendingResponse]:
         """Return the responses of a group, with the tokens that are held of them."""
-        samples = [self._sample(request.prompt, params) for _ in range(request.siblings)]
+        columns = requested_columns(params)
+        samples = [self._sample(request.prompt, params, columns) for _ in range(request.siblings)]
         held = self._held.get(request.key)
         if held is not None and len(held) != request.siblings:
             raise ValueError(f"group {request.key} is held with {len(held)} responses, not {request.siblings}")

@@ -14,6 +14,11 @@ from torch.nn import Module
 
 from megatron_dppo.types import MISSING_EXPERT, RoutingShape, SamplingMask, SamplingParams, with_weights
 
+_LARGEST_RACE = 1 << 22
+"""Largest number of probabilities of a step that race. Beyond it, random numbers would take most of the time."""
+_INVERSION_BLOCK = 1 << 20
+"""Probabilities whose sums are in memory at a time. They stay in the cache of a core."""
+
 
 def build_filters(params: SamplingParams) -> list[Any]:
     """Return the transforms of fp32 logits in their order, each called with ``(None, scores)``.
@@ -89,15 +94,38 @@ class Sampler:
         logprobs = scores.log_softmax(-1)
         if self._is_greedy:
             return scores.argmax(-1), logprobs
-        # Exponential race, as in torch.multinomial: argmax of p_i / e_i is i with probability p_i for e_i ~ Exp(1).
-        clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
-        if len(rows) < self._batch:
-            clocks = clocks[rows]
         if self._hidden_temperature != 1:
             scores = scores / self._hidden_temperature
         if self._hidden_filter is not None:
             scores = self._hidden_filter(None, scores)
-        return scores.softmax(-1).div_(clocks).argmax(-1), logprobs
+        is_large = self._batch * scores.shape[1] > _LARGEST_RACE
+        return (self._invert if is_large else self._race)(scores, rows), logprobs
+
+    def _race(self, scores: Tensor, rows: Tensor) -> Tensor:
+        """Sample by an exponential race, as in torch.multinomial: one random number for each entry.
+
+        The argmax of p_i / e_i is i with probability p_i for e_i ~ Exp(1).
+        """
+        clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
+        if len(rows) < self._batch:
+            clocks = clocks[rows]
+        return scores.softmax(-1).div_(clocks).argmax(-1)
+
+    def _invert(self, scores: Tensor, rows: Tensor) -> Tensor:
+        """Sample by inversion of the cumulative distribution: one random number for each row."""
+        uniform = torch.rand(self._batch, 1, dtype=torch.float64, device=scores.device, generator=self._generator)
+        size = max(1, _INVERSION_BLOCK // scores.shape[1])
+        tokens = []
+        for block, draws in zip(scores.split(size), uniform[rows].split(size), strict=True):
+            # In fp64: sums in fp32 would be too coarse for improbable tokens.
+            sums = block.softmax(-1).cumsum(-1, dtype=torch.float64)
+            total = sums[:, -1:]
+            # Rounding must not reach the total, behind which there is no token.
+            threshold = torch.minimum(draws * total, total.nextafter(torch.zeros_like(total)))
+            # The first sum above the threshold, so never a token of probability 0.
+            tokens.append(torch.searchsorted(sums, threshold, right=True))
+        # NaN among the scores gives the last token, as any other.
+        return torch.cat(tokens).squeeze(1).clamp_(max=scores.shape[1] - 1)
 
 
 class SamplingMaskRecord:

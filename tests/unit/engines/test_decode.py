@@ -203,3 +203,28 @@ def test_a_limit_below_one_is_refused(parts: Any, limits: Any) -> None:
     with pytest.raises(ValueError, match="max_new_tokens must be above 0, got 0"):
         sampler = Sampler(SamplingParams(max_new_tokens=1), torch.Generator(), 2)
         decode(model, prompts[:2], sampler, max_new_tokens=limits, end_tokens=END, pad_token=0)
+
+
+def test_a_large_vocabulary_is_sampled_by_inversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_dppo.engines.local import sampler as module
+
+    monkeypatch.setattr(module, "_INVERSION_BLOCK", 4_000)
+    logits = torch.tensor([[2.0, -torch.inf, 0.0, -1.0, -torch.inf]]).expand(40_000, -1)
+    every = torch.arange(len(logits))
+
+    def draw(rows: torch.Tensor, largest_race: int) -> torch.Tensor:
+        monkeypatch.setattr(module, "_LARGEST_RACE", largest_race)
+        generator = torch.Generator().manual_seed(3)
+        return Sampler(SamplingParams(max_new_tokens=1), generator, len(logits))(logits[rows], rows)[0]
+
+    tokens = draw(every, 0)
+    assert not tokens.equal(draw(every, logits.numel()))
+    shares = tokens.bincount(minlength=5).double() / len(logits)
+    expected = logits[0].double().softmax(-1)
+    # Five standard deviations, which are 0 for tokens that a filter removed.
+    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / len(logits)).sqrt()).all()
+    # The tokens of a row do not depend on which other rows are left.
+    some = every[7::3]
+    assert draw(some, 0).equal(tokens[some])
+    nan = torch.full((1, 5), torch.nan)
+    assert Sampler(SamplingParams(max_new_tokens=1), torch.Generator(), 1)(nan, every[:1])[0].tolist() == [4]
