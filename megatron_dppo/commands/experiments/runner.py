@@ -122,7 +122,7 @@ def _execute_jobs(
     context.set_forkserver_preload([PRELOAD, QUANTIZATION_MODULE] if quantized else [PRELOAD])
     # The runs are too small for a GPU. The fork server reads these variables when it starts.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Tensors of megabytes come and go at each token. With glibc's defaults the kernel would clear their pages each time.
+    # Tensors of megabytes come and go at each token. By default the kernel would clear their pages each time.
     os.environ |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
     # The fork server imports before a run has a log: hide Megatron's warnings about optional packages.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
