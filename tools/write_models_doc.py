@@ -21,10 +21,11 @@ from megatron_dppo.hf.folder import model_shape  # noqa: E402
 from tests.distributed import layouts, test_families, test_lora, test_router_replay  # noqa: E402
 from tests.distributed.families import family_config  # noqa: E402
 from tests.distributed.parity import case_family  # noqa: E402
-from tests.engines.test_families import SERVED, STOPPED  # noqa: E402
+from tests.engines.test_adapters import ADAPTED  # noqa: E402
+from tests.engines.test_families import ELSEWHERE, SERVED, STOPPED  # noqa: E402
 
 BEGIN, END = "<!-- written by tools/write_models_doc.py -->", "<!-- end -->"
-ENGINES = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "tests/engines").glob("*.py")))
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 UNTESTED = "not tested"
 
 
@@ -63,14 +64,16 @@ def replay(family: Family, shape: ModelShape) -> str:
 
 def servers(family: Family, _: ModelShape) -> str:
     """Return the engines that a test starts with a model of the family."""
-    if family.hf_class.replace("ForCausalLM", "Config") in ENGINES:
-        return "SGLang, vLLM"
     names = {family.model_type, *family.variants}
-    titles = {"sglang": "SGLang", "vllm": "vLLM"}
-    served = [title for engine, title in titles.items() if names & set(SERVED[engine])]
-    stopped = [title for engine, title in titles.items() if family.model_type in STOPPED[engine]]
+    served = [title for engine, title in ENGINES.items() if names & {*SERVED[engine], *ELSEWHERE[engine]}]
+    stopped = [title for engine, title in ENGINES.items() if family.model_type in STOPPED[engine]]
     cells = [", ".join(served), f"[not {', '.join(stopped)}](#servers-on-a-cpu)" if stopped else ""]
     return "; ".join(filter(None, cells)) or UNTESTED
+
+
+def served_adapters(family: Family, _: ModelShape) -> str:
+    """Return the engines that a test sends adapters of the family."""
+    return ", ".join(title for engine, title in ENGINES.items() if family.model_type in ADAPTED[engine]) or UNTESTED
 
 
 def sizes(family: Family, _: ModelShape) -> str:
@@ -94,7 +97,8 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("LoRA", "tests/distributed/test_lora.py", lora),
     ("router replay", "tests/distributed/test_router_replay.py", replay),
     ("FP8 and INT4 rollouts", "tests/unit/weights/test_quantization.py", quantized),
-    ("servers", "tests/engines", servers),
+    ("servers", "tests/engines/test_families.py", servers),
+    ("LoRA on servers", "tests/engines/test_adapters.py", served_adapters),
     ("published sizes", "tests/unit/hf/test_families.py", sizes),
     ("recipes", "tests/unit/test_examples.py", recipes),
 )

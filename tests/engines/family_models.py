@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from megatron_dppo.hf.families import ALIASES
 from megatron_dppo.hf.folder import WeightStream, build_hf_model, stream_model
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.families import TINY, family_config, in_float64
@@ -35,7 +37,7 @@ _LATENT = {
 _LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 """Those of vLLM's kernel for gated delta nets on a CPU."""
 SERVER_KEYS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2": _TWO_HEADS,
+    **dict.fromkeys(("qwen2", "qwen2_moe"), _TWO_HEADS),
     # vLLM does not read it.
     "gpt_oss": {"swiglu_limit": 7.0},
     # SGLang does not read ``head_dim``.
@@ -84,6 +86,8 @@ class FamilyModel:
         else:
             config.architectures = [TINY[name][0].hf_class]
             config.save_pretrained(source)
+        if name in ALIASES:
+            name_alias(source, name)
         byte_tokenizer(SPECIAL).save_pretrained(source)
         self.model = randomize(build_hf_model(config, torch.float32, seed=seed))
         for weight in self.model.parameters():
@@ -107,6 +111,18 @@ class FamilyModel:
         return self.distributions(prompt, response, temperature).gather(1, chosen).squeeze(1)
 
 
+def name_alias(folder: Path, alias: str) -> None:
+    """Rewrite config.json as Kimi-K2 has it: its own ``model_type`` and class, rotary keys of transformers 4."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    rope = values.pop("rope_parameters")
+    values["rope_theta"] = rope.pop("rope_theta")
+    values["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    # Of code that is not in the folder: no server may need it.
+    values["auto_map"] = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    file.write_text(json.dumps({**values, "model_type": alias}))
+
+
 _VISION = dict(
     depth=1, hidden_size=64, intermediate_size=64, num_heads=2, out_hidden_size=64, num_position_embeddings=16
 )
@@ -124,4 +140,4 @@ def write_published(folder: Path, text: Any) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-__all__ = ["NAMES", "PUBLISHED", "FamilyModel", "server_config", "write_published"]
+__all__ = ["NAMES", "PUBLISHED", "FamilyModel", "name_alias", "server_config", "write_published"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,18 @@ from tests.unit.configs import server_plans
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
 ATTENTION = '["q_proj", "k_proj", "v_proj", "o_proj"]'
 STEPS = 3
+ADAPTED: Mapping[str, tuple[str, ...]] = {
+    "sglang": ("qwen3_moe", "llama", "mixtral"),
+    "vllm": ("qwen3", "llama"),
+}
+"""Families whose adapters on attention an engine adds on a CPU. The first of each has the tests that CI takes."""
+UNTRIED: Mapping[str, tuple[str, ...]] = {"sglang": ("mistral",), "vllm": ("mistral",)}
+"""Families that the long test has and that nobody has run."""
 FAMILIES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=pytest.mark.long)
-    for engine, names in {"sglang": ("mixtral",), "vllm": ("llama",)}.items()
-    for name in names
+    for engine in ADAPTED
+    for name in ADAPTED[engine][1:] + UNTRIED[engine]
 ]
-"""Engines, and families whose adapters on attention they load on a CPU, beyond Qwen3."""
 
 
 def settings(engine: str, model: Path, **more: Any) -> dict[str, Any]:
@@ -158,12 +164,16 @@ def check_run(engine: Engine, model: Path, folder: Path, processes: int) -> None
     )
     assert code == 0, text
     steps = step_records(folder)
-    assert len(steps) == STEPS and all(step["train/abs_prob_diff_first"] < 1e-5 for step in steps)
+    errors = [step["train/abs_prob_diff_first"] for step in steps]
+    assert len(errors) == STEPS and max(errors) < 1e-5
     sent = sorted((folder / "weights").glob("version_*"))[-1]
     assert sent.name == f"version_{STEPS:06d}"
     size = sum(file.stat().st_size for file in sent.iterdir())
     assert size < 0.3 * (model / "model.safetensors").stat().st_size
-    assert apart(folder / "hf", engine, adapter=True) < 1e-4, "the server samples from the trained policy"
+    trained = apart(folder / "hf", engine, adapter=True)
+    # docs/lora.md has these figures (pytest -rP).
+    print(engine.kind, model.parent.name, f"steps {max(errors):.1e} policy {trained:.1e}")
+    assert trained < 1e-4, "the server samples from the trained policy"
     assert apart(model, engine, adapter=False) < 1e-4 < 0.01 < apart(model, engine, adapter=True)
 
 
