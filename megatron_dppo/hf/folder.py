@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import require_regular_files
+from megatron_dppo.hf.config_keys import check_config_keys
 from megatron_dppo.hf.families import ALIASES, FAMILIES, get_family
 from megatron_dppo.hf.families.family import check_sizes
 from megatron_dppo.hf.families.rules import OUTPUT, rename
@@ -83,11 +85,16 @@ def _load_config(folder: Path) -> Any:
     alias = ALIASES.get(values.get("model_type"))
     _check_tied(values)
     if alias is None:
-        return _language_model(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-    # Such a folder names its class by ``auto_map``: Python code that came with it, which is never run.
-    return AutoConfig.for_model(
-        **{key: value for key, value in values.items() if key != "auto_map"} | {"model_type": alias}
-    )
+        loaded = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config = _language_model(loaded)
+        if hf_config is not loaded:
+            values = values.get("text_config") or {}
+    else:
+        # Such a folder names its class by ``auto_map``: Python code that came with it, which is never run.
+        keys = {key: value for key, value in deepcopy(values).items() if key != "auto_map"}
+        hf_config = AutoConfig.for_model(**keys | {"model_type": alias})
+    check_config_keys(values, hf_config, folder / "config.json")
+    return hf_config
 
 
 def _check_tied(values: dict[str, Any]) -> None:

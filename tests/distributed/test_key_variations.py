@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.hf.families import FAMILIES
+from tests.distributed.families import TINY
 from tests.distributed.key_variations import run
 from tests.distributed.spawn import run_distributed
 
@@ -16,6 +16,6 @@ def test_some_keys_are_equal_or_refused() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY)
 def test_every_key_is_equal_or_refused(family: str) -> None:
     run_distributed(run, 1, [family], 1, timeout=1200.0)

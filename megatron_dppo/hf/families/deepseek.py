@@ -16,12 +16,13 @@ from megatron_dppo.hf.families.family import (
     Published,
     Rope,
     raise_unsupported,
+    require_full_rotation,
     require_values,
     rope_number,
     rope_parameters,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
-from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
+from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_KEYS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
 
 _A, _S = M + "self_attention.", H + "self_attn."
 # With MLA the norm before attention is a module of its own. The norms of the latents are in the up projections that
@@ -43,6 +44,8 @@ _LATENT_QUERY = (
 
 def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     require_values(hf_config, attention_bias=False, rope_interleave=True)
+    # transformers sizes the rotary embedding by this key, which no published config.json of DeepSeek-V3 has.
+    require_values(hf_config, head_dim=hf_config.qk_rope_head_dim)
     heads = hf_config.num_attention_heads
     if hf_config.num_key_value_heads != heads:
         raise_unsupported(
@@ -92,8 +95,7 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
 
 def _rope_fields(hf_config: Any) -> dict[str, Any]:
     parameters = rope_parameters(hf_config, "default", "yarn")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise_unsupported(hf_config, "partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
+    require_full_rotation(hf_config, parameters)
     if parameters["rope_type"] == "default":
         return dict(rope_type="rope", rotary_base=parameters["rope_theta"])
     for key, value in {"attention_factor": None, "truncate": True}.items():
@@ -172,6 +174,7 @@ _family = partial(
     attention=_attention,
     dense=DENSE_MLP,
     experts=SIGMOID_EXPERTS,
+    other_keys=(*SIGMOID_KEYS, "first_k_dense_replace", "qk_head_dim"),
     served_keys=_served_keys,
 )
 FAMILIES = (

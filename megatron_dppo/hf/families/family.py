@@ -84,6 +84,9 @@ class Family:
     """Layout of the tensors that hold all experts of a layer in transformers."""
     linear: Callable[[ModelShape], tuple[Rule, ...]] = lambda shape: ()
     """Rules of linear attention, in the layers that have it instead of ``attention``."""
+    other_keys: tuple[str, ...] = ()
+    """Keys of published config.json files that the transformers class does not have. ``shape`` checks those that could
+    change the model; any further key is refused."""
     served_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     """Returns the keys with which SGLang and vLLM compute the family, from the keys of config.json.
 
@@ -132,7 +135,7 @@ def check_common_keys(hf_config: Any, kinds: Sequence[str] = ("full_attention",)
         raise_unsupported(
             hf_config, "quantization_config", method, "weights in bf16, fp16 or fp32 (convert the folder first)"
         )
-    require_values(hf_config, hidden_act="silu", mlp_bias=(False, None))
+    require_values(hf_config, hidden_act="silu", mlp_bias=(False, None), is_causal=True)
     if SLIDING not in kinds:
         require_values(hf_config, use_sliding_window=(False, None))
     unsupported = set(getattr(hf_config, "layer_types", None) or ()) - set(kinds)
@@ -146,7 +149,7 @@ _SIZES = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
     *("vocab_size", "head_dim", "max_position_embeddings", "num_experts", "n_routed_experts", "n_shared_experts"),
     *("num_local_experts",),
-    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
+    *("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim",),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group"),
@@ -161,10 +164,7 @@ def check_sizes(hf_config: Any) -> None:
         CheckpointError: One is not.
     """
     for key in _SIZES:
-        value = getattr(hf_config, key, None)
-        # By exact type, because True is an int.
-        if value is not None and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
-            raise_unsupported(hf_config, key, value, f"a whole number from 1 to {_LARGEST_SIZE}")
+        _check_size(hf_config, key)
     eps = getattr(hf_config, "rms_norm_eps", 1e-6)
     if not isinstance(eps, float) or not 1e-12 <= eps <= 0.1:
         raise_unsupported(hf_config, "rms_norm_eps", eps, "a number from 1e-12 to 0.1")
@@ -174,6 +174,13 @@ def check_sizes(hf_config: Any) -> None:
     rotated = getattr(hf_config, "qk_rope_head_dim", None) or head_dim(hf_config)
     if rotated % 2:
         raise_unsupported(hf_config, "head_dim", rotated, "an even number, since pairs are rotated")
+
+
+def _check_size(hf_config: Any, key: str) -> None:
+    value = getattr(hf_config, key, None)
+    # By exact type, because True is an int.
+    if value is not None and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
+        raise_unsupported(hf_config, key, value, f"a whole number from 1 to {_LARGEST_SIZE}")
 
 
 def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
@@ -217,19 +224,31 @@ def default_rope(hf_config: Any) -> Rope:
         CheckpointError: The embedding is scaled or covers a part of a head.
     """
     parameters = rope_parameters(hf_config, "default")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise_unsupported(hf_config, "partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
+    require_full_rotation(hf_config, parameters)
     return Rope(parameters["rope_theta"])
+
+
+def require_full_rotation(hf_config: Any, parameters: Mapping[str, Any]) -> None:
+    """Check that the rotary embedding covers a whole head.
+
+    Raises:
+        CheckpointError: It covers a part of a head.
+    """
+    if (factor := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise_unsupported(hf_config, "partial_rotary_factor", factor, "1.0")
 
 
 def partial_rope(hf_config: Any) -> Rope:
     """Return the rotary embedding of the first dimensions of a head, without scaling.
 
     Raises:
-        CheckpointError: The embedding is scaled.
+        CheckpointError: The embedding is scaled, or covers more than a head.
     """
     parameters = rope_parameters(hf_config, "default")
-    return Rope(parameters["rope_theta"], percent=parameters.get("partial_rotary_factor", 1.0))
+    percent = rope_number(hf_config, {"partial_rotary_factor": 1.0} | parameters, "partial_rotary_factor")
+    if percent > 1.0:
+        raise_unsupported(hf_config, "partial_rotary_factor", percent, "a number up to 1.0")
+    return Rope(parameters["rope_theta"], percent=percent)
 
 
 def common_shape(hf_config: Any, kinds: Sequence[str] = ("full_attention",), **family_fields: Any) -> ModelShape:
@@ -244,6 +263,11 @@ def common_shape(hf_config: Any, kinds: Sequence[str] = ("full_attention",), **f
         CheckpointError: A feature that no family supports.
     """
     check_common_keys(hf_config, kinds)
+    if family_fields.get("has_shared_expert"):
+        # 0 in models without one.
+        _check_size(hf_config, "shared_expert_intermediate_size")
+    if (experts := family_fields.get("num_experts")) is not None and hf_config.num_experts_per_tok > experts:
+        raise_unsupported(hf_config, "num_experts_per_tok", hf_config.num_experts_per_tok, f"at most {experts} experts")
     return ModelShape(
         family=hf_config.model_type,
         num_layers=hf_config.num_hidden_layers,

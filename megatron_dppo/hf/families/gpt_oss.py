@@ -15,6 +15,7 @@ from megatron_dppo.hf.families.family import (
     expert_fields,
     grouped_fields,
     raise_unsupported,
+    require_full_rotation,
     require_values,
     rope_number,
     rope_parameters,
@@ -94,8 +95,7 @@ def _rope(hf_config: Any) -> Rope:
     for key, value in {"attention_factor": None, "mscale": None, "mscale_all_dim": None}.items():
         if parameters.get(key) is not value:
             raise_unsupported(hf_config, f"rope_parameters.{key}", parameters[key], f"{value!r}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise_unsupported(hf_config, "partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
+    require_full_rotation(hf_config, parameters)
     return Rope(
         parameters["rope_theta"],
         yarn=dict(
@@ -139,6 +139,8 @@ FAMILIES = (
         shape=_shape,
         fields=_fields,
         rope=_rope,
+        # No one reads ``initial_context_length``: the rotary embedding has the same number.
+        other_keys=("experts_per_token", "initial_context_length"),
         # vLLM has this number in its code.
         served_keys=lambda values: {"swiglu_limit": 7.0},
         attention=lambda shape: _ATTENTION,

@@ -14,6 +14,7 @@ from megatron_dppo.hf.families.family import (
     default_rope,
     grouped_fields,
     raise_unsupported,
+    require_full_rotation,
     require_values,
     rope_number,
     rope_parameters,
@@ -26,7 +27,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def _shape(hf_config: Any) -> ModelShape:
-    require_values(hf_config, attention_bias=False, sliding_window=None)
+    # SmolLM2 has ``rope_interleaved``, which transformers does not read.
+    require_values(hf_config, attention_bias=False, sliding_window=None, rope_interleaved=False)
     return common_shape(hf_config)
 
 
@@ -39,6 +41,7 @@ def _rope(hf_config: Any) -> Rope:
     parameters = rope_parameters(hf_config, "default", "llama3")
     if parameters["rope_type"] == "default":
         return default_rope(hf_config)
+    require_full_rotation(hf_config, parameters)
     for key, value in _LLAMA3.items():
         if (stored := parameters.get(key)) != value:
             raise_unsupported(hf_config, f"rope_parameters.{key}", stored, f"{value!r} (fixed in Megatron)")
@@ -52,6 +55,7 @@ FAMILIES = (
         hf_class="LlamaForCausalLM",
         shape=_shape,
         rope=_rope,
+        other_keys=("rope_interleaved", "sliding_window"),
         models="Llama 2, 3, 3.1, 3.2 (text)",
         features="Llama 3's scaling of the rotary embedding",
         # A head's slowest pair turns by 0.001 a token: scaling by 32 changes what a test of 16 tokens sees.

@@ -12,6 +12,7 @@ from megatron_dppo.hf.families.family import (
     common_shape,
     expert_fields,
     grouped_fields,
+    head_dim,
     partial_rope,
     raise_unsupported,
     require_values,
@@ -33,6 +34,8 @@ def _shape(hf_config: Any) -> ModelShape:
         use_routing_bias=True,
         shared_intermediate_size=0,
         attn_type_list=[1] * hf_config.num_hidden_layers,
+        # Servers read this key. transformers reads ``partial_rotary_factor`` first.
+        rotary_dim=int(head_dim(hf_config) * partial_rope(hf_config).percent),
     )
     if hf_config.num_experts_per_tok < 2:
         raise_unsupported(hf_config, "num_experts_per_tok", 1, "2 or more (Megatron does not normalize a single score)")
@@ -80,6 +83,12 @@ FAMILIES = (
         shape=_shape,
         fields=_fields,
         rope=partial_rope,
+        other_keys=(
+            *("use_qk_norm", "qk_norm_type", "scoring_func", "use_routing_bias", "shared_intermediate_size"),
+            *("attn_type_list", "rotary_dim", "sliding_window"),
+            # Layers for further tokens.
+            *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        ),
         served_keys=_served_keys,
         attention=grouped_attention,
         dense=DENSE_MLP,

@@ -25,7 +25,16 @@ SHARED_EXPERT = (
 
 
 def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
-    require_values(hf_config, attention_bias=False)
+    # Keys of some published config.json files that transformers does not read.
+    require_values(
+        hf_config,
+        attention_bias=False,
+        qkv_bias=family_fields.get("has_qkv_bias", False),
+        use_qk_norm=family_fields.get("has_qk_norm", False),
+        use_mrope=False,
+    )
+    if not family_fields.get("has_shared_expert"):
+        require_values(hf_config, shared_expert_intermediate_size=(0, None))
     return common_shape(hf_config, **family_fields)
 
 
@@ -102,7 +111,14 @@ _QWEN2_57B = dict(
     num_experts=64,
     num_experts_per_tok=8,
 )
-_family = partial(Family, fields=_fields, rope=default_rope, attention=grouped_attention, dense=DENSE_MLP)
+_family = partial(
+    Family,
+    fields=_fields,
+    rope=default_rope,
+    attention=grouped_attention,
+    dense=DENSE_MLP,
+    other_keys=("qkv_bias", "use_qk_norm", "use_mrope", "shared_expert_intermediate_size"),
+)
 FAMILIES = (
     _family(
         model_type="qwen3_moe",

@@ -13,13 +13,12 @@ from megatron_dppo.config.layout import LinearAttentionShape, ModelShape
 from megatron_dppo.hf.families.family import (
     Family,
     Published,
-    Rope,
     common_shape,
     expert_fields,
     grouped_fields,
+    partial_rope,
     raise_unsupported,
     require_values,
-    rope_parameters,
 )
 from megatron_dppo.hf.families.qwen import SHARED_EXPERT
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, QK_NORM, H, Join, M, Rule, Split
@@ -178,7 +177,6 @@ def _shape(hf_config: Any) -> ModelShape:
         output_gate_type=("silu", "swish"),
         qkv_bias=False,
         layer_scale=False,
-        is_causal=True,
         dual_chunk_attention_config=None,
     )
     _check_layers(hf_config)
@@ -222,12 +220,6 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _rope(hf_config: Any) -> Rope:
-    # Sections of positions (mrope) differ for images only; text has the same position in each.
-    parameters = rope_parameters(hf_config, "default")
-    return Rope(parameters["rope_theta"], percent=parameters.get("partial_rotary_factor", 1.0))
-
-
 _TINY: dict[str, Any] = dict(
     # At 1e-6 the norm of a head's output divides by nearly nothing in such a small model, and amplifies fp32 rounding.
     rms_norm_eps=1e-2,
@@ -256,10 +248,17 @@ _CONTEXT = {"max_position_embeddings": 262144}
 _family = partial(
     Family,
     fields=_fields,
-    rope=_rope,
+    # Sections of positions (mrope) differ for images only; text has the same position in each.
+    rope=partial_rope,
     attention=lambda shape: _ATTENTION,
     dense=DENSE_MLP,
     experts=EXPERTS + SHARED_EXPERT,
+    other_keys=(
+        *("attn_output_gate", "output_gate_type", "qkv_bias", "layer_scale", "dual_chunk_attention_config"),
+        *("full_attention_interval", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
+        # Layers for further tokens, the precision of a server's states, and a size of layers that Qwen3.5 lacks.
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "intermediate_size"),
+    ),
 )
 FAMILIES = (
     _family(

@@ -10,6 +10,8 @@ from megatron_dppo.hf.families.family import common_shape, expert_fields, raise_
 from megatron_dppo.hf.families.rules import EXPERTS, ROUTER_BIAS, gated
 
 SIGMOID_EXPERTS = EXPERTS + ROUTER_BIAS + gated("mlp.shared_experts", "mlp.shared_experts")
+SIGMOID_KEYS = ("scoring_func", "topk_method", "moe_layer_freq", "num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of config.json that servers read, and not every transformers class has."""
 SIGMOID_TINY: Mapping[str, Any] = dict(
     moe_intermediate_size=48,
     n_routed_experts=8,
@@ -47,6 +49,7 @@ def sigmoid_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
         )
     if hf_config.n_shared_experts < 1:
         raise_unsupported(hf_config, "n_shared_experts", hf_config.n_shared_experts, "1 or more")
+    _check_groups(hf_config)
     if _has_groups(hf_config) and hf_config.num_experts_per_tok // hf_config.topk_group != _EXPERTS_PER_GROUP_SCORE:
         raise_unsupported(
             hf_config,
@@ -81,6 +84,14 @@ def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
+def _check_groups(hf_config: Any) -> None:
+    experts, groups, chosen = hf_config.n_routed_experts, hf_config.n_group, hf_config.topk_group
+    if groups is None or experts % groups:
+        raise_unsupported(hf_config, "n_group", groups, f"a divisor of the {experts} experts")
+    if chosen is None or chosen > groups:
+        raise_unsupported(hf_config, "topk_group", chosen, f"at most the {groups} groups")
+
+
 def _has_groups(hf_config: Any) -> bool:
     """Return True if the group limit excludes any experts."""
-    return (hf_config.n_group or 1) > 1 and hf_config.topk_group < hf_config.n_group
+    return bool(hf_config.topk_group < hf_config.n_group)
