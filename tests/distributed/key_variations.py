@@ -68,6 +68,12 @@ OF_OTHER_FAMILIES: Mapping[str, tuple[Any, ...]] = {
     "mamba_ssm_dtype": ("bfloat16",),
     "mtp_num_hidden_layers": (1,),
     "quantization_config": ({"quant_method": "fp8"},),
+    "use_qk_norm": (True, False),
+    "shared_expert_intermediate_size": (0, 8),
+    "is_causal": (False,),
+    "rotary_dim": (8,),
+    "num_experts_per_token": (4,),
+    "unknown_key": (0.5,),
 }
 """Keys that some model has: a family that transformers gives none of them may find them in a config.json."""
 KNOWN = {
