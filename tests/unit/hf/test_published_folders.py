@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.hf.config_keys import check_config_keys
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import (
     build_hf_model,
@@ -161,7 +163,8 @@ def test_a_nested_config_is_the_one_of_the_language_model_whatever_its_keys(tmp_
         values["tie_word_embeddings"] = values["text_config"]["tie_word_embeddings"]
         (tmp_path / "config.json").write_text(json.dumps(values))
         try:
-            flat = AutoConfig.for_model(**{**plain.to_dict(), **keys})
+            flat = AutoConfig.for_model(**deepcopy({**plain.to_dict(), **keys}))
+            check_config_keys(values["text_config"], flat, tmp_path)
             expected = outcome(flat)
         except Exception:  # transformers raises what its checks raise
             expected = None
