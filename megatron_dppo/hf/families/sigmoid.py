@@ -85,11 +85,11 @@ def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
 
 
 def _check_groups(hf_config: Any) -> None:
-    experts, groups, chosen = hf_config.n_routed_experts, hf_config.n_group, hf_config.topk_group
+    experts, groups = hf_config.n_routed_experts, hf_config.n_group
     if groups is None or experts % groups:
         raise_unsupported(hf_config, "n_group", groups, f"a divisor of the {experts} experts")
-    if chosen is None or chosen > groups:
-        raise_unsupported(hf_config, "topk_group", chosen, f"at most the {groups} groups")
+    if hf_config.topk_group is None or hf_config.topk_group > groups:
+        raise_unsupported(hf_config, "topk_group", hf_config.topk_group, f"at most the {groups} groups")
 
 
 def _has_groups(hf_config: Any) -> bool:
