@@ -245,7 +245,7 @@ def partial_rope(hf_config: Any) -> Rope:
         CheckpointError: The embedding is scaled, or covers more than a head.
     """
     parameters = rope_parameters(hf_config, "default")
-    percent = rope_number(hf_config, {"partial_rotary_factor": 1.0} | parameters, "partial_rotary_factor")
+    percent = rope_number(hf_config, {"partial_rotary_factor": 1.0, **parameters}, "partial_rotary_factor")
     if percent > 1.0:
         raise_unsupported(hf_config, "partial_rotary_factor", percent, "a number up to 1.0")
     return Rope(parameters["rope_theta"], percent=percent)
