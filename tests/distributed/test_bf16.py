@@ -37,10 +37,12 @@ pytestmark = pytest.mark.distributed
 
 DIRECTION = {"pg_is": {"bf16": 0.01, "fp16": 1e-4}, "dppo_topk_tv": {"bf16": 0.1, "fp16": 3e-4}}
 """Variant -> bound of 1 - cosine of all gradients. A mask flips for a token whose divergence is at the threshold."""
-LINEAR_DIRECTION = {"bf16": 0.02, "fp16": 0.01}
-"""The same for families with linear attention."""
-NORM, WORSE, LINEAR_WORSE = 0.05, 2.0, 4.0
-"""Relative error of the norm, and how many times further off than transformers we may be."""
+LINEAR_DIRECTION = {"bf16": 0.005, "fp16": 1e-4}
+"""The same for families with linear attention, whose norms of heads are in fp32. Over five seeds of samples the largest
+in bf16 was .0026. In fp16 it was 1.3e-5; transformers had .017."""
+NORM, WORSE = 0.05, 2.0
+"""Relative error of the norm, and how many times further off than transformers we may be. With linear attention in bf16
+it was 1.0 times, and .8 to 1.8 times with other seeds of samples."""
 LINEAR = Case(CP, family="qwen3_next", dense_layers=(0, 1, 2, 3))
 """Without experts: over seven seeds of samples, one rounded router choice moved the direction by up to .08 in bf16,
 ours or that of transformers. Without routers it was .004."""
@@ -127,8 +129,7 @@ def run(rank: int, world_size: int, dtype: str, cases: list[tuple[Case, bool]]) 
             what = f"{dtype} {describe(case)} {variant}"
             print(f"{what}: direction {ours:.1e} (transformers {others:.1e}), norm {size:.1e}", flush=True)
             allowed = LINEAR_DIRECTION[dtype] if case.family else bound[dtype]
-            worse = LINEAR_WORSE if case.family else WORSE
-            assert ours < allowed and ours < worse * others, f"{what}: {ours:.1e}, they {others:.1e}"
+            assert ours < allowed and ours < WORSE * others, f"{what}: {ours:.1e}, they {others:.1e}"
             assert size < NORM, f"{what}: norm off by {size:.1e}"
         dist.barrier()
         parallel_state.destroy_model_parallel()
