@@ -268,6 +268,9 @@ def test_a_written_folder_of_every_family_is_what_transformers_loads(tmp_path: P
         assert FolderWeights(tmp_path / "out").names() == FolderWeights(tmp_path / "in").names(), family
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
         assert not any(report.values()), (family, report)
+        for parameter in loaded.parameters():
+            # Kernels may round by the address of a weight, and those of a mapped file are not aligned.
+            parameter.data = parameter.data.clone()
         assert torch.equal(loaded(tokens).logits, source(tokens).logits), family
         copied = build_hf_model(read_hf_config(tmp_path / "out"), torch.float32)
         copy_into_model(copied, stream_folder(tmp_path / "out", copied.config))
