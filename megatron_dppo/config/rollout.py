@@ -29,8 +29,8 @@ class AgentConfig(Section):
     environment_python: str | None = None
     """Python interpreter of an environment in which verifiers and the taskset are installed."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of verifiers' ``SingleAgentEnvConfig``, such as ``{agent = {harness = {id = "null"}}}``. The
-    agent runs in ``{type = "subprocess"}`` unless you set its ``runtime``."""
+    """Further fields of the environment's configuration, such as ``{agent = {harness = {id = "null"}}}``. The agent
+    runs in ``{type = "subprocess"}`` unless you set its ``runtime``."""
     reward: Literal["function", "call", "exit", "environment"] = "function"
     """Source of the rewards. ``function``: the run's ``[reward]``. With the others the agent gives its own reward.
     ``call``: by ``POST /v1/reward``; an episode without one counts as failed. ``exit``: 1 if the program exits with

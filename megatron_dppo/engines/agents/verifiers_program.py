@@ -33,20 +33,24 @@ def open_environment(options: Mapping[str, Any]) -> Any:
     """Return the environment.
 
     Args:
-        options: Fields of ``SingleAgentEnvConfig``; ``taskset.id`` names the taskset.
+        options: Fields of the configuration, whose class the taskset may define. ``taskset.id`` names the taskset.
 
     Raises:
         ValueError: The environment has several agents, or endless tasks.
     """
     import verifiers.v1 as vf
-    from verifiers.v1.utils.loaders import load_environment
+    from verifiers.v1.utils.generic import concrete_type
+    from verifiers.v1.utils.loaders import environment_class, load_environment
 
-    agent = dict(options.get("agent", {}))
+    env_class = environment_class(options["taskset"]["id"], options.get("id", ""))
+    config_class = concrete_type(env_class, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
+    seats = [name for name, field in config_class.model_fields.items() if field.annotation is vf.AgentConfig]
+    if len(seats) != 1:
+        raise ValueError(f"the environment {env_class.__name__} has the agents {seats}; one agent is supported")
+    agent = dict(options.get(seats[0], {}))
     # The default of verifiers is a service in the cloud.
     agent.setdefault("runtime", {"type": "subprocess"})
-    environment = load_environment(vf.SingleAgentEnvConfig.model_validate({**options, "agent": agent}))
-    if not isinstance(environment, vf.SingleAgentEnv):
-        raise ValueError(f"the environment {type(environment).__name__} has several agents; one agent is supported")
+    environment = load_environment(config_class.model_validate({**options, seats[0]: agent}))
     if not environment.taskset.bounded:
         raise ValueError("the taskset has endless tasks; expected a finite number of them")
     return environment
