@@ -50,5 +50,7 @@ fill_environment() {
     if [ -e "$constraints.cpu" ]; then mv "$constraints.cpu" "$constraints"; fi
     PIP_REQUIRE_VIRTUALENV=1 "$target" -m pip install -q --disable-pip-version-check -c "$constraints" -e '.[dev]' \
         2> >(grep -v '^WARNING: Location' >&2)
+    # Where the environment forbids processes to write bytecode, each would compile this checkout anew.
+    "$target" -m compileall -q megatron_dppo tests tools
     rm -f "$constraints"
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from tests.distributed.parity import (
     EPS,
     LOSS,
     LR,
-    STEPS,
+    SAMPLES,
+    UPDATES,
     Case,
     build_trainer,
     config_for,
@@ -65,7 +66,7 @@ def adapter_names(weights: dict[str, Tensor], targets: tuple[str, ...]) -> Itera
 
 @dataclass
 class Reference:
-    """What a run of three updates gives in float64."""
+    """What a run of ``UPDATES`` updates gives in float64."""
 
     adapters: dict[str, Tensor] = field(default_factory=dict)
     """before the first update; B is random here"""
@@ -98,7 +99,8 @@ class Float64:
         merged = {w: self.base[w] + ALPHA / RANK * self.adapters[b] @ self.adapters[a] for w, a, b in self.names}
         return self.base | merged
 
-    def logprobs(self, weights: dict[str, Tensor]) -> list[Tensor]:
+    def logprobs(self, weights: dict[str, Tensor], indices: Sequence[int] = range(SAMPLES)) -> list[Tensor]:
+        """Return the log-probabilities of these samples' labels."""
         parameters: dict[str, Tensor] = {}
         family = get_family(self.model.config)
         disk_names = family.disk_names
@@ -119,7 +121,7 @@ class Float64:
                 both = [torch.cat([weights[f"{layer}.{e}.{part}.weight"] for part in parts]) for e in each]
                 parameters[name] = torch.stack(both)
         actual = []
-        for sample in samples():
+        for sample in (samples()[i] for i in indices):
             logits = functional_call(self.model, parameters, (sample.tokens[None],)).logits[0]
             actual.append(logits.log_softmax(-1).gather(-1, sample.labels[:, None]).squeeze(-1))
         return actual
@@ -150,7 +152,7 @@ def make_reference(case: Case, targets: tuple[str, ...]) -> Reference:
     with torch.no_grad():
         result.merged = {name: value.clone() for name, value in side.weights().items()}
         result.logprobs, result.base_logprobs = side.logprobs(side.weights()), side.logprobs(side.base)
-    for _ in range(STEPS):
+    for _ in range(UPDATES):
         optimizer.zero_grad()
         side.loss().backward()
         zeros = {name: torch.zeros_like(value) for name, value in side.adapters.items()}
@@ -238,7 +240,7 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
                 errors[name] = max(errors[name], float(apart))
     batches = Updater(trainer, train, LOSS).pack_batches(own)
     errors["gradient"] = errors["grad_norm"] = 0.0
-    for step in range(STEPS):
+    for step in range(UPDATES):
         before = on_cpu(trainer.export_adapters())
         trainer.optimizer.set_step(step)
         metrics = trainer.accumulate(batches, policy_objective(LOSS))
@@ -253,10 +255,12 @@ def measure(case: Case, targets: tuple[str, ...], reference: Reference, platform
         errors["grad_norm"] = max(errors["grad_norm"], abs(norm / reference.norms[step] - 1))
     errors["after"] = worst(on_cpu(trainer.export_adapters()), reference.final)
     check_frozen(trainer, base)
-    return errors | {"drawn": drawn_error(trainer, case, targets, updater, indices)}
+    return errors | {"drawn": drawn_error(trainer, case, targets, updater, indices, reference.base_logprobs)}
 
 
-def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Updater, indices: range) -> float:
+def drawn_error(
+    trainer: Any, case: Case, targets: tuple[str, ...], updater: Updater, indices: range, base: list[Tensor]
+) -> float:
     """Random adapters are one set on all ranks, of the right size, change the policy, and go away again."""
     side, before = Float64(case, targets), on_cpu(trainer.export_adapters())
     with trainer.lora.randomized():
@@ -270,8 +274,9 @@ def drawn_error(trainer: Any, case: Case, targets: tuple[str, ...], updater: Upd
         low, high = (0.15, 0.4) if min(side.base[weight].shape) > 8 else (0.05, 0.8)
         assert low < float(added.norm() / side.base[weight].norm()) < high, weight
     worst_apart, moved = 0.0, []
+    has_logprobs = [i for sample, i in zip(actual, indices, strict=True) if sample.recomputed_logprobs is not None]
     with torch.no_grad():
-        expected, base = side.logprobs(side.weights()), side.logprobs(side.base)
+        expected = dict(zip(has_logprobs, side.logprobs(side.weights(), has_logprobs), strict=True))
     for sample, i in zip(actual, indices, strict=True):
         if sample.recomputed_logprobs is not None:
             own = expected[i][sample.loss_mask]
@@ -316,9 +321,9 @@ def save(rank: int, world_size: int, cases: dict[str, Adapted], folder: Path) ->
     for name, (case, targets) in cases.items():
         trainer = build(case, targets, platform)
         put(trainer, {key: value.float() for key, value in read(folder, case, targets).adapters.items()})
-        for step in range(STEPS - 1):
+        for step in range(UPDATES - 1):
             update(trainer, case, step)
-        trainer.save(folder / name, STEPS - 1, {}, keep=1)
+        trainer.save(folder / name, UPDATES - 1, {}, keep=1)
         dist.barrier()
         parallel_state.destroy_model_parallel()
 
@@ -333,7 +338,7 @@ def load(rank: int, world_size: int, cases: list[tuple[str, Adapted]], folder: P
     for name, (case, targets) in cases:
         trainer = build(case, targets, platform)
         trainer.load(checkpoints(folder / name)[0], same_layout=False)
-        update(trainer, case, STEPS - 1)
+        update(trainer, case, UPDATES - 1)
         apart = worst(on_cpu(trainer.export_adapters()), read(folder, case, targets).final)
         assert apart < TOLERANCE, f"checkpoint {name} on {case}, {targets}: adapters off by {apart:.1e}"
         dist.barrier()

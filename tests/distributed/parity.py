@@ -1,7 +1,8 @@
-"""Megatron against transformers on the same weights: log-probs, loss, every gradient, weights after three updates."""
+"""Megatron against transformers on the same weights: log-probs, loss, every gradient, weights after updates."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from megatron_dppo.types import TrainingSample
 from tests.distributed.families import family_config, in_float64
 
 STEPS, SAMPLES = 3, 16
+UPDATES = int(os.environ.get("MEGATRON_DPPO_TEST_UPDATES", STEPS))
+"""Updates that are compared. CI compares two."""
 LR, BETAS, EPS, CLIP = 1e-2, (0.9, 0.95), 1e-4, 1.0
 TOLERANCE = 1e-5
 LOSS = LossConfig(name="pg_is")
@@ -261,7 +264,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, fl
     train = config_for(case, dtype).train
     batches = Updater(trainer, train, LOSS).pack_batches(local_samples)
     errors["logprobs"] = logprob_error(Updater(trainer, train, LossConfig(name="minirl")), hf, local_samples)
-    for step in range(STEPS):
+    for step in range(UPDATES):
         expected_loss, size = hf.backward()
         trainer.optimizer.set_step(step)
         metrics = trainer.accumulate(batches, policy_objective(LOSS))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -298,6 +299,8 @@ def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: s
         else:
             check_foreign(side, reference, where)
             check_own(side, where)
-            check_foreign(side, reference, f"{where}, again")
+            # Nothing of the trainer's routes stays: one layout of each list shows it, ``make test-matrix`` all.
+            if case is cases[0] or os.environ.get("EVERYTHING"):
+                check_foreign(side, reference, f"{where}, again")
         dist.barrier()
         parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Adapters on the layouts: log-probabilities, every gradient, three updates, the merged export; the base is frozen."""
+"""Adapters on the layouts: log-probabilities, every gradient, updates, the merged export; the base is frozen."""
 
 from __future__ import annotations
 
@@ -32,32 +32,27 @@ MLA_UP_PROJ = {"recompute_granularity": "selective", "recompute_modules": ["mla_
 CASES: dict[int, list[Adapted]] = {
     1: [
         (Case(), ALL),
-        (Case(transformer=FULL), ("down_proj",)),
-        (Case(dense_layers=(2,)), SOME),
         (Case(family="glm4_moe"), ALL),
         (Case(family="qwen3_next"), LINEAR["qwen3_next"]),
     ],
     2: [
-        (Case(TP), ALL),
         (Case(EP), ALL),
-        (Case({**TP, "sequence_parallel": False}, dense=True, tied=True), ALL),
         (Case(TP, shared=True), ALL),
-        (Case(EP, family="glm4_moe"), SOME),
         (Case(TP, family="deepseek_v3"), DEEPSEEK),
         (Case({**TP, **EP}, family="gpt_oss"), ATTENTION),
         (Case(TP, family="qwen3_5_moe_text"), LINEAR["qwen3_5_moe_text"]),
         (Case(CP), ALL),
-        (Case(PP, tied=True), ("k_proj", "o_proj")),
         (Case(VPP, transformer=FULL), ALL),
     ],
     4: [
         (Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE), ALL),
-        (Case({**TP, **PP}, dense_layers=(2,)), SOME),
         (Case({**CP, **EP4}), ALL),
     ],
 }
 FURTHER: dict[int, list[Adapted]] = {
     1: [
+        (Case(transformer=FULL), ("down_proj",)),
+        (Case(dense_layers=(2,)), SOME),
         (Case(family="kimi_k2"), DEEPSEEK),
         (Case(transformer=FULL, family="moonlight"), MOONLIGHT),
         (Case(family="deepseek_v3"), ("kv_a_proj_with_mqa",)),
@@ -69,6 +64,10 @@ FURTHER: dict[int, list[Adapted]] = {
         (Case(family="qwen2"), ALL),
     ],
     2: [
+        (Case(TP), ALL),
+        (Case({**TP, "sequence_parallel": False}, dense=True, tied=True), ALL),
+        (Case(EP, family="glm4_moe"), SOME),
+        (Case(PP, tied=True), ("k_proj", "o_proj")),
         (Case(EP, family="minimax_m2"), MIXTRAL),
         (Case({**EP, **OVERLAP}, transformer=ALLGATHER), SOME),
         (Case({"use_distributed_optimizer": False}), ALL),
@@ -96,6 +95,7 @@ FURTHER: dict[int, list[Adapted]] = {
         (Case(PP, transformer={"num_layers_in_first_pipeline_stage": 3}), ALL),
     ],
     4: [
+        (Case({**TP, **PP}, dense_layers=(2,)), SOME),
         (Case(ETP), ALL),
         (Case({**TP, **ETP, **OVERLAP}, family="deepseek_v3"), DEEPSEEK),
         (Case({**TP, **CP}, family="glm4_moe_lite"), DEEPSEEK),

@@ -19,6 +19,7 @@ stamp=$({ cat "$here/vllm_requirements.txt"; "${PYTHON:-python3}" -c 'import sys
 base=$root/vllm-$version-$stamp
 
 install() {
+    if [ -e "$base/.complete" ]; then return; fi
     mkdir -p "$root"
     # Two test runs may start at once.
     exec 9>"$root/.lock-vllm"

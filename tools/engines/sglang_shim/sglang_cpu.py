@@ -6,18 +6,20 @@ Affected: 0.5.20 and 0.5.23, with `--device cpu` on a CPU without AMX kernels (s
 Delete when: `python -m sglang.launch_server --device cpu` starts from `pip install sglang` on a machine without GPU, or
 a `sgl-kernel` wheel for CPUs is on the package index.
 
-Two things are done, nothing else:
+Three things are done, nothing else:
 
 1. Packages of ``STANDINS`` that are not installed become importable. What they hold can be named, decorated with and
    inherited from; launching a kernel raises. ``importlib.util.find_spec`` goes on to answer None for them, so that
    torch and transformers do not believe that they are there.
 2. Functions that call CUDA on any device do not (``_FIXES``).
+3. Processes are forked where the engine spawns them.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import multiprocessing.context
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -272,3 +274,6 @@ def install(standins: Collection[str] = STANDINS, *, has_fixes: bool = True) -> 
         sys.meta_path.insert(0, _Fixer)  # type: ignore[arg-type]
     _Finder.standins = standins
     sys.meta_path.append(_Finder)  # type: ignore[arg-type]
+    # Engines spawn their processes because of CUDA, and each imports everything anew: most of the time of a start.
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
