@@ -67,7 +67,7 @@ def save(
     model: dict[str, Any] | None = None,
     dtype: str = "fp32",
 ) -> None:
-    """All updates but the last on each layout, a checkpoint, and the weights by name. ``model`` are fields of ``Case``."""
+    """All updates but the last on each layout, a checkpoint, and weights by name. ``model`` are fields of ``Case``."""
     model = model or {}
     here = platform()
     from megatron.core import parallel_state
