@@ -1,4 +1,4 @@
-"""Noise on the layers' inputs: three updates on a layout against transformers in float64 with the same noise."""
+"""Noise on the layers' inputs: updates on a layout against transformers in float64 with the same noise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.distributed.parity import (
     EPS,
     LOSS,
     LR,
-    STEPS,
+    UPDATES,
     TOLERANCE,
     Case,
     HFSide,
@@ -40,14 +40,14 @@ from tests.distributed.parity import (
 )
 
 SETTINGS = {"std": 0.05, "lr": 0.1, "start_layer": 1, "end_layer": 4}
-"""Layers 1 to 3 of 4; a rate at which three updates change the noise."""
+"""Layers 1 to 3 of 4; a rate at which two updates change the noise."""
 
 
 class NoisySide(HFSide):
     """The transformers model in float64, whose layers' inputs get noise; its size is learned."""
 
     def __init__(self, case: Case, seed: int) -> None:
-        super().__init__(case)
+        super().__init__(case, shared=True)
         self.model = in_float64(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
         self.log_std = torch.full((3,), math.log(SETTINGS["std"]), dtype=torch.float64, requires_grad=True)
@@ -67,6 +67,11 @@ class NoisySide(HFSide):
         self._noise = RowNoise.from_batch(pack([sample]), None, part=(0, 1), name=f"{self._seed}/{self.version}")
         return super().logprobs(sample)
 
+    def sum_over_ranks(self, loss: float, size: float) -> tuple[float, float]:
+        assert self.log_std.grad is not None
+        dist.all_reduce(self.log_std.grad)
+        return super().sum_over_ranks(loss, size)
+
     def step(self) -> float:
         norm = super().step()
         assert self.log_std.grad is not None
@@ -78,7 +83,7 @@ class NoisySide(HFSide):
 
 
 def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of loss, every gradient, the gradient of the noise, and both after three updates."""
+    """Relative errors of loss, every gradient, the gradient of the noise, and both after the updates."""
     sections |= {"train": {"micro_batch_tokens": case.micro_batch_tokens}}
     config = config_for(case, dtype, **sections)
     side = NoisySide(case, config.run.seed)
@@ -88,7 +93,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dic
     batches = Updater(trainer, config.train, LOSS).pack_batches(local_samples)
     errors = dict.fromkeys(("loss", "gradient", "noise_gradient"), 0.0)
     errors["scoring"] = scoring_error(trainer, case, local_samples)
-    for step in range(STEPS):
+    for step in range(UPDATES):
         trainer.optimizer.set_step(step)
         expected, size = side.backward()
         metrics = trainer.accumulate(batches, policy_objective(LOSS))

@@ -14,20 +14,28 @@ CASES = {
     1: [Case(), Case(transformer=FULL), Case(micro_batch_tokens=8)],
     2: [
         Case(TP),
-        Case({**TP, "sequence_parallel": False}, dense=True),
         Case(CP),
         Case(PP, tied=True),
         Case(VPP, transformer=FULL),
         Case(EP),
+        Case({**TP, "sequence_parallel": False}, dense=True),
         Case({}, dense=True),
     ],
     4: [Case({**TP, **CP}), Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE), Case({**CP, **PP})],
 }
+SAMPLED = {1: 3, 2: 5, 4: 2}
+"""Number of cases that CI takes; ``make test-long`` takes all."""
 
 
 @pytest.mark.parametrize("processes", CASES)
 def test_noise_equals_transformers_in_float64(processes: int) -> None:
-    run_distributed(run, processes, CASES[processes], timeout=400.0)
+    run_distributed(run, processes, CASES[processes][: SAMPLED[processes]], timeout=400.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
+def test_noise_equals_transformers_in_float64_on_further_layouts(processes: int) -> None:
+    run_distributed(run, processes, CASES[processes][SAMPLED[processes] :], timeout=400.0)
 
 
 def test_the_loss_scale_is_taken_out() -> None:
