@@ -12,7 +12,7 @@ Three things are done, nothing else:
    inherited from; launching a kernel raises. ``importlib.util.find_spec`` goes on to answer None for them, so that
    torch and transformers do not believe that they are there.
 2. Functions that call CUDA on any device do not (``_FIXES``).
-3. Processes are forked where the engine spawns them.
+3. SGLang forks its processes where it would spawn them.
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ def install(standins: Collection[str] = STANDINS, *, has_fixes: bool = True) -> 
     importlib.util.find_spec = find_spec
     if has_fixes:
         sys.meta_path.insert(0, _Fixer)  # type: ignore[arg-type]
+        # SGLang spawns its processes because of CUDA, and each imports everything anew: half of the time of a start.
+        contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+        contexts["spawn"] = contexts["fork"]
     _Finder.standins = standins
     sys.meta_path.append(_Finder)  # type: ignore[arg-type]
-    # Engines spawn their processes because of CUDA, and each imports everything anew: most of the time of a start.
-    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    contexts["spawn"] = contexts["fork"]
