@@ -222,7 +222,8 @@ def test_main_grad_gets_the_sum_of_all_micro_batches(dtype: torch.dtype) -> None
     assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
     assert len(seen) == 3 and all((gradient == 0).all() for gradient in seen)
     error = float((weight.main_grad - want).norm() / want.norm())  # type: ignore[attr-defined]
-    assert error <= (1e-6 if dtype == torch.float32 else 2.5e-3)
+    # bf16: its unit of rounding.
+    assert error <= (1e-6 if dtype == torch.float32 else 2.0**-8)
 
 
 def test_with_main_grad_the_gradient_of_the_loss_must_be_one() -> None:

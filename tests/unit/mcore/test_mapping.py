@@ -80,6 +80,7 @@ def test_values_survive_join_split_shard_and_unshard() -> None:
         num_key_value_heads=4,
         head_dim=4,
         num_experts=2,
+        num_experts_per_tok=2,
         tie_word_embeddings=False,
     )
     shape, weights = model_shape(config), dict(stream_model(AutoModelForCausalLM.from_config(config)))
