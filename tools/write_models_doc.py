@@ -22,7 +22,7 @@ from tests.distributed import layouts, test_families, test_lora, test_router_rep
 from tests.distributed.families import family_config  # noqa: E402
 from tests.distributed.parity import case_family  # noqa: E402
 from tests.engines.test_adapters import ADAPTED  # noqa: E402
-from tests.engines.test_families import ELSEWHERE, SERVED, STOPPED  # noqa: E402
+from tests.engines.test_families import SERVED, STOPPED  # noqa: E402
 
 BEGIN, END = "<!-- written by tools/write_models_doc.py -->", "<!-- end -->"
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
@@ -65,7 +65,7 @@ def replay(family: Family, shape: ModelShape) -> str:
 def servers(family: Family, _: ModelShape) -> str:
     """Return the engines that a test starts with a model of the family."""
     names = {family.model_type, *family.variants}
-    served = [title for engine, title in ENGINES.items() if names & {*SERVED[engine], *ELSEWHERE[engine]}]
+    served = [title for engine, title in ENGINES.items() if names & set(SERVED[engine])]
     stopped = [title for engine, title in ENGINES.items() if family.model_type in STOPPED[engine]]
     cells = [", ".join(served), f"[not {', '.join(stopped)}](#servers-on-a-cpu)" if stopped else ""]
     return "; ".join(filter(None, cells)) or UNTESTED

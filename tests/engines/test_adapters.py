@@ -28,16 +28,14 @@ VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
 ATTENTION = '["q_proj", "k_proj", "v_proj", "o_proj"]'
 STEPS = 3
 ADAPTED: Mapping[str, tuple[str, ...]] = {
-    "sglang": ("qwen3_moe", "llama", "mixtral"),
-    "vllm": ("qwen3", "llama"),
+    "sglang": ("qwen3_moe", "llama", "mistral", "mixtral"),
+    "vllm": ("qwen3", "llama", "mistral"),
 }
 """Families whose adapters on attention an engine adds on a CPU. The first of each has the tests that CI takes."""
-UNTRIED: Mapping[str, tuple[str, ...]] = {"sglang": ("mistral",), "vllm": ("mistral",)}
-"""Families that the long test has and that nobody has run."""
 FAMILIES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=pytest.mark.long)
     for engine in ADAPTED
-    for name in ADAPTED[engine][1:] + UNTRIED[engine]
+    for name in ADAPTED[engine][1:]
 ]
 
 

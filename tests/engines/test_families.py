@@ -41,19 +41,9 @@ SERVED: Mapping[str, tuple[str, ...]] = {
         "qwen3_5_moe_text",
         PUBLISHED,
     ),
-    "sglang": ("glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe"),
+    "sglang": ("glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
 }
 """Models of ``family_models.NAMES`` that each engine serves on a CPU."""
-UNTRIED: Mapping[str, tuple[str, ...]] = {
-    "vllm": (),
-    "sglang": ("qwen2_moe",),
-}
-"""Models that the long test has and that nobody has run."""
-ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    "vllm": (),
-    "sglang": ("qwen2_moe",),
-}
-"""Models that other tests of this folder start (``tiny.py``, ``test_adapters.py``)."""
 STOPPED: Mapping[str, tuple[str, ...]] = {
     "vllm": ("glm4_moe_lite", "minimax_m2", "gpt_oss"),
     "sglang": ("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite"),
@@ -70,7 +60,7 @@ METHODS = ("ipc", "distributed", "disk")
 CASES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=() if (engine, name) in SAMPLED else pytest.mark.long)
     for engine in SERVED
-    for name in SERVED[engine] + UNTRIED[engine]
+    for name in SERVED[engine]
 ]
 
 
