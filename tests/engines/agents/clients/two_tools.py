@@ -1,0 +1,24 @@
+"""openai: two tool calls in one response, whose results are sent back in the other order."""
+
+from __future__ import annotations
+
+import common
+from openai import OpenAI
+
+
+def main() -> None:
+    client, messages = OpenAI(max_retries=0), list(common.task()["messages"])
+    for _ in range(3):
+        request = dict(model="policy", messages=messages, tools=[common.CHAT_TOOL], max_tokens=400)
+        message = client.chat.completions.create(**request).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in reversed(message.tool_calls or []):
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": common.add(call.function.arguments)})
+        if not message.tool_calls:
+            break
+    common.note(last=message.content)
+    common.reward(1)
+
+
+if __name__ == "__main__":
+    main()
