@@ -27,11 +27,13 @@ _CHECKED = {
 """Keys that the ``shape``, ``fields`` or ``rope`` of every family looks at."""
 _WITHOUT_EFFECT = {
     # Names, and who wrote the file.
-    *("model_type", "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "torch_dtype", "tokenizer_class"),
+    *("model_type", "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "auto_map", "torch_dtype"),
+    "tokenizer_class",
     *("unsloth_fixed", "unsloth_version", "transformers.js_config", "is_llama_config"),
     # Which kernels compute the model, and how many tokens a server accepts.
     *("_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled"),
     *("_experts_implementation", "experts_implementation", "model_max_length", "max_sequence_length"),
+    *("use_flash_attn", "use_flash_attention", "use_flash_attention_2", "gradient_checkpointing"),
     # The layers from which ``use_sliding_window`` counts, which must be false.
     "max_window_layers",
     # Losses and layouts of the pre-training.
@@ -41,6 +43,9 @@ _WITHOUT_EFFECT = {
     *("num_labels", "output_attentions", "prefix", "pruned_heads", "sep_token_id", "task_specific_params"),
     *("tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16"),
 }
+
+_IDS = ("_token_id", "_token_ids")
+"""Ends of keys that name tokens, such as ``unk_token_id``. A language model computes the same with each."""
 
 
 def check_config_keys(values: Mapping[str, Any], hf_config: Any, file: Path) -> None:
@@ -68,7 +73,7 @@ def check_config_keys(values: Mapping[str, Any], hf_config: Any, file: Path) -> 
         )
     known = {field.name for field in fields(hf_config)} | _CHECKED | _WITHOUT_EFFECT | set(family.other_keys)
     known |= _generation_keys().union(*type(hf_config).attribute_map.items())
-    unknown = {key: value for key, value in values.items() if key not in known}
+    unknown = {key: value for key, value in values.items() if key not in known and not key.endswith(_IDS)}
     for name in _ROPE:
         unknown |= {f"{name}.{key}": value for key, value in _dict(values, name).items() if key not in _ROPE_KEYS}
     listed = ", ".join(f"{key} = {value!r}" for key, value in unknown.items() if value is not None)

@@ -63,7 +63,7 @@ def test_a_killed_experiment_goes_on_where_it_was_and_its_rows_are_those_of_the_
     for row in result:
         curves = row["curves"]
         assert len(curves["rollout/reward"]) == len(curves["train/abs_prob_diff"]) == 2 and not row["error"]
-        assert row["cpu_seconds"] > 0.5 and row["settings"]["run"]["seed"] == 3
+        assert row["cpu_seconds"] > 0.1 and row["settings"]["run"]["seed"] == 3
         # The policy begins as the engine's weights are: what is there before the first update is the router's noise.
         assert curves["train/abs_prob_diff_first"][0] > 1e-5  # of probabilities of 1 in 4,092
     text = (tmp_path / "tiny" / "table.md").read_text()
