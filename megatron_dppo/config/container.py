@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_dppo.config.section import ContainerTool, Section
 
-CONTAINER_TOOLS = frozenset(get_args(ContainerTool))
+CONTAINER_TOOLS: tuple[str, ...] = get_args(ContainerTool)
 """Values of ``agent.isolation`` that start each program in a container."""
 ENDPOINT_NETWORK = "endpoint"
 

@@ -10,11 +10,12 @@ import os
 import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.removed import old_keys, print_new_names, rename_keys
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, FILE_OPTIONS
-from megatron_dppo.config.section import ContainerTool, TomlTable
+from megatron_dppo.config.section import TomlTable
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import read_regular_file
 
@@ -58,7 +59,7 @@ def resolve_paths(values: TomlTable, folder: Path) -> None:
     _resolve_program(values, folder, "rollout", "servers", "command")
     _resolve_served_model(values, folder)
     agent = values.get("agent")
-    if not isinstance(agent, dict) or agent.get("isolation") not in get_args(ContainerTool):
+    if not isinstance(agent, dict) or agent.get("isolation") not in CONTAINER_TOOLS:
         _resolve_program(values, folder, "agent", "command")
     _resolve_rewards(values.get("reward"), folder)
 

@@ -39,8 +39,8 @@ _WITHOUT_EFFECT = {
     # Losses and layouts of the pre-training.
     *("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
     # What transformers 4 wrote of every model, and no causal language model reads.
-    *("add_cross_attention", "cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task", "is_decoder"),
-    *("num_labels", "output_attentions", "prefix", "pruned_heads", "sep_token_id", "task_specific_params"),
+    *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "num_labels"),
+    *("output_attentions", "prefix", "pruned_heads", "task_specific_params"),
     *("tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16"),
 }
 

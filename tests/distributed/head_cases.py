@@ -56,7 +56,7 @@ def needs_of(config: LossConfig) -> LossNeeds:
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 LOGPROB_BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 GRAD_BOUND = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4}
-"""Of the gradients of hidden states and weight, by norm. Matrix products of processors round in different orders."""
+"""Of the gradients of hidden states and weight, by norm. Processors sum matrix products in different orders."""
 
 
 @dataclass(frozen=True)

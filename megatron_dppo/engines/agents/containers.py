@@ -92,7 +92,7 @@ class ContainerAgent:
             return AgentExit(None, str(error))
         name = f"megatron-dppo-{secrets.token_hex(8)}"
         variables = {each: os.environ[each] for each in self._config.pass_env if each in os.environ}
-        variables |= endpoint_variables(task)
+        variables |= endpoint_variables(task, with_keys=True)
         if self._tool == "apptainer":
             environment = {f"APPTAINERENV_{each}": value for each, value in variables.items()}
         else:

@@ -122,9 +122,8 @@ class ProgramAgent:
 
     async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
-        environment = program_variables(self._config.pass_env) | endpoint_variables(task)
-        if self._config.isolation == "none":
-            environment = {name: value for name, value in environment.items() if value != task.api_key}
+        environment = program_variables(self._config.pass_env)
+        environment |= endpoint_variables(task, with_keys=self._config.isolation != "none")
         try:
             status, output = await run_program(isolated_command(self._command, self._config), environment, task)
         except OSError as error:
@@ -132,14 +131,14 @@ class ProgramAgent:
         return exit_of_program(self._command[0], status, output, task)
 
 
-def endpoint_variables(task: AgentTask) -> dict[str, str]:
-    """Return the variables by which clients of the APIs find the endpoint."""
-    return {
-        "OPENAI_BASE_URL": task.base_url,
-        "OPENAI_API_KEY": task.api_key,
-        "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": task.api_key,
-    }
+def endpoint_variables(task: AgentTask, *, with_keys: bool) -> dict[str, str]:
+    """Return the variables by which clients of the APIs find the endpoint, with its key or without."""
+    variables = {}
+    for api, address in (("OPENAI", task.base_url), ("ANTHROPIC", task.base_url.removesuffix("/v1"))):
+        variables[f"{api}_BASE_URL"] = address
+        if with_keys:
+            variables[f"{api}_API_KEY"] = task.api_key
+    return variables
 
 
 def exit_of_program(name: str, status: int, output: bytes | bytearray, task: AgentTask) -> AgentExit:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.types import Completion, SamplingParams
 from tests.unit.engines.test_agent_isolation import CALL
-from tests.unit.scripted import TASK, World, chat_tokenizer
+from tests.unit.scripted import TASK, World
 
 IMAGE = "localhost/megatron-dppo-test:python"
 SCRIPT = f"""#!{sys.executable} -S
@@ -43,12 +42,9 @@ if arguments[0] in ("run", "exec"):
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(chat_tokenizer(), monkeypatch)
-    made.script = {"assistant\n": "ok"}
-    yield made
-    for part in made.open:
-        part.close()
+def world(world: World) -> World:
+    world.script = {"assistant\n": "ok"}
+    return world
 
 
 @pytest.fixture

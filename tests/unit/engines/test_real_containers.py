@@ -19,7 +19,7 @@ import pytest
 from megatron_dppo.types import Completion, SamplingParams
 from tests.unit.engines.real_containers import IMAGE, RealTool
 from tests.unit.engines.test_agent_isolation import CALL
-from tests.unit.scripted import TASK, World, chat_tokenizer
+from tests.unit.scripted import TASK, World
 
 pytestmark = pytest.mark.long
 
@@ -84,12 +84,9 @@ def tool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(chat_tokenizer(), monkeypatch)
-    made.script = {"assistant\n": "ok"}
-    yield made
-    for part in made.open:
-        part.close()
+def world(world: World) -> World:
+    world.script = {"assistant\n": "ok"}
+    return world
 
 
 def play(world: World, tool: RealTool, code: str, metadata: Any = None, **settings: Any) -> Completion:

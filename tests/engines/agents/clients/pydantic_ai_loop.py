@@ -12,7 +12,7 @@ from pydantic_ai import Agent
 
 
 class Total(BaseModel):
-    """What the agent is to give back."""
+    """Structured output of the agent."""
 
     total: int
 
