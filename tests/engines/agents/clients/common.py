@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import urllib.request
+from collections.abc import Iterable
 from typing import Any
 
 DESCRIPTION = "Adds two whole numbers."
@@ -37,6 +38,11 @@ def add(arguments: Any) -> str:
         return str(int(values["a"]) + int(values["b"]))
     except (KeyError, TypeError, ValueError) as error:
         return f"error: {error!r}"
+
+
+def tool_results(calls: Iterable[Any]) -> list[dict[str, str]]:
+    """Return the messages with the results of Chat Completions' tool calls."""
+    return [{"role": "tool", "tool_call_id": call.id, "content": add(call.function.arguments)} for call in calls]
 
 
 def anthropic_base() -> str:

@@ -29,8 +29,7 @@ def main() -> None:
             response = litellm.completion(**request)
         message = response.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
-        for call in message.tool_calls or []:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": common.add(call.function.arguments)})
+        messages += common.tool_results(message.tool_calls or [])
         if not message.tool_calls:
             break
     common.note(last=message.content)

@@ -26,8 +26,7 @@ def main() -> None:
         choice = ask(client, messages, stream)
         message = choice.message
         messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
-        for call in message.tool_calls or []:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": common.add(call.function.arguments)})
+        messages += common.tool_results(message.tool_calls or [])
         if not message.tool_calls:
             if turn > 1:
                 break

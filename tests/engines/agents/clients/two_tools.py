@@ -12,8 +12,7 @@ def main() -> None:
         request = dict(model="policy", messages=messages, tools=[common.CHAT_TOOL], max_tokens=400)
         message = client.chat.completions.create(**request).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
-        for call in reversed(message.tool_calls or []):
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": common.add(call.function.arguments)})
+        messages += reversed(common.tool_results(message.tool_calls or []))
         if not message.tool_calls:
             break
     common.note(last=message.content)
