@@ -66,7 +66,7 @@ def adapter_names(weights: dict[str, Tensor], targets: tuple[str, ...]) -> Itera
 
 @dataclass
 class Reference:
-    """What a run of ``UPDATES`` updates gives in float64."""
+    """Results of a run of ``UPDATES`` updates in float64."""
 
     adapters: dict[str, Tensor] = field(default_factory=dict)
     """before the first update; B is random here"""

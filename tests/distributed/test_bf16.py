@@ -129,7 +129,7 @@ def run(rank: int, world_size: int, dtype: str, cases: list[tuple[Case, bool]]) 
             what = f"{dtype} {describe(case)} {variant}"
             print(f"{what}: direction {ours:.1e} (transformers {others:.1e}), norm {size:.1e}", flush=True)
             allowed = LINEAR_DIRECTION[dtype] if case.family else bound[dtype]
-            assert ours < allowed and ours < WORSE * others, f"{what}: {ours:.1e}, they {others:.1e}"
+            assert ours < allowed and ours < WORSE * others, f"{what}: {ours:.1e}, transformers {others:.1e}"
             assert size < NORM, f"{what}: norm off by {size:.1e}"
         dist.barrier()
         parallel_state.destroy_model_parallel()

@@ -37,11 +37,11 @@ def python() -> str:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_tool_loop_and_a_second_question_form_one_sequence(framework: str, python: str, world: World) -> None:
     world.script = {f"1+2{ASK}": CALL, f"3</tool_response>{ASK}": "It is 3", f"Sure?{ASK}": "Yes, I am"}
-    found = world.play([python, program(framework)], 3000, reward="call")
-    assert not found.failure and found.reward == 2
-    assert world.trained(found) == [f"{part}<|im_end|>" for part in (CALL, "It is 3", "Yes, I am")]
-    assert found.counts["agent/calls"] == 3 and found.counts["agent/sequences"] == 1
-    first, remaining_turns = world.text(found).split(f"1+2{ASK}")
+    completion = world.play([python, program(framework)], 3000, reward="call")
+    assert not completion.failure and completion.reward == 2
+    assert world.trained(completion) == [f"{part}<|im_end|>" for part in (CALL, "It is 3", "Yes, I am")]
+    assert completion.counts["agent/calls"] == 3 and completion.counts["agent/sequences"] == 1
+    first, remaining_turns = world.text(completion).split(f"1+2{ASK}")
     assert '"add"' in first and ("Use the tool." in first) == (framework != "with_openai")
     tool_turns = f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>3</tool_response>{ASK}It is 3"
     assert remaining_turns == f"{tool_turns}<|im_end|>\n<|im_start|>user\nSure?{ASK}Yes, I am<|im_end|>"

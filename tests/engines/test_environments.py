@@ -69,8 +69,8 @@ def test_tasks_rewards_and_failures_by_name(rows: list[dict[str, Any]], python: 
         f"2+2{ASK}": "I am quite sure that it is 4",
         f"3+3{ASK}": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
     }
-    found = episodes(world, python, [keys["1+2"], keys["2+2"], keys["3+3"], "0" * 64])
-    tool, long, broken, unknown = found
+    completions = episodes(world, python, [keys["1+2"], keys["2+2"], keys["3+3"], "0" * 64])
+    tool, long, broken, unknown = completions
     # One sequence of two turns, with all sampled tokens trained.
     assert not tool.failure and tool.reward == 1.25
     assert world.trained(tool) == [f"{CALL}<|im_end|>", "It is 3<|im_end|>"]
@@ -91,8 +91,8 @@ def test_the_keys_of_episodes_stay_with_them(
     options = {"agent": {"harness": {"id": "vf_environ"}}}
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'agents'}{os.pathsep}{os.environ['PYTHONPATH']}")
     key = next(row["task"] for row in rows if row["name"] == "1+2")
-    (found,) = episodes(world, python, [key], environment_options=options)
-    shown = found.failure
+    (completion,) = episodes(world, python, [key], environment_options=options)
+    shown = completion.failure
     assert "OPENAI_BASE_URL" in shown and "MEGATRON_DPPO" not in shown and "SECRET_OF_THE_TRAINER" not in shown
 
 

@@ -114,9 +114,9 @@ def test_router_replay_of_a_dense_model_and_of_routers_that_would_ignore_it(refu
     shutil.copytree(MODEL, dense)
     values = json.loads((dense / "config.json").read_text())
     sparse = ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size")
-    kept = {k: v for k, v in values.items() if "expert" not in k and k not in sparse}
+    dense_values = {k: v for k, v in values.items() if "expert" not in k and k not in sparse}
     (dense / "config.json").write_text(
-        json.dumps(kept | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
+        json.dumps(dense_values | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
     )
     message = refused("--train.router_replay", "R3", "--model.path", str(dense))
     assert "train.router_replay = 'rollout'" in message and "dense model" in message

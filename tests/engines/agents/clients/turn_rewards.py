@@ -7,7 +7,7 @@ from openai import APIError, OpenAI
 
 
 def main() -> None:
-    client, messages, told = OpenAI(max_retries=0), list(common.task()["messages"]), []
+    client, messages, rewarded = OpenAI(max_retries=0), list(common.task()["messages"]), []
     for turn in range(3):
         response = client.chat.completions.create(model="policy", messages=messages, max_tokens=256)
         messages += [
@@ -16,10 +16,10 @@ def main() -> None:
         ]
         try:
             client.post("/reward", body={"reward": 0.1 * turn, "id": response.id}, cast_to=object)
-            told.append(response.id)
+            rewarded.append(response.id)
         except APIError as error:
             common.note(error=str(error)[:300])
-    common.note(told=len(told))
+    common.note(rewarded=len(rewarded))
     common.reward(1)
 
 
