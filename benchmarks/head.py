@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" or options.rehearse_cuda:
         from head_bench import cuda
 
-        return cuda.main(options.out, "cuda" if options.device == "cuda" else "cpu", options.rounds)
+        return cuda.main(options.out, "cuda" if options.device == "cuda" else "cpu", options.rounds, options.shards)
     profile = FULL if options.full else SHORT
     if options.needs:
         times = {pages: needs.measure(profile.time, pages, options.rounds, options.attempts) for pages in PAGES}
@@ -107,6 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attempts", type=int, default=3, help="repeat a timing whose spread is above 15 %%")
     parser.add_argument("--entropy-gradient", action="store_true", help="an entropy bonus; leaves TRL out")
     parser.add_argument("--methods", nargs="+", help="only these, ours and Stable-RL")
+    parser.add_argument("--shards", type=int, nargs="+", help="on a GPU: parts of the vocabulary (default 1 2 4 8)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_head"))
     parser.add_argument("--rehearse-cuda", action="store_true", help="the code of --device cuda, tiny, on the CPU")
     return parser.parse_args(arguments)

@@ -45,7 +45,9 @@ class Scale:
 
 
 SCALES = {
-    "cuda": Scale(32768, 151936, 2048, (1, 2, 4, 8), (1024, 2048, 4096, 8192), (1, 20, 64, 100), (8192, 32768, 131072)),
+    "cuda": Scale(
+        32768, 151936, 2048, (1, 2, 4, 8), (2048, 4096, 8192, 16384), (1, 20, 64, 100), (8192, 32768, 131072)
+    ),
     "cpu": Scale(64, 2048, 32, (1, 4), (16, 64), (4, 8), (32, 64)),
 }
 
@@ -115,9 +117,10 @@ class Sweep:
             torch.cuda.empty_cache()
 
 
-def main(out: Path, device: str, rounds: int) -> int:
+def main(out: Path, device: str, rounds: int, shards: tuple[int, ...] | None = None) -> int:
     """Run, print and write the sweep to ``out/head_<device>.json``; return 1 if an error exceeds its bound."""
-    sweep = Sweep(device, rounds, SCALES[device])
+    scale = SCALES[device]
+    sweep = Sweep(device, rounds, replace(scale, shards=shards or scale.shards))
     wheels, missing = installed()
     for name, reason in missing.items():
         print(f"not installed: {name} ({reason})")
@@ -125,7 +128,7 @@ def main(out: Path, device: str, rounds: int) -> int:
     for shards in sweep.scale.shards:
         _chunk_sizes(sweep, shards)
         _peers(sweep, shards, wheels)
-    _variants(sweep, sweep.scale.shards[-2])
+    _variants(sweep, sweep.scale.shards[0])
     _lengths(sweep)
     out.mkdir(parents=True, exist_ok=True)
     about = environment(device) | {"not_installed": missing}

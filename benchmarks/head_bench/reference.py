@@ -33,7 +33,7 @@ class Errors:
     """Errors against float64. For gradients: norm of the difference over the norm."""
 
     logprobs: float
-    entropy: float
+    entropy: float | None
     id_logprobs: float | None
     grad_hidden: float
     grad_weight: float
@@ -116,7 +116,7 @@ def measure_errors(run: Callable[[Task], LossOutput], task: Task, against: Refer
     ids = None if recorded["topk_logprobs"] is None else recorded["topk_logprobs"][:, :-1]
     return Errors(
         logprobs=_largest(recorded["logprobs"], against.logprobs[order]),
-        entropy=_largest(recorded["entropy"], against.entropy[order]),
+        entropy=None if recorded["entropy"] is None else _largest(recorded["entropy"], against.entropy[order]),
         id_logprobs=None if ids is None else _largest(ids, against.id_logprobs[order]),
         grad_hidden=_relative(grad_hidden, against.grad_hidden),
         grad_weight=_relative(grad_weight, against.grad_weight[shard_rows]),

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _CUDA_CHUNK_BYTES = 2_500_000_000
-"""Bytes of a chunk's logits in float32 on CUDA. With it a chunk has 4096 rows at a vocabulary of 151,936, where the
-GEMMs are at full speed and adding to the fp32 gradient of the weight costs 5 % of them; a shard of the vocabulary needs
-less."""
-_CUDA_CHUNK_ROWS = 4096
+"""Bytes of a chunk's logits in float32 on CUDA: 4096 rows at a vocabulary of 151,936. The host needs about 6 ms for a
+chunk of any size, so a narrower shard gets more rows (docs/benchmarks-head.md)."""
 _CPU_CHUNK_BYTES = 96_000_000
 """Bytes of a chunk's logits in float32 on the CPU. Each chunk converts the weight to float32 again, and its small
 operations cost the same for few rows as for many."""
@@ -172,7 +170,7 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
         in_flight: Chunks whose logits share that memory: those of this rank, on the CPU those of all ranks.
     """
     if device.type == "cuda":
-        most = min(max(_CUDA_CHUNK_BYTES // (4 * width * in_flight), 1), _CUDA_CHUNK_ROWS)
+        most = max(_CUDA_CHUNK_BYTES // (4 * width * in_flight), 1)
     else:
         most = max(_CPU_CHUNK_BYTES // (4 * width * in_flight), _CPU_CHUNK_ROWS)
     # Equal chunks: a short last one would leave the GEMM waiting for the weight.

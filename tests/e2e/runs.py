@@ -27,7 +27,8 @@ def command(arguments: list[str], processes: int, config: Path = CONFIG) -> list
 def environment(extra_path: Path | None = None) -> dict[str, str]:
     """This process's environment without any rank, with an importable folder for reward functions."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    paths = [str(ROOT), *([str(extra_path)] if extra_path else [])]
+    given = env.get("PYTHONPATH")  # the wheels of tests/gpu/run_all.sh
+    paths = [str(ROOT), *([str(extra_path)] if extra_path else []), *([given] if given else [])]
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -101,7 +101,8 @@ def check_fusions(platform: Platform, engine: bool) -> Iterator[Result]:
 def _compared(name: str, with_it: dict[str, float], without: dict[str, float]) -> Iterator[Result]:
     for number in NUMBERS:
         yield Result(f"{name}: error of {number}, times that without", with_it[number] / without[number], AGAINST_OFF)
-    yield Result(f"{name}: error of the gradient norm", with_it["grad_norm"], GRAD_NORM)
+    text = f"{name}: error of the gradient norm (without it {without['grad_norm']:.1e})"
+    yield Result(text, with_it["grad_norm"], GRAD_NORM)
 
 
 def check_grouped_gemm(device: torch.device) -> Iterator[Result]:

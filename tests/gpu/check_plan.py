@@ -58,8 +58,11 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
     """Bytes by the plan, and by the device."""
     from megatron_dppo.commands.plan.child import RehearsalRequest
     from megatron_dppo.commands.plan.machine import MACHINES
+    from megatron_dppo.commands.plan.measure import trainer_builder
+    from megatron_dppo.commands.plan.models import sample_rows
     from megatron_dppo.commands.plan.rehearse import RankRole
-    from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
+    from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, stream_model
+    from megatron_dppo.losses import policy_objective
     from tests.distributed.parity import Case, config_for, hf_config
     from tests.distributed.rehearsal_cases import MICRO_BATCHES, update
 
@@ -74,14 +77,14 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
     request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
     (plan,) = rehearsals.run([request])
     loaded = dict(stream_model(build_hf_model(model, torch.float32, seed=0)))
-    before = 0
-    if platform.is_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    result = update(config, model, layout, loaded, platform)
-    measured = torch.cuda.max_memory_allocated() - before if platform.is_cuda else _highest(result)
-    return _highest(plan), measured
+    if not platform.is_cuda:
+        return _highest(plan), _highest(update(config, model, layout, loaded, platform))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trainer = trainer_builder(config, model, layout, platform, DictWeights(loaded.items()))()
+    trainer.update(sample_rows(config, model, layout, MICRO_BATCHES), policy_objective(config.loss))
+    return _highest(plan), torch.cuda.max_memory_allocated() - before
 
 
 def _highest(measured: Any) -> int:

@@ -4,9 +4,11 @@ together show. A run's numbers are compared with those of another run, or with w
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,36 +36,56 @@ ONE_UPDATE: dict[str, Any] = dict(rollout__dtype="fp32", train__mini_batches=1, 
 SECONDS = 300
 
 
+REPLAY = {"train__router_replay_weights": "true"}
+RUNS: dict[str, dict[str, Any]] = {
+    "whole": dict(run__num_steps=4),
+    "resumed": {},
+    "overlapped": dict(run__num_steps=4, parallel__overlap_grad_reduce="true", parallel__overlap_param_gather="true"),
+    "recorded": dict(train__router_replay="recorded", train__mini_batches=2, train__epochs=2, **REPLAY),
+    "rollout": dict(train__router_replay="rollout", **REPLAY, **ONE_UPDATE),
+    "compare": dict(train__router_replay="compare", **REPLAY, **ONE_UPDATE),
+    "reference": dict(loss__name="minirl", loss__kl_coef=0.1, **ONE_UPDATE),
+    "topk": dict(loss__name="dppo_topk_kl", loss__topk=8, **ONE_UPDATE),
+    "bf16": ONE_UPDATE | dict(model__dtype="bf16", rollout__dtype="bf16"),
+    "fp16": ONE_UPDATE | dict(model__dtype="fp16", rollout__dtype="fp16"),
+    "ahead": dict(train__max_staleness=1, run__num_steps=3),
+}
+"""Settings of each run, which starts from the same weights as all others."""
+CPUS = 3
+"""Cores that a run is given."""
+Steps = list[dict[str, Any]]
+
+
 def check(device: torch.device) -> Iterator[Result]:
     """Resume, overlap, router replay, reference weights, Top-K; and that the head waits for the device nowhere."""
+    with TemporaryDirectory() as place, ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CPUS)) as pool:
+        runs = {name: pool.submit(run, device, place, name, **more) for name, more in RUNS.items()}
+        runs["resumed"].result()
+        runs["resumed"] = pool.submit(run, device, place, "resumed", run__num_steps=4)
+        steps = {name: future.result() for name, future in runs.items()}
     # The same kernels in another order of their sums on a device; none here.
     same = 1e-3 if device.type == "cuda" else 0.0
-    close = 1e-4 if device.type == "cuda" else 1e-5
-    with TemporaryDirectory() as place:
-        whole = run(device, place, "whole", run__num_steps=4)
-        run(device, place, "resumed")
-        resumed = run(device, place, "resumed", run__num_steps=4)
-        yield Result(
-            "resumed after 2 of 4 steps, largest difference to the whole run", difference(whole, resumed), same
-        )
-        overlap = {"parallel__overlap_grad_reduce": "true", "parallel__overlap_param_gather": "true"}
-        overlapped = run(device, place, "overlapped", run__num_steps=4, **overlap)
-        yield Result("overlap_grad_reduce + overlap_param_gather, the same", difference(whole, overlapped), same)
-        yield from check_replay(device, place)
-        yield from check_losses(device, place, close)
-        yield from check_modes(device, place)
+    yield Result(
+        "resumed after 2 of 4 steps, largest difference to the whole run",
+        difference(steps["whole"], steps["resumed"]),
+        same,
+    )
+    yield Result(
+        "overlap_grad_reduce + overlap_param_gather, the same", difference(steps["whole"], steps["overlapped"]), same
+    )
+    yield from check_replay(steps)
+    yield from check_losses(steps, 1e-4 if device.type == "cuda" else 1e-5)
+    yield from check_modes(steps)
     if device.type == "cuda":
         yield Result("places where the head waits for the device", float(head_waits(device)), 0.0)
     else:
         yield not_run("places where the head waits for the device", "CUDA (torch.cuda.set_sync_debug_mode)")
 
 
-def check_replay(device: torch.device, place: str) -> Iterator[Result]:
+def check_replay(runs: dict[str, Steps]) -> Iterator[Result]:
     """Replayed routes are the routes of the training; live ones are compared."""
-    updates = {"train__mini_batches": 2, "train__epochs": 2}
-    for mode, more in (("recorded", updates), ("rollout", ONE_UPDATE), ("compare", ONE_UPDATE)):
-        more = {"train__router_replay_weights": "true", **more}
-        steps = run(device, place, f"replay_{mode}", train__router_replay=mode, **more)
+    for mode in ("recorded", "rollout", "compare"):
+        steps = runs[mode]
         worst = max(step["train/router_disagreement"] for step in steps)
         missing = max(step["train/router_missing"] for step in steps)
         yield Result(f"router replay {mode}, share of other experts", worst, 0.2 if mode == "compare" else 0.0)
@@ -72,13 +94,12 @@ def check_replay(device: torch.device, place: str) -> Iterator[Result]:
         yield Result(f"router replay {mode}, mean difference of the weights", apart, 0.1)
 
 
-def check_losses(device: torch.device, place: str, close: float) -> Iterator[Result]:
+def check_losses(runs: dict[str, Steps], close: float) -> Iterator[Result]:
     """Log-probabilities of the engine, of the reference weights that are swapped in, and of Top-K sets with sums."""
-    reference = {"loss__name": "minirl", "loss__kl_coef": 0.1, **ONE_UPDATE}
-    first, second = run(device, place, "reference", **reference)
+    first, second = runs["reference"]
     yield Result("KL to the reference before the first update", abs(first["train/kl_penalty"]), close)
     yield Result("no KL to it after the update (0 = there is)", float(second["train/kl_penalty"] <= 1e-9), 0.0)
-    steps = run(device, place, "topk", loss__name="dppo_topk_kl", loss__topk=8, **ONE_UPDATE)
+    steps = runs["topk"]
     for name in ("divergence_max", "abs_prob_diff", "mask_fraction"):
         # Absent where nothing was to be masked: no token of the step has an advantage.
         worst = max(
@@ -89,15 +110,14 @@ def check_losses(device: torch.device, place: str, close: float) -> Iterator[Res
     yield Result("Top-K mass outside the set, trainer and engine", other, close)
 
 
-def check_modes(device: torch.device, place: str) -> Iterator[Result]:
+def check_modes(runs: dict[str, Steps]) -> Iterator[Result]:
     """bf16 and fp16 as real runs have them, and rollouts sampled beside training, with a thread of their own."""
     for dtype, bound in (("bf16", 0.01), ("fp16", 0.002)):
-        steps = run(device, place, dtype, **ONE_UPDATE, model__dtype=dtype, rollout__dtype=dtype)
-        yield Result(
-            f"{dtype}, mean |p - q| of engine and trainer", max(s["train/abs_prob_diff"] for s in steps), bound
-        )
-    yield Result("fp16, updates that overflowed", sum(s["train/skipped_updates"] for s in steps), 0.0)
-    steps = run(device, place, "ahead", train__max_staleness=1, run__num_steps=3)
+        worst = max(step["train/abs_prob_diff"] for step in runs[dtype])
+        yield Result(f"{dtype}, mean |p - q| of engine and trainer", worst, bound)
+    overflowed = sum(step["train/skipped_updates"] for step in runs["fp16"])
+    yield Result("fp16, updates that overflowed", overflowed, 0.0)
+    steps = runs["ahead"]
     wrong = sum(not math.isfinite(step["train/loss"]) for step in steps) + (len(steps) != 3)
     yield Result("max_staleness = 1, steps that are missing or not finite", float(wrong), 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,10 @@ def check(device: torch.device) -> Iterator[Result]:
     if (program := shutil.which("compute-sanitizer")) is None:
         yield not_run(sanitizer, "compute-sanitizer (CUDA toolkit)")
     else:
+        # With --json the checks are made in this very process, which is the one that is watched.
         command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.run_all"]
-        done = subprocess.run([*command, "--only", "head"], cwd=ROOT, timeout=SECONDS, check=False)
+        command += ["--only", "head", "--json", os.devnull]
+        done = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False)
         yield Result(f"{sanitizer} (exit code)", float(done.returncode), 0.0)
     with TemporaryDirectory() as folder:
         command = [sys.executable, "benchmarks/head.py", "--device", "cuda", "--rounds", "3", "--out", folder]

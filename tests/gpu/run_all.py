@@ -1,4 +1,7 @@
-"""Run every check on one device and print the table (started by run_all.sh)."""
+"""Run every check and print its results (started by run_all.sh).
+
+Each group is a process of its own: an error of a kernel leaves a process without its device.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 # With wheels installed without their dependencies, a part of pydantic can be missing alone.
 CONFIG = ("torch", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
 MODEL = ("megatron.core", "numpy", "packaging", "transformers", "safetensors")
-RUN = (*CONFIG, *MODEL, "tomli_w", "aiohttp")
+RUN = (*CONFIG, *MODEL, "tomli_w", "aiohttp", "orjson", "psutil", "pybase64")
 GROUPS = {
     "doctor": ("tests.gpu.check_doctor", RUN),
     "job": ("tests.gpu.check_job", RUN),
@@ -38,9 +46,13 @@ GROUPS = {
     "vocab": ("tests.gpu.check_vocab", CONFIG),
     "losses": ("tests.gpu.check_losses", CONFIG),
     "plan": ("tests.gpu.check_plan", (*CONFIG, *MODEL, "tomli_w")),
+    "layers": ("tests.gpu.check_layers", (*CONFIG, *MODEL, "tomli_w")),
     "speed": ("tests.gpu.check_speed", CONFIG),
 }
 """group -> (module, the imports it needs); what tells most about a new machine comes first"""
+TIMED = ("layers", "speed")
+"""Groups that have the device to themselves, after the others."""
+SECONDS = 900
 
 BRING = """missing imports: {names}
 Bring their wheels. On a machine with network, for Python 3.12 on x86-64:
@@ -48,7 +60,7 @@ Bring their wheels. On a machine with network, for Python 3.12 on x86-64:
        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64"
   $get --no-deps megatron-core==0.19.2
   $get pydantic
-  $get tomli_w aiohttp
+  $get tomli_w aiohttp orjson psutil pybase64
 Then copy DIR here and add --wheels DIR."""
 
 
@@ -70,6 +82,45 @@ def measure(group: str, device: torch.device) -> Iterable[Result]:
     return results
 
 
+def run_group(group: str, device: torch.device, scale: float) -> list[Result]:
+    """Run one group in this process."""
+    from tests.gpu.checks import run_check
+
+    return run_check(group, functools.partial(measure, group), device, scale)
+
+
+def run_groups(groups: list[str], options: argparse.Namespace) -> list[Result]:
+    """Run each group in a process of its own, ``--jobs`` at a time, and print the output of each as it ends."""
+    beside, alone = [g for g in groups if g not in TIMED], [g for g in groups if g in TIMED]
+    with TemporaryDirectory() as folder:
+        run = functools.partial(_run_child, Path(folder), options)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = list(pool.map(run, beside))
+        results += [run(group) for group in alone]
+    return [result for group in results for result in group]
+
+
+def _run_child(folder: Path, options: argparse.Namespace, group: str) -> list[Result]:
+    from tests.gpu.checks import Result, table
+
+    path, start = folder / f"{group}.json", time.perf_counter()
+    command = [sys.executable, "-m", "tests.gpu.run_all", "--only", group, "--json", str(path)]
+    command += ["--cpu-rehearsal"] * options.cpu_rehearsal
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=SECONDS
+        )
+        output, end = done.stdout, f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output, end = (error.output or b"").decode(errors="replace"), f"still running after {SECONDS} s"
+    results = [Result(f"{group}: stopped", float("nan"), 0.0, f"{end}: {output[-300:]}")]
+    if path.exists():
+        results = [Result(**fields) for fields in json.loads(path.read_text())]
+    # All of it now: whoever stops the script keeps what is done.
+    print(f"{output.rstrip()}\n{table(results)}\n{group}: {time.perf_counter() - start:.1f} s", flush=True)
+    return results
+
+
 def main() -> int:
     """Exit code: see run_all.sh."""
     parser = argparse.ArgumentParser(
@@ -78,7 +129,11 @@ def main() -> int:
     )
     parser.add_argument("--only", default=",".join(GROUPS), help=f"comma-separated, of {', '.join(GROUPS)}")
     parser.add_argument("--cpu-rehearsal", action="store_true")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help=f"groups side by side; {' and '.join(TIMED)} are alone (default 1)"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write machine and table here, to commit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     groups = options.only.split(",")
     if unknown := set(groups) - set(GROUPS):
@@ -88,23 +143,23 @@ def main() -> int:
         return 2
     import torch
 
-    from tests.gpu.checks import markdown, run_check, table
+    from tests.gpu.checks import markdown, table
 
     if not torch.cuda.is_available() and not options.cpu_rehearsal:
         print("no CUDA device here; --cpu-rehearsal runs the same checks on the CPU", file=sys.stderr)
         return 3
-    device = torch.device("cpu" if options.cpu_rehearsal else "cuda")
+    if options.json is not None:
+        device = torch.device("cpu" if options.cpu_rehearsal else "cuda")
+        results = run_group(groups[0], device, float(os.environ.get("GPU_CHECKS_BOUND_SCALE", "1")))
+        options.json.write_text(json.dumps([asdict(result) for result in results]))
+        return 0
     name = platform.processor() or "CPU" if options.cpu_rehearsal else torch.cuda.get_device_name()
     print(f"device: {name}; torch {torch.__version__}; Python {platform.python_version()}", flush=True)
-
-    scale = float(os.environ.get("GPU_CHECKS_BOUND_SCALE", "1"))
-    results = []
-    for group in groups:
-        start = time.perf_counter()
-        results += run_check(group, functools.partial(measure, group), device, scale)
-        print(f"{group}: {time.perf_counter() - start:.1f} s", flush=True)
+    results = run_groups(groups, options)
     failed, passed = sum(r.failed for r in results), sum(r.passed for r in results)
-    print(f"\n{table(results)}\n\n{passed} passed, {failed} failed, {len(results) - passed - failed} not run")
+    if failed:
+        print(f"\n{table(r for r in results if r.failed)}")
+    print(f"\n{passed} passed, {failed} failed, {len(results) - passed - failed} not run")
     if options.markdown is not None:
         from megatron_dppo.commands.doctor.machine import format_machine, inspect_machine
 

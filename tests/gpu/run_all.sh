@@ -3,9 +3,9 @@
 # table; a row that this machine cannot have says NOT RUN and what it needs. Exit code 0 = all that ran are within their
 # bounds, 1 = a check failed or none ran, 2 = an import is missing or an argument is wrong, 3 = no CUDA device.
 #
-#   tests/gpu/run_all.sh [--wheels DIR] [--only GROUP,GROUP] [--cpu-rehearsal] [--markdown FILE]
+#   tests/gpu/run_all.sh [--wheels DIR] [--only GROUP,GROUP] [--jobs N] [--cpu-rehearsal] [--markdown FILE]
 #
-# Groups: doctor job head teacher model kernels delta devices sharing runs waits vocab losses plan speed (docs/testing.md).
+# Groups: doctor job head teacher model kernels delta devices sharing runs waits vocab losses plan layers speed (docs/testing.md).
 #
 # --wheels DIR      install the wheels in DIR into a temporary folder first (no network needed); without what it
 #                   needs, the script names the missing imports and the commands that fetch them

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.commands.doctor.machine import MachineFacts
+from megatron_dppo.mcore.compat.delta_versions import FIX, miscompiles_delta_rule
 from megatron_dppo.mcore.compat.extensions import INSTALL_TOOLS, MODULES
 
 
@@ -137,6 +138,15 @@ def _no_triton(machine: MachineFacts) -> str | None:
     return "no triton" if machine.gpus and "triton" not in machine.packages else None
 
 
+def _wrong_delta_kernels(machine: MachineFacts) -> str | None:
+    triton = machine.packages.get("triton")
+    if triton is None or "fla-core" not in machine.packages:
+        return None
+    has_tilelang = "tilelang" in machine.packages
+    wrong = [g for g in machine.gpus if miscompiles_delta_rule(triton, g.capability, has_tilelang=has_tilelang)]
+    return f"fla-core with triton {triton} on {wrong[0].name}" if wrong else None
+
+
 def _apex_without_kernels(machine: MachineFacts) -> str | None:
     if not machine.gpus or machine.apex or "apex" not in machine.packages:
         return None
@@ -222,6 +232,13 @@ TABLE: tuple[BadCombination, ...] = (
         "Triton compiles kernel launchers with it, so the first step on the GPU fails",
         "install gcc, or set CC",
         "triton/runtime/build.py",
+    ),
+    BadCombination(
+        _wrong_delta_kernels,
+        "the gradient of gated delta nets would be wrong, so a run of Qwen3-Next or Qwen3.5 is refused",
+        FIX,
+        "flash-linear-attention, issue 640",
+        is_fatal=False,
     ),
     BadCombination(
         _no_build_tools,

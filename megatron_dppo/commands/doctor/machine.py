@@ -23,6 +23,8 @@ PACKAGES = (
     "transformer-engine-cu13",
     "transformer-engine-torch",
     "flash-attn",
+    "fla-core",
+    "tilelang",
     "apex",
     "nvidia-modelopt",
     "transformers",

@@ -177,10 +177,11 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     """
     packet = func._overloadpacket
     if packet in _CPU_ATTENTION_FORWARD:
-        query, key, value = args[:3]
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape)) // (1 + _is_causal(func, args, kwargs))
+        shapes = _with_equal_heads(args[:3])
+        return int(sdpa_flop_count(*shapes)) // (1 + _is_causal(func, args, kwargs))
     if packet in _CPU_ATTENTION_BACKWARD:
-        shapes = [tensor.shape for tensor in args[:4]]
+        # The gradient of the output comes first; it has the queries' heads.
+        shapes = _with_equal_heads(args[:4])
         return int(sdpa_backward_flop_count(*shapes)) // (1 + _is_causal(func, args, kwargs))
     if packet in _MATMULS:
         # Torch's own formula fails for the overload with out_dtype.
@@ -194,6 +195,12 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     if any(part in name for part in ("attention", "::mm", "::bmm", "matmul", "conv", "gemm", "grouped_mm")):
         raise PlanError(f"No FLOP formula for {name}. Fix: add it to megatron_dppo/commands/plan/machine.py")
     return 0
+
+
+def _with_equal_heads(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    """Return the shapes with the first tensor's heads: torch before 2.13 has no formula for fewer heads of keys."""
+    heads = tensors[0].shape[1]
+    return [torch.Size((x.shape[0], heads, *x.shape[2:])) for x in tensors]
 
 
 def _convolution_backward_flops(args: Sequence[Any]) -> int:

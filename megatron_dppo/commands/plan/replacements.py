@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -104,6 +105,21 @@ def _replace_row_kernels(_: Assumptions) -> None:
     row_kernels._triton_kernels = lambda logits: kernels  # type: ignore[assignment, return-value]
 
 
+_META_KERNELS = torch.library.Library("aten", "IMPL")
+"""Kept: torch forgets the kernels of a library that is gone."""
+
+
+def _replace_addmm(_: Assumptions) -> None:
+    def addmm(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **_: float) -> Tensor:
+        del total, left, right, out_dtype
+        return out
+
+    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return  # torch before 2.8
+    decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
+    _META_KERNELS.impl("addmm.dtype_out", addmm, "Meta", allow_override=True)
+
+
 def _skip_page_locking(_: Assumptions) -> None:
     Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
@@ -134,6 +150,11 @@ def _replace_delta_kernels(_: Assumptions) -> None:
 
 
 REPLACEMENTS: Sequence[Replacement] = (
+    Replacement(
+        _replace_addmm,
+        "torch 2.11 (seen; 2.13 has not) takes the rule of another overload for addmm(out_dtype, out), and fails",
+        True,
+    ),
     Replacement(_skip_weight_loading, "initial weights are loaded one tensor at a time and add nothing to the peak"),
     Replacement(_build_rows_on_host, "row plans and sequence starts are computed on the host from real tensors"),
     Replacement(_skip_mask_checks, "the check that a mask allows its label reads fake ids"),

@@ -6,6 +6,7 @@ know where sequences start (``cu_seqlens``). In torch the sequences are padded i
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.compat.attention import PackedRow
+from megatron_dppo.mcore.compat.delta_versions import FIX, miscompiles_delta_rule
 from megatron_dppo.mcore.compat.layers import rms_norm
 
 FLA = "fla-core[cuda]>=0.6"
@@ -48,12 +51,28 @@ def choose_kernels(config: TransformerConfig) -> DeltaNetKernels:
     """Return flash-linear-attention's kernels on CUDA in bf16 and fp16, if they are installed; else those in torch.
 
     The kernels round fp32 products to TF32, and their sums have no fixed order (``deterministic_mode``).
+
+    Raises:
+        ConfigError: The installed Triton miscompiles them for this device.
     """
     on_cuda = not config.use_cpu_initialization
     is_half = config.params_dtype in (torch.bfloat16, torch.float16)
     if on_cuda and is_half and not config.deterministic_mode and has_fla():
+        if miscompiled := _miscompiled_by():
+            raise ConfigError(
+                f"{miscompiled} computes wrong gradients of linear attention on this GPU. Fix: {FIX}; or uninstall "
+                "fla-core, then the layers run in torch, which is slower"
+            )
         return fla_kernels()
     return TORCH_KERNELS
+
+
+def _miscompiled_by() -> str | None:
+    """Return the name of a Triton that miscompiles the kernels for this process's device."""
+    version = importlib.metadata.version("triton")
+    has_tilelang = importlib.util.find_spec("tilelang") is not None
+    wrong = miscompiles_delta_rule(version, torch.cuda.get_device_capability(), has_tilelang=has_tilelang)
+    return f"triton {version}" if wrong else None
 
 
 def fla_kernels() -> DeltaNetKernels:

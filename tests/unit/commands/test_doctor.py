@@ -76,6 +76,11 @@ BAD: dict[str, tuple[MachineFacts, str, bool]] = {
     "old engine": (with_packages(transformer_engine="1.13.0"), "transformer-engine 1.13.0", False),
     "no engine": (replace(GOOD, transformer_engine="not installed"), "no Transformer Engine", False),
     "no triton": (with_packages(triton=None), "no triton", False),
+    "delta kernels": (
+        with_packages(fla_core="0.6.0", triton="3.6.0"),
+        "fla-core with triton 3.6.0 on NVIDIA H100",
+        False,
+    ),
     "connections": (with_variables(CUDA_DEVICE_MAX_CONNECTIONS="8"), "CUDA_DEVICE_MAX_CONNECTIONS=8", False),
     "no connections": (replace(GOOD, variables={}), "CUDA_DEVICE_MAX_CONNECTIONS=(not set)", False),
     "apex": (with_packages(apex="0.9.10.dev0"), "apex 0.9.10.dev0 without compiled kernels", False),

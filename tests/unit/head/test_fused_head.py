@@ -288,8 +288,8 @@ def test_chunks_are_about_equal_and_within_the_budget() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert default_chunk_tokens(32768, 151_936, cuda) == 4096
     assert default_chunk_tokens(32768, 151_936, cuda, in_flight=2) * 151_936 * 4 * 2 <= 2_500_000_000
-    assert default_chunk_tokens(32768, 19_000, cuda) == 4096
-    assert default_chunk_tokens(4097, 151_936, cuda) == 2049
+    assert default_chunk_tokens(32768, 19_000, cuda) == 32768, "a shard gets more rows, in the same memory"
+    assert default_chunk_tokens(4201, 151_936, cuda) == 2101
     assert default_chunk_tokens(0, 151_936, cpu) == 1
     assert default_chunk_tokens(10_000, 151_936, cpu) * 151_936 * 4 <= 96_000_000
     assert default_chunk_tokens(10_000, 151_936, cpu, in_flight=4) == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore import fusions
 from megatron_dppo.mcore.compat import delta_rule
 from tests.unit.interpret_delta_kernels import LENGTHS, NAMES
@@ -71,6 +73,12 @@ def test_a_layer_takes_the_kernels_on_cuda_in_half_precision_if_they_are_install
     )
     for module in (delta_rule, fusions):
         monkeypatch.setattr(module, "has_fla", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.6.0"}[name])
+    with pytest.raises(ConfigError, match=r"triton 3\.6\.0 computes wrong gradients.*pip install 'triton>=3\.7\.1'"):
+        delta_rule.choose_kernels(config())
+    assert delta_rule.choose_kernels(config(deterministic_mode=True)) is plain
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.7.1"}[name])
     assert delta_rule.choose_kernels(config()) is kernels
     assert delta_rule.choose_kernels(config(params_dtype=torch.float16)) is kernels
     assert fusions.summarize_kernels(config(), {}, engine=True).endswith("gated delta nets by flash-linear-attention")

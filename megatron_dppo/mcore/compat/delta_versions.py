@@ -1,0 +1,26 @@
+"""Versions with which flash-linear-attention's kernels are wrong.
+
+Reason: on Hopper (compute capability 9) Triton miscompiles the gradient of the gated delta rule; the package raises a
+RuntimeError in the first backward pass. Affected: Triton 3.4.0 to 3.7.0 (flash-linear-attention, issue 640), without
+tilelang, which it then uses instead. Delete when torch older than 2.13 is not supported any more.
+"""
+
+from __future__ import annotations
+
+import re
+
+FIX = "pip install 'triton>=3.7.1' (torch 2.13 brings it), or pip install tilelang"
+
+
+def miscompiles_delta_rule(triton: str, capability: tuple[int, int], *, has_tilelang: bool) -> bool:
+    """Return True if Triton's kernels of the delta rule have a wrong gradient on this device.
+
+    Example:
+        >>> miscompiles_delta_rule("3.6.0", (9, 0), has_tilelang=False)
+        True
+        >>> miscompiles_delta_rule("3.7.1", (9, 0), has_tilelang=False)
+        False
+    """
+    numbers = re.findall(r"\d+", triton)[:3]
+    version = tuple(map(int, numbers))
+    return capability[0] == 9 and (3, 4, 0) <= version < (3, 7, 1) and not has_tilelang
