@@ -53,7 +53,7 @@ def format_step_line(step: int, total: int, values: Mapping[str, float | None], 
         note = f"  greedy {greedy:.3f}{note}"
     untrained = values.get("rollout/agent/untrained_fraction") or 0.0
     if untrained > _ROUNDING:
-        names = ("left_out", "shorter", "interrupted", "after_stop")
+        names = ("left_out", "shorter", "interrupted", "after_stop", "not_repeated")
         reasons = {name: values.get(f"{_UNTRAINED}{name}") or 0.0 for name in names}
         shares = ", ".join(f"{name} {share:.0%}" for name, share in reasons.items() if share > _ROUNDING)
         note += f"  agents untrained {untrained:.0%}: {shares}"

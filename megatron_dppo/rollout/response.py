@@ -50,6 +50,10 @@ class PartialResponse(ResponseColumns):
     """(end, finish reason) of each turn of a user's function; the last turn may have none yet."""
     parts: int = 0
     """Number of requests so far."""
+    num_after_stop: int = 0
+    """Number of sampled tokens that were dropped behind a stop string."""
+    num_not_repeated: int = 0
+    """Number of sampled tokens that were dropped because the user's function, run again, behaved differently."""
     branches: tuple[PartialResponse, ...] = ()
     """Further sequences of an agent's episode, in the order in which they began."""
 
@@ -186,6 +190,10 @@ class GrowingResponse:
         """(end, finish reason) of each turn, see ``PartialResponse.turn_ends``."""
         self.parts = 0
         """Number of generations that were appended."""
+        self.num_after_stop = 0
+        """See ``PartialResponse.num_after_stop``."""
+        self.num_not_repeated = 0
+        """See ``PartialResponse.num_not_repeated``."""
         self.branches: list[GrowingResponse] = []
         """Further sequences, which an agent began with other tokens. They have no branches themselves."""
         self.number = 0
@@ -214,6 +222,8 @@ class GrowingResponse:
             versions=tuple(self._spans),
             turn_ends=tuple(self.turn_ends),
             parts=self.parts,
+            num_after_stop=self.num_after_stop,
+            num_not_repeated=self.num_not_repeated,
             branches=tuple(branch.state() for branch in self.branches),
             **optional,
         )
@@ -236,6 +246,8 @@ class GrowingResponse:
         self._spans = list(state.versions)
         self.turn_ends = list(state.turn_ends)
         self.parts = state.parts
+        self.num_after_stop = state.num_after_stop
+        self.num_not_repeated = state.num_not_repeated
         self._logprobs.replace(state.logprobs)
         self._sampled.replace(state.sampled)
         for name, column in self._optional.items():

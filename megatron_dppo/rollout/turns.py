@@ -71,8 +71,6 @@ class ResponseBranch:
         self.position = 0
         """Number of tokens that were sampled or added so far, without recorded ones that are yet to be replayed."""
         self.finish_reason = FinishReason.STOP
-        self.num_dropped = 0
-        """Number of sampled tokens that were dropped behind a stop string."""
         self._params = params
         self._tokenizer = tokenizer
         self._sample = sample
@@ -120,7 +118,7 @@ class ResponseBranch:
         end = len(response.tokens) if recorded is None else recorded[0]
         # The function behaves differently this time: it samples where it appended, or with a lower limit.
         if not response.is_fully_sampled(start, end) or end - start > limit:
-            response.truncate(start)
+            self._drop_recorded(start)
             recorded = None
             end = start
         match = None
@@ -151,7 +149,7 @@ class ResponseBranch:
                 reason = await self._sample(response, size, stop)
             match = strings.find(response.tokens[start:].tolist())
             if match is not None:
-                self.num_dropped += len(response.tokens) - start - match.num_tokens
+                response.num_after_stop += len(response.tokens) - start - match.num_tokens
                 response.truncate(start + match.num_tokens)
                 return FinishReason.STOP, match
             if size and reason != FinishReason.LENGTH:
@@ -167,12 +165,17 @@ class ResponseBranch:
         end = start + len(fitting)
         # Recorded tokens are kept only if they are the same and were added then, too.
         if response.tokens[start:end].tolist() != fitting or response.has_sampled_tokens(start, end):
-            response.truncate(start)
+            self._drop_recorded(start)
             response.append_unsampled(fitting)
         self.position = end
         if len(fitting) < len(tokens):
             self.finish_reason = FinishReason.LENGTH
         return len(fitting)
+
+    def _drop_recorded(self, start: int) -> None:
+        """Drop recorded tokens that the function does not repeat, and count the sampled ones."""
+        self.response.num_not_repeated += self.response.num_sampled_tokens(start)
+        self.response.truncate(start)
 
     def completion(self) -> Completion:
         """Return the sequence as a completion, without recorded tokens that were not replayed.
@@ -250,6 +253,15 @@ class Turns:
         branch = self._new_branch(response)
         branch.append(token_ids)
         return branch
+
+    def dropped_tokens(self) -> dict[str, int]:
+        """Return the number of sampled tokens that no begun sequence has, by reason."""
+        responses = (self._response, *self._response.branches)
+        not_begun = sum(each.num_sampled_tokens(0) for each in responses if each not in self._begun)
+        return {
+            "after_stop": sum(each.num_after_stop for each in responses),
+            "not_repeated": sum(each.num_not_repeated for each in responses) + not_begun,
+        }
 
     def _new_branch(self, response: GrowingResponse) -> ResponseBranch:
         return ResponseBranch(response, self.params, self.tokenizer, self._sample)

@@ -303,7 +303,7 @@ class Episode:
         if self.is_cut_off:
             # Replaces the reason of the last response: the agent wanted to continue and was not allowed to.
             completion = replace(completion, finish_reason=FinishReason.LENGTH)
-        tokens = token_metrics(self._conversations, choice, interrupted)
+        tokens = token_metrics(self._conversations, choice, interrupted, self._turns.dropped_tokens())
         return self._turns.finish_with(
             completion,
             reward,

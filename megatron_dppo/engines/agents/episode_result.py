@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -64,21 +64,24 @@ def choose_segments(conversations: Sequence[Conversation], segments: Literal["al
     return SegmentChoice([longest], left_out, _num_sampled(trained) - longest.num_sampled)
 
 
-def token_metrics(conversations: Sequence[Conversation], choice: SegmentChoice, interrupted: int) -> dict[str, float]:
+def token_metrics(
+    conversations: Sequence[Conversation], choice: SegmentChoice, interrupted: int, dropped: Mapping[str, int]
+) -> dict[str, float]:
     """Return the numbers of sequences and segments, and the shares of the sampled tokens that do not train.
 
     Args:
         conversations: Conversations with sampled tokens.
         choice: Those that train.
         interrupted: Tokens sampled by calls that were in progress when the agent ended.
+        dropped: See ``Turns.dropped_tokens``.
     """
     untrained = {
         "left_out": choice.left_out,
         "shorter": choice.shorter,
         "interrupted": interrupted,
-        "after_stop": sum(each.branch.num_dropped for each in conversations),
+        **dropped,
     }
-    sampled = _num_sampled(conversations) + interrupted + untrained["after_stop"]
+    sampled = _num_sampled(conversations) + interrupted + sum(dropped.values())
     return {
         "agent/sequences": len(conversations),
         "agent/segments": len(choice.trained),

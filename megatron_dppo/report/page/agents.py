@@ -17,6 +17,7 @@ _METRICS = {
     "rollout/agent/untrained/shorter": "... of shorter segments",
     "rollout/agent/untrained/interrupted": "... of calls at the end",
     "rollout/agent/untrained/after_stop": "... behind a stop string",
+    "rollout/agent/untrained/not_repeated": "... not repeated when run again",
     "rollout/agent/calls": "calls answered, an episode",
     "rollout/agent/repeated_calls": "calls retried, an episode",
     "rollout/agent/rejected_calls": "calls rejected, an episode",

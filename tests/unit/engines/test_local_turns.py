@@ -344,6 +344,14 @@ async def many_completions(task: AgentTask) -> None:
                 text = body["prompt"] + (await response.json())["choices"][0]["text"]
 
 
+async def other_completion(task: AgentTask) -> None:
+    """An agent that begins in another way than ``many_completions``."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {task.api_key}"}) as session:
+        body = {"prompt": TOOL + task.prompt, "max_tokens": 4}
+        async with session.post(f"{task.base_url}/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+
+
 def test_agents_are_stopped_between_turns_and_rerun() -> None:
     agents = AgentFunction(AgentConfig(function=f"{__name__}:many_completions"), {})
     one = engine(agents)
@@ -352,8 +360,19 @@ def test_agents_are_stopped_between_turns_and_rerun() -> None:
     how = params(max_new_tokens=40, temperature=0)
     result = [future.result() for future in one.submit(groups, how, 2, range(6))]
     assert [group is not None for group in result] == [True, False, False] * 2, "groups of one turn are complete first"
-    assert set(one.unfinished()) == {1, 2, 4, 5}
+    held = one.unfinished()
+    assert set(held) == {1, 2, 4, 5}
     left = [group for group in groups if group.key % 3]
+    differs = AgentFunction(AgentConfig(function=f"{__name__}:other_completion"), {})
+    other = engine(differs)
+    other.restore(held)
+    changed = [future.result() for future in other.submit(left, how, 4)]
+    differs.close()
+    for group, states in zip(changed, held.values(), strict=True):
+        for completion, state in zip(group or (), states, strict=True):
+            lost = int(state.sampled.sum())
+            trained = int(completion.loss_mask.sum())
+            assert lost and completion.counts["agent/untrained/not_repeated"] == lost / (lost + trained)
     continued = [future.result() for future in one.submit(left, how, 4)]
     uninterrupted = [future.result() for future in engine(agents).submit(left, how, 4)]
     agents.close()
@@ -361,6 +380,7 @@ def test_agents_are_stopped_between_turns_and_rerun() -> None:
         assert stopped is not None and straight is not None
         for a, b in zip(stopped, straight, strict=True):
             assert not a.failure and same(a.token_ids, b.token_ids) and same(a.loss_mask, b.loss_mask)
+            assert a.counts["agent/untrained/not_repeated"] == 0
 
 
 def behind(found: Completion, start: int) -> Completion:

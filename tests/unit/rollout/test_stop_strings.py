@@ -200,11 +200,15 @@ def test_a_turn_that_was_interrupted_ends_at_the_same_string_and_is_replayed(num
     response = GrowingResponse([7])
     response.append_sampled(part(0, num_known))
     strings = StopStrings(("STOP",), tokenizer.decode)
-    for replays in range(2):
+    dropped = max(num_known, 0 if num_known > 9 else num_known + 16) - 9
+    for _ in range(2):
         branch = ResponseBranch(response, SamplingParams(max_new_tokens=200, seed=1), tokenizer, sample)
         turn = asyncio.run(branch.sample(None, (), strings))
         assert (turn.text, turn.finish_reason) == ("12345STOP", FinishReason.STOP)
         assert turn.stop_match == StopMatch("STOP", 5, 9)
         assert response.logprobs(0, 9) == tuple(range(9)) and response.turn_ends == [(9, FinishReason.STOP)]
         assert requested == ([] if num_known > 9 else [16])
-        assert branch.num_dropped == (0 if replays else max(num_known, 0 if num_known > 9 else num_known + 16) - 9)
+        assert response.num_after_stop == dropped, "also of a turn that is replayed"
+        state = response.state()
+        response = GrowingResponse([7])
+        response.restore(state)
