@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from megatron_dppo.commands.experiments.catalogue import REAL_MODEL, task_files
 from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged
 from megatron_dppo.commands.experiments.smollm2 import model_folder
+from megatron_dppo.commands.experiments.store import weights_digest
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.paths import resolve_paths
 from megatron_dppo.config.schema import Config
@@ -120,6 +121,7 @@ def make_row(run: GridRun, base: str, folder: str, row: str, records: RunRecords
         "error": error,
         "curves": curves,
         "base": Path(base).name,
+        "base_weights": weights_digest(Path(base)),
         "cpu_seconds": _cpu_seconds(),
         "wall_seconds": time.perf_counter() - start_time,
     }

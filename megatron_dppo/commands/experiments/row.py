@@ -52,6 +52,8 @@ class _Row(_JsonModel):
     curves: dict[str, list[float]]
     cpu_seconds: float = Field(ge=0)
     wall_seconds: float = Field(ge=0)
+    base_weights: str = ""
+    """See ``Store.require_same_bases``. Empty in files before 27 November 2026."""
 
     @model_validator(mode="after")
     def _has_its_steps(self) -> _Row:

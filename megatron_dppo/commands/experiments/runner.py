@@ -65,6 +65,8 @@ def execute_runs(
     # Read all rows before any work, so that a broken one is reported at once.
     rows = store.read(list(by_key.values()))
     missing = [run for key, run in by_key.items() if key not in rows][:limit]
+    if note := store.require_same_bases(rows, missing):
+        print_line(f"note: {note}")
     store.make_folders()
     # A command may have been killed between writing the row and removing the work folder.
     for key in rows:

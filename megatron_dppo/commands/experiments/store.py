@@ -86,6 +86,36 @@ class Store:
         problems.raise_if_any()
         return rows
 
+    def require_same_bases(self, rows: Rows, missing: Sequence[GridRun]) -> str:
+        """Check that runs which are to be executed start from the weights of the rows that are there.
+
+        Rows of one seed are compared with each other, and a base model that is trained again on another machine differs
+        by rounding.
+
+        Returns:
+            A note on rows that do not say from which weights they start. Empty without any.
+
+        Raises:
+            UserError: A base model is not here, or has other weights than a row says.
+        """
+        unknown = 0
+        for base in {self.base(run) for run in missing}:
+            named = {row["base_weights"] for row in rows.values() if row["base"] == base.name and "base_weights" in row}
+            unknown += sum(row["base"] == base.name and "base_weights" not in row for row in rows.values())
+            here = weights_digest(base) if base.is_dir() else "none"
+            if named - {here}:
+                raise UserError(
+                    f"rows of the base model {base.name} start from weights {', '.join(sorted(named))}, and here are "
+                    f"{here}: they cannot be compared with new runs. Fix: copy {base.name} of the machine that made "
+                    f"the rows into {base.parent}, or use another --output without --rows"
+                )
+        if not unknown:
+            return ""
+        return (
+            f"{unknown} rows do not say from which weights they start; base models of another machine differ by "
+            "rounding, and comparisons by seed with new runs are off"
+        )
+
     def new_rows(self, external: Sequence[ExternalRow], runs: Sequence[GridRun]) -> Rows:
         """Return the external rows of these runs that the store lacks.
 
@@ -167,3 +197,11 @@ class Store:
             yield
         finally:
             lock.release()
+
+
+def weights_digest(base: Path) -> str:
+    """Return a digest of the weights of a base model: another machine trains other ones, by rounding."""
+    digest = hashlib.sha256()
+    for file in sorted(base.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

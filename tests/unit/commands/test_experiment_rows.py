@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 from collections.abc import Callable
@@ -171,6 +172,28 @@ def test_files_of_rows_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match=r"^--rows .*expected the rows\.jsonl"):
             read_external_rows(place)
+
+
+def test_new_runs_start_from_the_weights_of_the_rows_that_are_there(tmp_path: Path) -> None:
+    store, runs = Store(tmp_path), LONG
+    base = store.base(runs[0])
+    rows = {run.key: row_of(run, store) for run in runs[1:] if store.base(run) == base}
+    assert len(rows) > 1
+    note = store.require_same_bases(rows, runs[:1])
+    assert note.startswith(f"{len(rows)} rows do not say from which weights they start")
+    assert not store.require_same_bases(rows, []), "nothing new is compared with them"
+    base.mkdir(parents=True)
+    (base / "model.safetensors").write_bytes(b"weights")
+    here = hashlib.sha256(b"weights").hexdigest()[:16]
+    said = {key: {**row, "base_weights": here} for key, row in rows.items()}
+    assert not store.require_same_bases(said, runs[:1])
+    (base / "model.safetensors").write_bytes(b"weights, trained again")
+    with pytest.raises(UserError, match=rf"{base.name} start from weights {here}, and here are .* copy {base.name}"):
+        store.require_same_bases(said, runs[:1])
+    (base / "model.safetensors").unlink()
+    base.rmdir()
+    with pytest.raises(UserError, match="and here are none: they cannot be compared"):
+        store.require_same_bases(said, runs[:1])
 
 
 def test_a_stopped_run_has_a_row_with_fewer_steps(tmp_path: Path) -> None:
