@@ -159,8 +159,8 @@ def masks_table(folder: Path) -> str:
         "|---|---|---|",
     ]
     lines += [f"| {kind} | {_share(*counts[:2])} | {_share(*counts[2:])} |" for kind, *counts in view["kinds"]]
-    lines += ["", "| age in steps | masked |", "|---|---|"]
-    lines += [f"| {age} | {_share(*counts)} |" for age, *counts in view["ages"]]
+    lines += ["", "| age of the token in updates | masked |", "|---|---|"]
+    lines += [f"| {age or 'not recorded'} | {_share(*counts)} |" for age, *counts in view["ages"]]
     lines += ["", "| another loss | would have masked | of these, masked here |", "|---|---|---|"]
     lines += [
         f"| `{name}` | {_share(count, view['tokens'])} | {_share(both, count)} |"

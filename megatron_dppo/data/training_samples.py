@@ -18,6 +18,7 @@ from megatron_dppo.types import (
     SamplingMask,
     TrainingSample,
     VersionSpan,
+    version_spans,
 )
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS, TokenColumn, TokenRows, carried_columns
 
@@ -186,7 +187,7 @@ def _to_sample(
 def _sources(completion: Completion, num_labels: int) -> tuple[VersionSpan, ...]:
     """Return the completion's spans as positions of the labels: the last label is the last token."""
     length = len(completion.token_ids)
-    spans = completion.policy_versions or (VersionSpan(completion.policy_version, 0, length),)
+    spans = version_spans(completion.policy_versions, completion.policy_version, length)
     # Labels begin with those of the prompt: a response token is ``shift`` labels further on.
     shift = num_labels - length
     return tuple(span._replace(start=span.start + shift, end=span.end + shift) for span in spans)

@@ -224,6 +224,8 @@ class SampleRecord(NamedTuple):
 
     update: int
     """Index of that update in the step, from 0."""
+    policy_version: int
+    """Version of the policy before that update."""
     logprobs: Tensor
     """Log-probabilities [T] of the policy before that update, fp32. Undefined outside the loss mask."""
     keep: Tensor
@@ -241,17 +243,21 @@ class TokenRecorder:
         self.samples: dict[tuple[int, int], SampleRecord] = {}
         self._updates = 0
 
-    def add(self, samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord]) -> None:
+    def add(
+        self, samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord], policy_version: int
+    ) -> None:
         """Record one update.
 
         Args:
             samples: Samples that this rank trained on.
             packed: Packing of these samples.
             rows: Record of each micro-batch. Empty on all but the last pipeline stage.
+            policy_version: Version of the policy before the update.
         """
         for i, where, number in packed.positions(samples) if rows else ():
             row = rows[number]
             # Clones, so that a record does not keep the whole row in memory.
-            record = SampleRecord(self._updates, row.logprobs[where].clone(), row.keep[where].clone())
+            logprobs, keep = row.logprobs[where].clone(), row.keep[where].clone()
+            record = SampleRecord(self._updates, policy_version, logprobs, keep)
             self.samples[samples[i].number, samples[i].segment] = record
         self._updates += 1

@@ -29,7 +29,7 @@ from megatron_dppo.policy.server_sums import (
     without_servers,
 )
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample
+from megatron_dppo.types import MicroBatch, MicroBatches, StepResult, TrainingSample, token_ages
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.row import RowRecord
@@ -132,7 +132,8 @@ class Updater:
                     samples = [without_servers(sample, rejected) for sample in samples]
                     gradient = self._accumulate([samples[i] for i in indices], clock, is_last, with_sums=True)
                 if self._recorder is not None and gradient.records is not None:
-                    self._recorder.add(gradient.samples, gradient.packed, gradient.records)
+                    version = self._trainer.policy_version
+                    self._recorder.add(gradient.samples, gradient.packed, gradient.records, version)
                 with clock.part("optimizer"):
                     if gradient.packed.totals.num_tokens:
                         result = self._trainer.apply(gradient.metrics)
@@ -284,7 +285,8 @@ class Updater:
     def _pack(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], PackedBatch]:
         """Return the samples that this rank trains on, and their packing; a collective."""
         if "ages" in self._recomputed:
-            samples = [replace(s, ages=token_ages(s, self._trainer.policy_version)) for s in samples]
+            version = self._trainer.policy_version
+            samples = [replace(s, ages=token_ages(s.sources, s.num_tokens, version)) for s in samples]
         group = self._trainer.groups.dp
         samples = with_episode_tokens(samples, equal_segments=self._equal_segments)
         bins = None
@@ -335,14 +337,6 @@ class Updater:
             num_received += sizes[i]
         bins = [[n for i in row for n in local_indices[i]] for row in assignment[rank]]
         return all_to_all_objects(outgoing, group), bins
-
-
-def token_ages(sample: TrainingSample, policy_version: int) -> torch.Tensor:
-    """Return the age of each token in updates, float32 [T]; 0 where the weights that sampled it are not known."""
-    ages = torch.zeros(sample.num_tokens)
-    for span in sample.sources:
-        ages[max(span.start, 0) : span.end] = policy_version - span.policy_version
-    return ages
 
 
 def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.rollout.sampling_sums import RepeatSums, repeat_sums
-from megatron_dppo.types import Completion, DropReason, GreedyResponse, Metric, RolloutGroup, VersionSpan
+from megatron_dppo.types import Completion, DropReason, GreedyResponse, Metric, RolloutGroup, version_spans
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
@@ -65,9 +65,8 @@ def count_tokens_by_version(group: RolloutGroup) -> dict[int, int]:
     tokens: dict[int, int] = {}
     for rollout in group.rollouts:
         completion = rollout.completion
-        # A completion without spans was sampled under one version.
-        single_span = (VersionSpan(completion.policy_version, 0, len(completion.token_ids)),)
-        for span in completion.policy_versions or single_span:
+        num_tokens = len(completion.token_ids)
+        for span in version_spans(completion.policy_versions, completion.policy_version, num_tokens):
             tokens[span.policy_version] = tokens.get(span.policy_version, 0) + span.end - span.start
     return tokens
 

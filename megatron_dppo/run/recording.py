@@ -186,6 +186,7 @@ def _trained_tokens(sample: TrainingSample, completion: Completion, record: Samp
     if record is None:
         return TrainedTokens(
             update=None,
+            policy_version=None,
             loss_mask=mask,
             advantages=_response_rows(sample.advantages, count),
             logprobs=None,
@@ -193,6 +194,7 @@ def _trained_tokens(sample: TrainingSample, completion: Completion, record: Samp
         )
     return TrainedTokens(
         update=record.update,
+        policy_version=record.policy_version,
         loss_mask=mask,
         advantages=_response_rows(sample.advantages, count),
         logprobs=torch.where(mask, _response_rows(record.logprobs, count), torch.nan),
@@ -208,6 +210,7 @@ def _join_trained(parts: Sequence[TrainedTokens]) -> TrainedTokens:
     keep = [part.keep for part in parts if part.keep is not None]
     return TrainedTokens(
         update=parts[0].update,
+        policy_version=parts[0].policy_version,
         loss_mask=torch.cat([part.loss_mask for part in parts]),
         advantages=torch.cat([part.advantages for part in parts]),
         logprobs=torch.cat(logprobs) if len(logprobs) == len(parts) else None,
@@ -220,6 +223,7 @@ def join_records(records: SampleRecords, number: int, lengths: Sequence[int]) ->
     parts = [records[number, segment] for segment in range(len(lengths))]
     return SampleRecord(
         parts[0].update,
+        parts[0].policy_version,
         torch.cat([_response_rows(part.logprobs, count) for part, count in zip(parts, lengths, strict=True)]),
         torch.cat([_response_rows(part.keep, count) for part, count in zip(parts, lengths, strict=True)]),
     )

@@ -37,6 +37,8 @@ from megatron_dppo.types.rollouts import (
     VersionSpan,
     as_bytes,
     check_sampling_mask,
+    token_ages,
+    version_spans,
 )
 from megatron_dppo.types.routes import MISSING_EXPERT, RoutingShape, select_experts, select_weights, with_weights
 from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, TokenTargets, TrainingSample
@@ -73,5 +75,7 @@ __all__ = [
     "check_sampling_mask",
     "select_experts",
     "select_weights",
+    "token_ages",
+    "version_spans",
     "with_weights",
 ]

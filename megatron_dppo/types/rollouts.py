@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -132,6 +132,28 @@ class VersionSpan(NamedTuple):
     end: int
     server: str = ""
     """URL of the server. Empty for an engine in this process."""
+
+
+def version_spans(spans: Iterable[VersionSpan], policy_version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of a response of ``num_tokens``. Without spans, all were sampled with ``policy_version``."""
+    return tuple(spans) or (VersionSpan(policy_version, 0, num_tokens),)
+
+
+def token_ages(spans: Iterable[VersionSpan], num_tokens: int, policy_version: int) -> Tensor:
+    """Return the age of each token: optimizer updates between the weights that sampled it and the policy.
+
+    Args:
+        spans: Weights that sampled the tokens. A token in no span gets age 0.
+        num_tokens: Number of tokens.
+        policy_version: Version of the policy.
+
+    Returns:
+        Float32, shape [num_tokens].
+    """
+    ages = torch.zeros(num_tokens)
+    for span in spans:
+        ages[max(span.start, 0) : span.end] = policy_version - span.policy_version
+    return ages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,11 @@ def check_agreement(folder: Path, samples: int) -> None:
     records = step_records(folder)
     files = sorted((folder / "rollouts").iterdir())
     assert [file.name for file in files] == [f"step_{record['step']:06d}.parquet" for record in records]
+    version = 0
     for record in records:
+        if not record["train/skipped_updates"]:
+            assert (rows_of(folder, record["step"]).eval("trained_policy_version - update") == version).all()
+        version = record["train/policy_version"]
         rows = rows_of(folder, record["step"])
         assert len(rows) == samples and rows["sample"].tolist() == list(range(samples))
         assert set(rows.step) == {record["step"]}

@@ -62,6 +62,7 @@ def sample(rng: random.Random, group: int, tokens: int, vocabulary: int = 12) ->
         Rollout(prompt=prompt, completion=completion, reward=reward, reward_parts=parts),
         TrainedTokens(
             update=group % 2,
+            policy_version=3 + group % 2,
             loss_mask=trained,
             advantages=torch.where(trained, advantage, 0.0),
             logprobs=torch.where(trained, pi.log(), torch.nan),

@@ -145,8 +145,9 @@ function showMasks() {
     box.append(el("p", { class: "hint", text: `${masks.masked} of ${masks.tokens} tokens with an advantage were masked${removed}.` }));
     const kinds = masks.kinds.map(([kind, up, ofUp, down, ofDown]) => ({ cells: [kind, `${up} of ${ofUp}`, percent(up, ofUp), `${down} of ${ofDown}`, percent(down, ofDown)] }));
     box.append(el("div", { class: "scroll" }, table(["kind", "A > 0", "share", "A < 0", "share"], kinds, [0])));
-    const ages = masks.ages.map(([age, part, whole]) => ({ cells: [age, `${part} of ${whole}`, percent(part, whole)] }));
-    box.append(el("div", { class: "scroll" }, table(["age in steps", "masked", "share"], ages, [])));
+    const ages = masks.ages.map(([age, part, whole]) => ({ cells: [age ?? "not recorded", `${part} of ${whole}`, percent(part, whole)] }));
+    box.append(el("div", { class: "scroll" }, table(["age of the token in updates", "masked", "share"], ages, [])));
+    if (masks.ages.some(([age]) => age === null)) box.append(el("p", { class: "hint", text: "Age not recorded: files of earlier versions lack the column trained_policy_version." }));
     if (!masks.others.length) continue;
     const others = masks.others.map(([name, all, both]) => ({ cells: [name, percent(all, masks.tokens), percent(both, all)] }));
     box.append(el("div", { class: "scroll" }, table(["other loss, its defaults", "would have masked", "of these masked here"], others, [0])));

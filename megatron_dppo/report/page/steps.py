@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.report.page.agents import tool_times, turns
-from megatron_dppo.report.steps.tokens import Decode, StepTokens, masked_tokens
+from megatron_dppo.report.steps.tokens import UNKNOWN_AGE, Decode, StepTokens, masked_tokens
 
 _TOKENS = 240_000
 """Tokens of the page, about 20 bytes each. A browser reads them in a second."""
@@ -131,7 +131,7 @@ def _response(step: StepTokens, row: int, start: int, stop: int, vocabulary_inde
         "turns": turns(step.given[begin:end], segment_lengths, start - begin, stop - begin),
         "toolTimes": tool_times(sample.get("tool_times") or [], start - begin, stop - begin),
         "finish": sample["finish_reason"],
-        "age": sample["age"],
+        "ages": _age_runs(step.ages[shown], step.trained[shown]),
         "update": sample["update"],
         "advantage": float(f"{advantages.mean():.4g}") if len(advantages) else 0.0,
         "masked": int(step.masked[begin:end].sum()),
@@ -142,6 +142,14 @@ def _response(step: StepTokens, row: int, start: int, stop: int, vocabulary_inde
         "mu": _rounded(step.mu[shown]),
         "flags": "".join(map(str, flags.tolist())),
     }
+
+
+def _age_runs(ages: NDArray[np.int32], trained: NDArray[np.bool_]) -> list[list[int]]:
+    """Return ``[first index, age]`` of each run of trained tokens of the same known age."""
+    indices = np.flatnonzero(trained & (ages != UNKNOWN_AGE))
+    known = ages[indices]
+    starts = np.flatnonzero(np.diff(known, prepend=UNKNOWN_AGE))
+    return [[int(indices[i]), int(known[i])] for i in starts]
 
 
 def _rounded(values: NDArray[np.float32]) -> list[float]:

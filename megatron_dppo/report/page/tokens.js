@@ -25,7 +25,14 @@ function tokenText(response, i, vocabulary) {
   const pi = response.pi[i] / 1e4, mu = response.mu[i] / 1e4, flag = response.flags[i];
   const state = flag === "0" ? "not trained on" : flag === "3" ? "masked" : "kept";
   const ratio = mu > 0 ? (pi / mu).toFixed(3) : "-";
-  return `${visible(vocabulary[response.ids[i]])}   pi ${pi.toFixed(4)}   mu ${mu.toFixed(4)}   pi - mu ${(pi - mu).toFixed(4)}   ratio ${ratio}   A ${short(response.advantage)}   ${state}`;
+  const run = flag === "0" ? undefined : response.ages.filter(([start]) => start <= i).pop(), age = run ? ageText([run]) : "";
+  return `${visible(vocabulary[response.ids[i]])}   pi ${pi.toFixed(4)}   mu ${mu.toFixed(4)}   pi - mu ${(pi - mu).toFixed(4)}   ratio ${ratio}   A ${short(response.advantage)}   ${state}${age ? `   ${age}` : ""}`;
+}
+/* Ages of trained tokens, as one number or a range. */
+function ageText(ages) {
+  const numbers = ages.map(([, age]) => age), least = Math.min(...numbers), most = Math.max(...numbers);
+  if (!numbers.length) return "age unknown";
+  return `age ${least === most ? least : `${least} to ${most}`} updates`;
 }
 function turnBox(response, index) {
   const [start, sampled, segment] = response.turns[index], next = response.turns[index + 1];
@@ -40,7 +47,7 @@ function turnBox(response, index) {
 }
 function responseBox(response, vocabulary, showToken) {
   const words = [`sample ${response.sample}`, response.promptId, `reward ${short(response.reward)}${response.failed ? " (failed)" : ""}`,
-    `advantage ${short(response.advantage)}`, `${response.masked} masked`, `finish ${response.finish}`, `age ${response.age}`];
+    `advantage ${short(response.advantage)}`, `${response.masked} masked`, `finish ${response.finish}`, ageText(response.ages)];
   for (const [name, value] of response.parts) words.push(`${name} ${short(value)}`);
   if (response.segments > 1) words.push(`${response.segments} segments`);
   if (response.update !== null) words.push(`update ${response.update + 1} of the step`);

@@ -195,6 +195,7 @@ def _schema(arrow: Any) -> Any:
         "policy_versions": arrow.list_(span),
         "tool_times": arrow.list_(tool_time),
         "update": arrow.int32(),
+        "trained_policy_version": arrow.int32(),
         **dict.fromkeys(("prompt_ids", "segment_lengths", *tokens["int32s"]), ids),
         # The order of existing files: rollout_logprobs precedes the columns of the update.
         **dict.fromkeys(("rollout_logprobs", "logprobs", "advantages", *tokens["float32s"]), floats),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.report.steps.tokens import Decode, StepTokens
+from megatron_dppo.report.steps.tokens import UNKNOWN_AGE, Decode, StepTokens
 
 OtherMasks = Callable[[StepTokens], Mapping[str, NDArray[np.bool_]]]
 """Function that returns which tokens ``[N]`` each other loss would have masked."""
@@ -23,6 +23,8 @@ KINDS = ("end token", "first tokens", "last tokens", "digits", "words", "format"
 """Kinds of tokens; a token is of the first that fits. ``format`` is markup (a backslash, a brace, a
 bracket), and text without a letter or a digit."""
 _END_REASON = "stop"
+_MAX_AGE_ROWS = 24
+"""Maximum number of rows of the table of ages."""
 
 
 @dataclass
@@ -32,7 +34,7 @@ class MaskCounts:
     kinds: dict[str, list[int]] = field(default_factory=dict)
     """By kind and sign, such as ``digits +``."""
     ages: dict[int, list[int]] = field(default_factory=dict)
-    """By the age of the group in steps."""
+    """By the age of the token in updates."""
     gradient: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Sums of |A| min(r, C), the size of a token's gradient by its log-probability."""
     other_losses: dict[str, list[int]] = field(default_factory=dict)
@@ -55,8 +57,7 @@ class MaskCounts:
         signs = np.where(step.advantages > 0, " +", " -")
         names = np.char.add(token_kinds(step, decode), signs)
         _count(self.kinds, names[acts], step.masked[acts])
-        ages = np.array([row["age"] or 0 for row in step.rows], dtype=np.int64)
-        _count(self.ages, ages[step.sample[acts]], step.masked[acts])
+        _count(self.ages, step.ages[acts], step.masked[acts])
         known = acts & (step.mu > 0)
         ratio = np.minimum(step.pi[known].astype(float) / step.mu[known], cap)
         sizes = np.abs(step.advantages[known]) * ratio
@@ -81,10 +82,22 @@ class MaskCounts:
             "masked": self.masked,
             "tokens": self.tokens,
             "kinds": kinds,
-            "ages": [[age, *self.ages[age]] for age in sorted(self.ages)],
+            "ages": self._age_rows(),
             "gradient": round(removed / total, 4) if total else None,
             "others": [[name, *counts] for name, counts in self.other_losses.items()],
         }
+
+    def _age_rows(self) -> list[list[object]]:
+        """Return ``[ages, masked, all]`` for each age, or range of ages if there are many. Ages None: not recorded."""
+        width = max(1, -(-(max(self.ages) + 1) // _MAX_AGE_ROWS))
+        ranges: dict[str | None, list[int]] = {}
+        for age, counts in sorted(self.ages.items()):
+            start = age // width * width
+            label = str(age) if width == 1 else f"{start}-{start + width - 1}"
+            entry = ranges.setdefault(None if age == UNKNOWN_AGE else label, [0, 0])
+            entry[0] += counts[0]
+            entry[1] += counts[1]
+        return [[label, *counts] for label, counts in ranges.items()]
 
 
 def token_kinds(step: StepTokens, decode: Decode | None) -> NDArray[np.str_]:

@@ -35,6 +35,8 @@ class TrainedTokens:
 
     update: int | None
     """Index of the last update of the step that trained on it, from 0. None if unknown."""
+    policy_version: int | None
+    """Version of the policy before that update, from which tokens have their ages. None if unknown."""
     loss_mask: Tensor
     """True for tokens that trained. Shape [R], bool."""
     advantages: Tensor
@@ -103,6 +105,7 @@ def _row(rollout: Rollout) -> dict[str, object]:
 def _trained(tokens: TrainedTokens) -> dict[str, object]:
     return {
         "update": tokens.update,
+        "trained_policy_version": tokens.policy_version,
         "loss_mask": tokens.loss_mask.numpy(),
         "advantages": tokens.advantages.numpy(),
         "logprobs": None if tokens.logprobs is None else tokens.logprobs.numpy(),

@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 
 from megatron_dppo.errors import DataError
 from megatron_dppo.report.steps.files import require_pyarrow
+from megatron_dppo.types import VersionSpan, token_ages, version_spans
 
 Decode = Callable[[Sequence[int]], list[str]]
 """Function that returns the text of each token id."""
 _LISTS = ("response_ids", "loss_mask", "keep", "logprobs", "rollout_logprobs", "advantages")
-_SCALARS = ("sample", "prompt_id", "prompt", "label", "reward", "reward_failed", "finish_reason", "age", "update")
+_SCALARS = ("sample", "prompt_id", "prompt", "label", "reward", "reward_failed", "finish_reason", "update")
+_VERSIONS = ("policy_version", "policy_versions", "trained_policy_version")
+"""Columns that the ages of tokens are computed from."""
 _OPTIONAL = ("failure", "reward_parts", "segment_lengths", "tool_times", "sampled")
 """Columns that files of older versions lack."""
+UNKNOWN_AGE = -1
 _MIN_RESPONSES = 3
 """Minimum number of responses with, and without, a token for a comparison of their rewards."""
 _CRITICAL_FRACTION = 0.25
@@ -47,10 +51,13 @@ class StepTokens:
     """Advantages. Shape [N]."""
     given: NDArray[np.bool_]
     """True for tokens that were not sampled. Shape [N]."""
+    ages: NDArray[np.int32]
+    """Age in updates, as ``types.token_ages`` counts it for ``loss.threshold_age``. ``UNKNOWN_AGE`` for samples without
+    a training update, and in files of older versions, which lack ``trained_policy_version``. Shape [N]."""
     starts: NDArray[np.int64]
     """Start of each sample's tokens. Shape [samples + 1]."""
     rows: list[dict[str, Any]]
-    """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason age update``, and if
+    """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason update``, and if
     the file has them ``failure reward_parts segment_lengths tool_times``."""
 
 
@@ -86,8 +93,10 @@ def read_tokens(file: Path) -> StepTokens:
     arrow = require_pyarrow("reading rollouts")
     try:
         parquet = import_module("pyarrow.parquet")
-        optional = [name for name in _OPTIONAL if name in parquet.read_schema(file).names]
-        table = parquet.read_table(file, columns=[*_LISTS, *_SCALARS, *optional])
+        names = set(parquet.read_schema(file).names)
+        optional = [name for name in _OPTIONAL if name in names]
+        versions = list(_VERSIONS) if names.issuperset(_VERSIONS) else []
+        table = parquet.read_table(file, columns=[*_LISTS, *_SCALARS, *optional, *versions])
         lists = {name: table.column(name).combine_chunks() for name in _LISTS}
     except (arrow.ArrowException, OSError, KeyError) as error:
         raise DataError(f"{file} cannot be read as a step's rollouts: {error}") from error
@@ -111,9 +120,24 @@ def read_tokens(file: Path) -> StepTokens:
         mu=np.nan_to_num(mu, posinf=0.0),
         advantages=advantages,
         given=given,
+        ages=_ages(table.select(versions).to_pylist() if versions else [{}] * len(counts), counts),
         starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         rows=rows,
     )
+
+
+def _ages(rows: Sequence[dict[str, Any]], counts: Sequence[int]) -> NDArray[np.int32]:
+    """Return the age of each token [N] from the columns ``_VERSIONS`` of each sample; empty rows lack them."""
+    ages = [np.empty(0)]
+    for row, count in zip(rows, counts, strict=True):
+        trained_version = row.get("trained_policy_version")
+        if trained_version is None:
+            ages.append(np.full(count, UNKNOWN_AGE))
+        else:
+            recorded = (VersionSpan(**span) for span in row["policy_versions"])
+            spans = version_spans(recorded, row["policy_version"], count)
+            ages.append(token_ages(spans, count, trained_version).numpy())
+    return np.concatenate(ages).astype(np.int32)
 
 
 def _flat(column: Any, counts: Sequence[int], dtype: Any, fill: Any) -> NDArray[Any]:

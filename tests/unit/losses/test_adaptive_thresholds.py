@@ -16,7 +16,7 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.policy import update
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.types import LossInputs, TrainingSample, VersionSpan
+from megatron_dppo.types import LossInputs, TrainingSample, VersionSpan, token_ages
 
 COUNT, SCALE = 400, 0.3
 KEYS: dict[str, dict[str, Any]] = {
@@ -120,8 +120,8 @@ def sample(logprobs: list[float], mask: list[bool], *sources: VersionSpan) -> Tr
 
 def test_the_age_of_a_token_counts_the_updates_since_its_weights() -> None:
     spans = (VersionSpan(3, 1, 2), VersionSpan(5, 2, 4))
-    assert update.token_ages(sample([0.0] * 4, [True] * 4, *spans), 7).tolist() == [0.0, 4.0, 2.0, 2.0]
-    assert update.token_ages(sample([0.0] * 2, [True] * 2), 7).tolist() == [0.0, 0.0]
+    assert token_ages(spans, 4, 7).tolist() == [0.0, 4.0, 2.0, 2.0]
+    assert token_ages((), 2, 7).tolist() == [0.0, 0.0]
 
 
 def test_the_scale_is_the_median_over_the_loss_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

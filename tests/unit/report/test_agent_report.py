@@ -57,6 +57,7 @@ def write_agent_run(folder: Path) -> Path:
         trained.append(
             TrainedTokens(
                 update=0,
+                policy_version=3,
                 loss_mask=mask,
                 advantages=torch.where(mask, 0.5, 0.0),
                 logprobs=torch.where(mask, -0.4, torch.nan),

@@ -29,8 +29,8 @@ def a_step() -> StepTokens:
     mu = np.full(15, 0.5, dtype=np.float32)
     mu[[3, 5]], mu[9], mu[12] = 0.25, 0.05, 0.9
     rows = [
-        {"finish_reason": "stop", "age": 0, "reward": 1.0, "update": 0},
-        {"finish_reason": "length", "age": 2, "reward": 0.0, "update": 1},
+        {"finish_reason": "stop", "reward": 1.0, "update": 0},
+        {"finish_reason": "length", "reward": 0.0, "update": 1},
     ]
     return StepTokens(
         ids=ids,
@@ -40,6 +40,7 @@ def a_step() -> StepTokens:
         pi=pi,
         mu=mu,
         advantages=np.array([1.0] * 10 + [-2.0] * 5, dtype=np.float32),
+        ages=np.array([0] * 10 + [2] * 5, dtype=np.int32),
         given=np.zeros(len(ids), dtype=np.bool_),
         starts=np.array([0, 10, 15]),
         rows=rows,  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ def test_counts_of_two_steps_add_up() -> None:
         ["words", 0, 2, 0, 0],
         ["format", 2, 4, 0, 0],
     ]
-    assert view["ages"] == [[0, 6, 20], [2, 2, 8]]
+    assert view["ages"] == [["0", 6, 20], ["2", 2, 8]]
     # Masked: 2 and 2 of ratio 2, one of ratio 10 that the cap limits to 5, and 2 * .5 / .9 with A = -2.
     removed = 2 + 2 + 5 + 2 * 0.5 / 0.9
     assert view["gradient"] == pytest.approx(removed / (removed + 7 + 3 * 2), abs=1e-4)

@@ -205,7 +205,12 @@ def test_a_packed_row_has_a_column_at_the_labels_and_fill_elsewhere(tmp_path: Pa
 def test_a_recorded_step_has_a_column_that_older_files_lack(tmp_path: Path) -> None:
     done = grown(tmp_path)
     trained = TrainedTokens(
-        update=0, loss_mask=torch.ones(7).bool(), advantages=torch.ones(7), logprobs=None, keep=None
+        update=0,
+        policy_version=1,
+        loss_mask=torch.ones(7).bool(),
+        advantages=torch.ones(7),
+        logprobs=None,
+        keep=None,
     )
     meta = StepMeta(step=1, policy_version=1, dp=1, world_size=1, layout="", loss="")
     rows = read_rows(
