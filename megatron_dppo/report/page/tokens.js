@@ -25,14 +25,14 @@ function tokenText(response, i, vocabulary) {
   const pi = response.pi[i] / 1e4, mu = response.mu[i] / 1e4, flag = response.flags[i];
   const state = flag === "0" ? "not trained on" : flag === "3" ? "masked" : "kept";
   const ratio = mu > 0 ? (pi / mu).toFixed(3) : "-";
-  const run = flag === "0" ? undefined : response.ages.filter(([start]) => start <= i).pop(), age = run ? ageText([run]) : "";
-  return `${visible(vocabulary[response.ids[i]])}   pi ${pi.toFixed(4)}   mu ${mu.toFixed(4)}   pi - mu ${(pi - mu).toFixed(4)}   ratio ${ratio}   A ${short(response.advantage)}   ${state}${age ? `   ${age}` : ""}`;
+  const run = flag === "0" ? undefined : response.ages.filter(([start]) => start <= i).pop(), age = run ? `${ageText([run])}   ` : "";
+  return `${visible(vocabulary[response.ids[i]])}   pi ${pi.toFixed(4)}   mu ${mu.toFixed(4)}   pi - mu ${(pi - mu).toFixed(4)}   ratio ${ratio}   A ${short(response.advantage)}   ${age}${state}`;
 }
-/* Ages of trained tokens, as one number or a range. */
+/* Ages of trained tokens in updates, as one number or a range. */
 function ageText(ages) {
   const numbers = ages.map(([, age]) => age), least = Math.min(...numbers), most = Math.max(...numbers);
   if (!numbers.length) return "age unknown";
-  return `age ${least === most ? least : `${least} to ${most}`} updates`;
+  return `age ${least === most ? least : `${least} to ${most}`}`;
 }
 function turnBox(response, index) {
   const [start, sampled, segment] = response.turns[index], next = response.turns[index + 1];
