@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.hf.folder import DictWeights, model_shape, weight_shapes
 from megatron_dppo.parallel.platform import Platform
+from tests.gpu.check_plan import MICRO_BATCHES, rehearsed
 from tests.gpu.checks import Result, not_run
 
 MEMORY, SECONDS = 0.1, 0.3
 """Bounds on the part by which peak and time differ; docs/plan.md states that of the time."""
-UPDATES, TOKENS, MICRO_BATCHES = 3, 16384, 2
+UPDATES, TOKENS = 3, 16384
 LAYERS: dict[str, Any] = dict(
     vocab_size=151936,
     hidden_size=2048,
@@ -60,12 +61,9 @@ def _measure(platform: Platform, sizes: dict[str, Any], tokens: int) -> Iterator
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(platform)
-    from megatron_dppo.commands.plan.child import RehearsalRequest
-    from megatron_dppo.commands.plan.machine import MACHINES
     from megatron_dppo.commands.plan.measure import trainer_builder
     from megatron_dppo.commands.plan.models import sample_rows
     from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
-    from megatron_dppo.commands.plan.rehearse import RankRole
     from megatron_dppo.losses import policy_objective
     from tests.distributed.parity import Case, config_for, hf_config
 
@@ -77,13 +75,8 @@ def _measure(platform: Platform, sizes: dict[str, Any], tokens: int) -> Iterator
     replay = {"router_replay": "rollout"}
     config = config_for(case, "bf16", data=data, train=replay, rollout={"max_new_tokens": tokens // 2})
     layout = resolve_layout(config.parallel, config.batch, 1, model_shape(model))
-    role = RankRole(rank=0, micro_batches=MICRO_BATCHES, as_gpu=platform.is_cuda)
-    # Another device has the plan of an H100 beside it.
-    named = [machine for name, machine in MACHINES.items() if platform.is_cuda and name in _device_name()]
-    machine = named[0] if named else MACHINES["h100"]
-    request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=machine)
     with RehearsalPool(1) as rehearsals:
-        (plan,) = rehearsals.run([request])
+        plan = rehearsed(config, model, layout, platform, rehearsals)
     planned_peak = max(plan.peak.total, plan.start_peak.total)
     planned = sum(work.seconds for work in plan.work.values())
     with TemporaryDirectory() as folder:
@@ -105,12 +98,8 @@ def _measure(platform: Platform, sizes: dict[str, Any], tokens: int) -> Iterator
     text = f"{planned_peak / 2**30:.2f} GiB planned, {peak / 2**30:.2f} measured"
     yield Result(f"peak: {text}", abs(peak / planned_peak - 1), MEMORY)
     print(f"layers: seconds of each update {seconds}, planned by phase {_by_phase(plan)}")
-    text = f"{planned:.3f} s planned for {machine.name}, {min(seconds):.3f} measured"
+    text = f"{planned:.3f} s planned, {min(seconds):.3f} measured"
     yield Result(f"an update of {MICRO_BATCHES * tokens:,} tokens: {text}", abs(min(seconds) / planned - 1), SECONDS)
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name().lower()
 
 
 def _seconds(run: Any) -> float:

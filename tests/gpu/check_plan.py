@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.parallel.platform import Platform
 from tests.gpu.checks import Result
 
-TOKENS = 2048
+TOKENS, MICRO_BATCHES = 2048, 2
 PLAIN, ENGINE = 0.05, 0.3
 """Bounds on the part by which the peak differs; Transformer Engine keeps other activations than what is rehearsed."""
 _SIZES = dict(
@@ -56,15 +56,12 @@ def check(device: torch.device) -> Iterator[Result]:
 
 def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> tuple[int, int]:
     """Bytes by the plan, and by the device."""
-    from megatron_dppo.commands.plan.child import RehearsalRequest
-    from megatron_dppo.commands.plan.machine import MACHINES
     from megatron_dppo.commands.plan.measure import trainer_builder
     from megatron_dppo.commands.plan.models import sample_rows
-    from megatron_dppo.commands.plan.rehearse import RankRole
     from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, stream_model
     from megatron_dppo.losses import policy_objective
     from tests.distributed.parity import Case, config_for, hf_config
-    from tests.distributed.rehearsal_cases import MICRO_BATCHES, update
+    from tests.distributed.rehearsal_cases import update
 
     model = hf_config(tied=False)
     for name, size in _SIZES.items():
@@ -73,9 +70,7 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
     sizes = {"data": {"train": "unused", "max_prompt_tokens": TOKENS // 2}, "train": {"router_replay": "rollout"}}
     config = config_for(case, "bf16", **sizes, rollout={"max_new_tokens": TOKENS // 2})
     layout = resolve_layout(config.parallel, config.batch, 1, model_shape(model))
-    role = RankRole(rank=0, micro_batches=MICRO_BATCHES, as_gpu=platform.is_cuda)
-    request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=MACHINES["h100"])
-    (plan,) = rehearsals.run([request])
+    plan = rehearsed(config, model, layout, platform, rehearsals)
     loaded = dict(stream_model(build_hf_model(model, torch.float32, seed=0)))
     if not platform.is_cuda:
         return _highest(plan), _highest(update(config, model, layout, loaded, platform))
@@ -85,6 +80,20 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
     trainer = trainer_builder(config, model, layout, platform, DictWeights(loaded.items()))()
     trainer.update(sample_rows(config, model, layout, MICRO_BATCHES), policy_objective(config.loss))
     return _highest(plan), torch.cuda.max_memory_allocated() - before
+
+
+def rehearsed(config: Any, model: Any, layout: Layout, platform: Platform, rehearsals: Any) -> Any:
+    """The plan of the update that rank 0 makes, for this device if the plan knows it, else for an H100."""
+    from megatron_dppo.commands.plan.child import RehearsalRequest
+    from megatron_dppo.commands.plan.machine import MACHINES
+    from megatron_dppo.commands.plan.rehearse import RankRole
+
+    device = torch.cuda.get_device_name().lower() if platform.is_cuda else ""
+    machine = next((known for name, known in MACHINES.items() if name in device), MACHINES["h100"])
+    role = RankRole(rank=0, micro_batches=MICRO_BATCHES, as_gpu=platform.is_cuda)
+    request = RehearsalRequest(config=config, hf_config=model, layout=layout, role=role, machine=machine)
+    (plan,) = rehearsals.run([request])
+    return plan
 
 
 def _highest(measured: Any) -> int:
