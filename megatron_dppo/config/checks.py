@@ -43,6 +43,7 @@ def check_sections(config: Config) -> None:
     _check_recorded_routes(config.train)
     _check_sync_time(config.rollout, config.run)
     _check_overlong(config.reward, config.rollout)
+    _check_sources(config)
     _check_mini_batches(config.rollout, config.train)
     _check_reference(config.model, is_needed=config.needs_reference or config.loss.has_text)
     _check_random_weights(config.model, config.warmup, config.distillation)
@@ -291,6 +292,26 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
             f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}, otherwise every response gets a penalty. DAPO uses a fifth of it"
         )
+
+
+def _check_sources(config: Config) -> None:
+    rollout, buffer = config.rollout, config.reward.overlong_buffer_tokens
+    for name, source in config.data.sources.items():
+        section = f'data.sources."{name}"'
+        # Context, memory and servers are planned for rollout.max_new_tokens.
+        if source.max_new_tokens is not None and source.max_new_tokens > rollout.max_new_tokens:
+            raise ValueError(
+                f"{section}.max_new_tokens = {source.max_new_tokens} is above rollout.max_new_tokens = "
+                f"{rollout.max_new_tokens}, the limit of all sources. Raise that, and give the other sources their own"
+            )
+        if source.max_new_tokens is not None and buffer >= source.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer_tokens = {buffer} must be below {section}.max_new_tokens = "
+                f"{source.max_new_tokens}, otherwise every response of this source gets a penalty"
+            )
+        agent_keys = [key for key in source.changed_keys() if key != "max_new_tokens"]
+        if agent_keys and not config.agent.is_set:
+            raise ValueError(f"{section}.{agent_keys[0]} has no effect without [agent]; remove it")
 
 
 def _check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:

@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config.section import Section
+
+_SAME_FOR_ALL = {
+    "temperature": "the loss divides all logits by one temperature, at which it computes every log-probability",
+    "top_p": "the run records the ids that the filters allowed for all responses or for none",
+    "top_k": "the run records the ids that the filters allowed for all responses or for none",
+    "min_p": "the run records the ids that the filters allowed for all responses or for none",
+}
+"""Sampling settings that all sources share, and the reason."""
+
+
+class SourceConfig(Section):
+    """Limits of one source of ``data.train``.
+
+    ``NAME`` is the file's name without its folder, such as ``"train.jsonl"``, or the source itself with ``task:`` or
+    ``hf:``.
+    """
+
+    max_new_tokens: int | None = Field(None, gt=0)
+    """Maximum response length in tokens, at most ``rollout.max_new_tokens``. null uses that."""
+    max_calls: int | None = Field(None, gt=0)
+    """Maximum number of model calls per episode. null uses ``agent.max_calls``."""
+    max_segments: int | None = Field(None, gt=0)
+    """Maximum number of conversations per episode. null uses ``agent.max_segments``."""
+    timeout_seconds: float | None = Field(None, gt=0)
+    """Time limit of an episode in seconds. null uses ``agent.timeout_seconds``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sampling_is_the_same(cls, values: object) -> object:
+        for name, reason in _SAME_FOR_ALL.items():
+            if isinstance(values, dict) and name in values:
+                raise ValueError(f"{name} cannot differ by source: {reason}. Set rollout.{name} instead")
+        return values
 
 
 class DataConfig(Section):
@@ -20,6 +55,8 @@ class DataConfig(Section):
 
     train: str | list[str]
     """Training prompts: one source, or a list of sources that are concatenated."""
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
+    """Limits of single sources of ``data.train`` (``[data.sources.NAME]``, docs/data.md)."""
     eval: str | dict[str, str] | None = None
     """Held-out prompts: one source, or a table ``name = source``. Each named set is also reported as
     ``eval/<name>/accuracy``. null disables evaluation."""
@@ -63,6 +100,17 @@ class DataConfig(Section):
                 f"the set name {bad[0]!r} becomes part of a metric name; use only letters, digits, '_', '.' and '-'"
             )
         return value
+
+    @model_validator(mode="after")
+    def _sources_exist(self) -> DataConfig:
+        listed = [self.train] if isinstance(self.train, str) else self.train
+        names = [source if source.startswith(("hf:", "task:")) else Path(source).name for source in listed]
+        for name in self.sources:
+            if name not in names:
+                close = get_close_matches(name, names, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"its sources are {', '.join(map(repr, names))}"
+                raise ValueError(f"data.sources has {name!r}, which is no source of data.train; {hint}")
+        return self
 
 
 class EvalConfig(Section):

@@ -24,6 +24,7 @@ from megatron_dppo.data.messages import (
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import PREFIX, TASKS, Split
 from megatron_dppo.errors import DataError
+from megatron_dppo.types import PromptLimits
 
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
 """Columns with a bare problem, to which a chat template is applied."""
@@ -50,6 +51,8 @@ class DataRow:
     """The other columns."""
     is_problem: bool = False
     """The prompt is a bare problem (a column ``problem`` or ``question``), not text made for a model."""
+    limits: PromptLimits | None = None
+    """Limits of the row's source. None: those of the run."""
 
 
 @dataclass(frozen=True)

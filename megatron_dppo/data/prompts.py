@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.data_rows import DataRow, drop_duplicates, iter_rows
 from megatron_dppo.data.sources import HUB
-from megatron_dppo.data.tasks import Split
+from megatron_dppo.data.tasks import PREFIX, Split
 from megatron_dppo.errors import DataError
-from megatron_dppo.types import Prompt
+from megatron_dppo.types import Prompt, PromptLimits
 
 T = TypeVar("T")
 
@@ -83,20 +83,33 @@ def load_rows(
     prompt_key: str | None = None,
     label_key: str | None = None,
     deduplicate: str = "auto",
+    limits: Mapping[str, PromptLimits] | None = None,
 ) -> LoadedRows:
     """Return all rows of the sources, one source after the other. Each source may have another layout.
 
-    See ``iter_rows`` for sources and keys, ``drop_duplicates`` for ``deduplicate``.
+    See ``iter_rows`` for sources and keys, ``drop_duplicates`` for ``deduplicate``. ``limits`` has the limits of
+    sources that have some, by ``source_name``.
 
     Raises:
         DataError: See both; or two files with one name, whose rows could not be told apart.
     """
     listed = [sources] if isinstance(sources, str) else list(sources)
-    names = [source if source.startswith(HUB) else Path(source).name for source in listed]
+    names = [source_name(source) for source in listed]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"two data sources are called {repeated[0]!r}; rows are named by it: rename one of {listed}")
-    every = (row for source in listed for row in iter_rows(source, split, prompt_key, label_key))
-    return LoadedRows(*drop_duplicates(every, deduplicate))
+
+    def iter_all() -> Iterator[DataRow]:
+        for name, source in zip(names, listed, strict=True):
+            rows = iter_rows(source, split, prompt_key, label_key)
+            source_limits = (limits or {}).get(name)
+            yield from rows if source_limits is None else (replace(row, limits=source_limits) for row in rows)
+
+    return LoadedRows(*drop_duplicates(iter_all(), deduplicate))
+
+
+def source_name(source: str) -> str:
+    """Return the name of a source: that of a file without its folder, and any other source unchanged."""
+    return source if source.startswith((HUB, PREFIX)) else Path(source).name
 
 
 class PromptDataset:
@@ -241,4 +254,5 @@ def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions) -> Prompt:
         label=row.label,
         metadata=row.metadata,
         messages=None if isinstance(row.prompt, str) else tuple(row.prompt),
+        limits=row.limits,
     )

@@ -253,7 +253,7 @@ class ServerEngine:
             raise ValueError("SamplingParams.router_weights = True, but servers return no combine weights of routers")
         routing = self._routing if params.routed_experts else None
         response = GrowingResponse(prompt.context_ids, routing=routing, columns=requested_columns(params))
-        return InFlightResponse(prompt, response, params, index, routes)
+        return InFlightResponse(prompt, response, prompt.limited(params), index, routes)
 
     async def _run_until(
         self, groups: Sequence[Sequence[InFlightResponse]], futures: Sequence[SampledFuture], enough: int

@@ -35,6 +35,8 @@ class RewardItem:
     """Tokens of the response, including the end-of-sequence token. Shape [R]."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """Chat messages of the prompt. None if the row has a plain string."""
+    max_new_tokens: int | None = None
+    """Limit of the response in tokens, if its source has one. None: that of the run."""
 
     @property
     def truncated(self) -> bool:
@@ -85,7 +87,8 @@ class Shaping:
             has_format = not item.truncated and is_well_formed(item.completion)
             result["format"] = self.format if has_format else 0.0
         if self.overlong_buffer_tokens:
-            fraction = soft_overlong_penalty(len(item.token_ids), self.max_new_tokens, self.overlong_buffer_tokens)
+            longest = item.max_new_tokens or self.max_new_tokens
+            fraction = soft_overlong_penalty(len(item.token_ids), longest, self.overlong_buffer_tokens)
             result["overlong"] = self.overlong_penalty * fraction
         return result
 

@@ -183,6 +183,7 @@ def score_completions(
             metadata={**prompt.metadata, **_response_metadata(completion)},
             token_ids=tuple(completion.token_ids.tolist()),
             messages=prompt.messages,
+            max_new_tokens=None if prompt.limits is None else prompt.limits.max_new_tokens,
         )
         for prompt, completion in zip(repeated_prompts, completions, strict=True)
         if not _has_result(completion)

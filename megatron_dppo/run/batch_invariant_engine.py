@@ -87,12 +87,13 @@ class BatchInvariantEngine:
         if self.policy_version < 0:
             raise RuntimeError("BatchInvariantEngine needs published weights before it can sample")
         with PROGRESS.part("rollout"):
-            decoded = self._decode([list(prompt.token_ids) for prompt in prompts], params)
+            limits = [prompt.limited(params).max_new_tokens for prompt in prompts]
+            decoded = self._decode([list(prompt.token_ids) for prompt in prompts], params, limits)
         completions = []
         for row, prompt in enumerate(prompts):
             assert decoded is not None
             response = GrowingResponse(prompt.token_ids, columns=requested_columns(params))
-            request = response.next_request("", params, (), params.max_new_tokens)
+            request = response.next_request("", params, (), limits[row])
             generation = build_generation(decoded, row, request, self._eos, self.policy_version)
             response.append_sampled(generation)
             completions.append(response.completion(generation.finish_reason, self._tokenizer))
@@ -109,7 +110,7 @@ class BatchInvariantEngine:
         """Do nothing: the model belongs to the trainer."""
 
     @torch.no_grad()
-    def _decode(self, sequences: list[list[int]], params: SamplingParams) -> Decoded | None:
+    def _decode(self, sequences: list[list[int]], params: SamplingParams, limits: list[int]) -> Decoded | None:
         """Append sampled tokens to the sequences of this rank, in place. Return None if it has no sequence.
 
         Every rank takes part in each forward pass until no rank has a sequence left.
@@ -117,11 +118,12 @@ class BatchInvariantEngine:
         count, device = len(sequences), self._trainer.device
         generator = torch.Generator(device).manual_seed(params.seed)
         sampler = Sampler(params, generator, count)
-        criteria = StopCriteria(self._eos, params.max_new_tokens, None, None, device)
+        criteria = StopCriteria(self._eos, limits or params.max_new_tokens, None, None, device)
         record = DecodeRecord(count, criteria.longest, params.topk_logprobs, device, None, params.return_sampling_mask)
         rows = torch.arange(count, device=device)
         # One pass more than the longest response: in the last one no rank has a sequence left.
-        for step in range(criteria.longest + 1):
+        # All ranks make the same number of passes, so the limit of the run counts here.
+        for step in range(params.max_new_tokens + 1):
             output = self._forward([sequences[i] for i in rows.tolist()])
             if output is None:
                 return record.result(step).cpu() if count else None

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
-from megatron_dppo.data.prompts import PromptDataset, load_rows
+from megatron_dppo.data.prompts import PromptDataset, load_rows, source_name
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
@@ -33,6 +33,7 @@ from megatron_dppo.hf.folder import (
 )
 from megatron_dppo.parallel.objects import broadcast_object
 from megatron_dppo.run.bridge_checks import bridge_problems
+from megatron_dppo.types import PromptLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +345,14 @@ class PromptReader:
             DataError: See ``load_rows`` and ``PromptDataset``.
         """
         config, data = self._config, self._config.data
+        limits = {name: PromptLimits(source=name, **section.model_dump()) for name, section in data.sources.items()}
         loaded = load_rows(
-            source, split, prompt_key=data.prompt_key, label_key=data.label_key, deduplicate=data.deduplicate
+            source,
+            split,
+            prompt_key=data.prompt_key,
+            label_key=data.label_key,
+            deduplicate=data.deduplicate,
+            limits=limits if split == "train" else None,
         )
         if self._tokenizer is None or self._context_length is None:
             return None
@@ -378,7 +385,19 @@ class PromptReader:
             parts.append(f"{prompts.num_truncated} too long cut at the left")
         files = source if isinstance(source, str) else ", ".join(source)
         self.summary.append(f"data     {name}: {', '.join(parts)}; from {files} ({loaded.num_read} rows)")
+        if split == "train":
+            self.summary += self._limit_lines([source] if isinstance(source, str) else source)
         return prompts
+
+    def _limit_lines(self, sources: Sequence[str]) -> list[str]:
+        """Return one line for each source that has limits of its own."""
+        lines = []
+        for name in map(source_name, sources):
+            limits = self._config.data.sources.get(name)
+            if limits is not None:
+                settings = ", ".join(f"{key} = {getattr(limits, key)}" for key in limits.changed_keys())
+                lines.append(f"data     limits of {name}: {settings or 'those of the run'}")
+        return lines
 
     def warmup(self) -> SupervisedDataset | None:
         """Return the samples of the warm-up, after a check of their lengths. None without a warm-up."""

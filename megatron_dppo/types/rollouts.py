@@ -157,6 +157,18 @@ def token_ages(spans: Iterable[VersionSpan], num_tokens: int, policy_version: in
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptLimits:
+    """Limits of one source of prompts. None uses the limit of the run."""
+
+    source: str
+    """Name of the source in ``[data.sources]``."""
+    max_new_tokens: int | None = None
+    max_calls: int | None = None
+    max_segments: int | None = None
+    timeout_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One problem, ready for an engine."""
 
@@ -173,11 +185,24 @@ class Prompt:
     """The row's chat messages. None if the row has a plain string."""
     is_task: bool = False
     """True if an agent builds the sequence itself; ``token_ids`` then only shows how the row would look."""
+    limits: PromptLimits | None = None
+    """Limits of the row's source. None: all limits are those of the run."""
 
     @property
     def context_ids(self) -> tuple[int, ...]:
         """Token ids that every response continues; empty for an agent's task."""
         return () if self.is_task else self.token_ids
+
+    def limit_key(self, key: str) -> str:
+        """Return the key of the limit in effect: ``key`` of the run, such as ``agent.max_calls``, or the source's."""
+        name = key.rpartition(".")[2]
+        limits = self.limits
+        return key if limits is None or getattr(limits, name) is None else f'data.sources."{limits.source}".{name}'
+
+    def limited(self, params: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters with the response limit of the prompt's source."""
+        limit = None if self.limits is None else self.limits.max_new_tokens
+        return params if limit is None else replace(params, max_new_tokens=min(limit, params.max_new_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
+from megatron_dppo.types import Prompt, PromptLimits, SamplingParams, TrainingSample
 from tests.distributed.layouts import EP, TP
 from tests.distributed.parity import Case, build_trainer, config_for, hf_reference
 from tests.distributed.spawn import run_distributed
@@ -41,10 +41,11 @@ IN_SHORT = (("tp", "topk"), ("ep", "filtered"))
 
 
 def prompts(step: int, dp_rank: int) -> list[Prompt]:
-    """Of one rank, of another length each; the second rank has fewer."""
+    """Of one rank, of another length each; the second rank has fewer, of a source with a lower limit."""
+    limits = PromptLimits(source="short", max_new_tokens=NEW_TOKENS // 4) if dp_rank == 1 else None
     numbers = random.Random(f"{step}/{dp_rank}")
     texts = [[numbers.randrange(2, 117) for _ in range(1 + 5 * i)] for i in range(GROUPS - dp_rank)]
-    return [Prompt(prompt_id="", text="", token_ids=tuple(tokens), label="") for tokens in texts]
+    return [Prompt(prompt_id="", text="", token_ids=tuple(tokens), label="", limits=limits) for tokens in texts]
 
 
 def sampled(engine: Any, trainer: Any, step: int, **settings: Any) -> list[TrainingSample]:
@@ -53,6 +54,7 @@ def sampled(engine: Any, trainer: Any, step: int, **settings: Any) -> list[Train
     engine.policy_version = trainer.policy_version
     result = []
     for i, (prompt, c) in enumerate(zip(own, engine.generate(own, params), strict=True)):
+        assert len(c.token_ids) <= prompt.limited(params).max_new_tokens
         topk = None if c.topk_token_ids is None else (c.topk_token_ids, c.topk_logprobs)
         advantage = 1.0 if i % 2 else -1.0
         result.append(

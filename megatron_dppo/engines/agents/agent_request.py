@@ -42,7 +42,7 @@ class ContextLengthError(CallError):
 
     def __init__(self, size: str, max_tokens: int) -> None:
         super().__init__(
-            f"{size}, and together with a response it may have {max_tokens} tokens (rollout.max_new_tokens)",
+            f"{size}, and together with a response it may have {max_tokens} tokens (max_new_tokens)",
             400,
             "context_length_exceeded",
         )

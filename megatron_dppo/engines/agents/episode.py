@@ -168,7 +168,8 @@ class Episode:
         """
         if self._counts.admitted >= self.max_calls:
             self._has_reached_limit = True
-            raise CallError(f"the episode has made its {self.max_calls} calls (agent.max_calls)", 400, "max_calls")
+            key = self._turns.prompt.limit_key("agent.max_calls")
+            raise CallError(f"the episode has made its {self.max_calls} calls ({key})", 400, "max_calls")
         self._counts.admitted += 1
 
     async def respond(
@@ -217,7 +218,7 @@ class Episode:
         if counted >= self.max_calls * _COUNTS_PER_CALL:
             raise CallError(
                 f"the episode has counted tokens {counted} times, {_COUNTS_PER_CALL} for each of its calls "
-                "(agent.max_calls)",
+                f"({self._turns.prompt.limit_key('agent.max_calls')})",
                 429,
                 "too_many_requests",
             )
@@ -289,7 +290,8 @@ class Episode:
         # Such a call may have begun a conversation and sampled nothing.
         self._conversations = [each for each in self._conversations if each.num_sampled]
         if not self._conversations:
-            too_long = ": its messages have more tokens than rollout.max_new_tokens" if self.is_cut_off else ""
+            limit = self._turns.prompt.limit_key("rollout.max_new_tokens")
+            too_long = f": its messages have more tokens than {limit}" if self.is_cut_off else ""
             failure = failure or f"the agent ended without a response of the policy{too_long}"
             await self._sample_one_token()
         choice = choose_segments(self._conversations, self.settings.segments)
@@ -413,9 +415,10 @@ class Episode:
         limit = self.settings.max_segments
         if limit is not None and len(self._conversations) >= limit:
             self._has_reached_limit = True
+            key = self._turns.prompt.limit_key("agent.max_segments")
             raise CallError(
-                f"the call continues none of the episode's {limit} conversations, and there may be no more "
-                "(agent.max_segments); send the messages of an earlier call and its response before new ones",
+                f"the call continues none of the episode's {limit} conversations, and there may be no more ({key}); "
+                "send the messages of an earlier call and its response before new ones",
                 400,
                 "max_segments",
             )

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ class AgentFunction:
         if isinstance(self._agent, EnvironmentAgent | ContainerAgent):
             await self._agent.start()
         async with self._slots:
-            episode = Episode(turns, self._template, self._reader, self._settings, self._executor)
+            episode = Episode(turns, self._template, self._reader, self._episode_settings(prompt), self._executor)
             episode.takes_reward = self._config.reward == "call"
             try:
                 agent_exit = await self._run_episode(prompt, episode)
@@ -158,13 +159,26 @@ class AgentFunction:
             base_url=self._endpoint.base_url,
             api_key=key,
         )
+        source_limit = None if prompt.limits is None else prompt.limits.timeout_seconds
+        seconds = source_limit or self._config.timeout_seconds
         try:
-            return await run_with_time_limit(self._agent.run(task), episode, self._config.timeout_seconds)
+            return await run_with_time_limit(self._agent.run(task), episode, seconds)
         except AgentTimeout:
-            limit = f"took longer than agent.timeout_seconds = {self._config.timeout_seconds:g}"
+            limit = f"took longer than {prompt.limit_key('agent.timeout_seconds')} = {seconds:g}"
             return AgentExit(None, limit, has_timed_out=True)
         finally:
             self._endpoint.unregister(key)
+
+    def _episode_settings(self, prompt: Prompt) -> EpisodeSettings:
+        """Return the settings of an episode, with the limits of the prompt's source."""
+        limits = prompt.limits
+        if limits is None:
+            return self._settings
+        return replace(
+            self._settings,
+            max_calls=limits.max_calls or self._settings.max_calls,
+            max_segments=limits.max_segments or self._settings.max_segments,
+        )
 
     def _failure(self, agent_exit: AgentExit, episode: Episode) -> str:
         """Give the episode the reward of the agent's end, and return the failure, which is empty if there is none.

@@ -252,7 +252,10 @@ class LocalEngine:
     ) -> None:
         """Complete samples without a user function."""
         # Restored responses may already have all their tokens.
-        full = [sample for sample in samples if len(sample.response.tokens) >= params.max_new_tokens]
+        tokens_left = {
+            sample: sample.prompt.limited(params).max_new_tokens - len(sample.response.tokens) for sample in samples
+        }
+        full = [sample for sample in samples if tokens_left[sample] <= 0]
         for sample in full:
             sample.completion = sample.response.completion(FinishReason.LENGTH, self._tokenizer)
         if target is not None:
@@ -262,10 +265,8 @@ class LocalEngine:
             if target is not None and target.is_reached:
                 return
             batch = pending[start : start + self._max_batch]
-            limits = [params.max_new_tokens - len(sample.response.tokens) for sample in batch]
             requests = [
-                sample.response.next_request("", params, sample.stop_token_ids, limit)
-                for sample, limit in zip(batch, limits, strict=True)
+                sample.response.next_request("", params, sample.stop_token_ids, tokens_left[sample]) for sample in batch
             ]
             should_stop = None if target is None else _stop_callback(target, batch)
             for sample, generation in zip(batch, self._decode(requests, params, generator, should_stop), strict=True):

@@ -117,7 +117,8 @@ class LockstepRunner:
         ) -> FinishReason | None:
             return await self._sample_turn(index, response, limit, stop_token_ids)
 
-        sample.completion = await run_user_function(self._function, sample, self._params, self._tokenizer, sample_turn)
+        params = sample.prompt.limited(self._params)
+        sample.completion = await run_user_function(self._function, sample, params, self._tokenizer, sample_turn)
         if sample.completion is not None and self._target is not None:
             self._target.mark_complete([sample])
 

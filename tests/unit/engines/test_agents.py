@@ -35,7 +35,7 @@ from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.run.run_records import rollout_metrics
-from megatron_dppo.types import Prompt, RolloutGroup, SamplingParams
+from megatron_dppo.types import Prompt, PromptLimits, RolloutGroup, SamplingParams
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.columns import same
 from tests.unit.configs import config
@@ -549,6 +549,45 @@ def test_a_slow_program_is_killed_but_waiting_for_the_policy_does_not_count(worl
     assert not world.play(agent, timeout_seconds=1.0).failure, "three tokens took 1.5 seconds"
     result = world.play(program("import time; time.sleep(60)"), timeout_seconds=1.0)
     assert result.failure == "took longer than agent.timeout_seconds = 1"
+
+
+def test_episodes_have_the_limits_of_their_source(world: World) -> None:
+    """Calls are counted by the program, and tokens by the test: neither is taken from the episode."""
+    world.script = {"assistant\n": "a long answer"}
+    calls: dict[str, int] = {}
+    refusals: dict[str, str] = {}
+
+    async def agent(task: AgentTask) -> None:
+        messages: list[Any] = [user("a")]
+        for count in range(9):
+            status, body = await post(task, "/chat/completions", {"messages": messages})
+            if status != 200:
+                refusals[task.label] = body["error"]["message"]
+                return
+            calls[task.label] = count + 1
+            messages += [body["choices"][0]["message"], user("more")]
+            if task.label == "slow":
+                await asyncio.sleep(60)
+
+    limits: dict[str, dict[str, Any]] = {
+        "run": {},
+        "calls": {"max_calls": 2},
+        "slow": {"timeout_seconds": 0.2},
+        "short": {"max_new_tokens": 90},
+    }
+    tasks = [replace(TASK, label=name, limits=PromptLimits(source=name, **each)) for name, each in limits.items()]
+    settings = SamplingParams(max_new_tokens=900, seed=1)
+    found = world.engine(agent, max_calls=4, timeout_seconds=30.0).generate(
+        [replace(TASK, label="plain"), *tasks], settings
+    )
+    assert calls == {"plain": 4, "run": 4, "calls": 2, "slow": 1, "short": 2}
+    assert {name: text.partition(" (")[2][:-1] for name, text in refusals.items() if name != "short"} == {
+        "plain": "agent.max_calls",
+        "run": "agent.max_calls",
+        "calls": 'data.sources."calls".max_calls',
+    }
+    assert "may have 90 tokens" in refusals["short"] and len(found[4].token_ids) <= 90 < len(found[0].token_ids)
+    assert [c.failure for c in found] == ["", "", "", 'took longer than data.sources."slow".timeout_seconds = 0.2', ""]
 
 
 LONG = "a very long answer " * 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -20,7 +21,7 @@ from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.turns import Turns
-from megatron_dppo.types import Completion, Prompt
+from megatron_dppo.types import Completion, Prompt, PromptLimits
 from tests.unit.columns import ids, logs, mask, same
 from tests.unit.engines.test_local_engine import (
     ENDS,
@@ -388,3 +389,21 @@ def behind(found: Completion, start: int) -> Completion:
     columns = ("token_ids", "logprobs", "topk_token_ids", "topk_logprobs", "loss_mask")
     spans = tuple(span._replace(start=span.start - start, end=span.end - start) for span in found.policy_versions)
     return replace(found, policy_versions=spans, **{name: getattr(found, name)[start:] for name in columns})
+
+
+@pytest.mark.parametrize("function", [None, with_tool])
+def test_a_response_ends_at_the_limit_of_its_source(function: Any) -> None:
+    """Greedy responses do not depend on their neighbours, so that a limited one begins like an unlimited one."""
+    limits = [None, 3, None, 5, 50, 1]
+    prompts = [
+        replace(prompt, limits=None if limit is None else PromptLimits(source="a", max_new_tokens=limit))
+        for prompt, limit in zip(PROMPTS, limits, strict=True)
+    ]
+    settings = params(temperature=0.0)
+    expected = engine(function).generate(PROMPTS, settings)
+    found = engine(function).generate(prompts, settings)
+    for one, limited, limit in zip(expected, found, limits, strict=True):
+        tokens = one.token_ids[:limit]
+        assert torch.equal(limited.token_ids, tokens)
+        assert limited.finish_reason == ("length" if len(tokens) < len(one.token_ids) else one.finish_reason)
+    assert min(len(each.token_ids) for each in found) == 1 < max(len(each.token_ids) for each in found)

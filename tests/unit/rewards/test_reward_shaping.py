@@ -17,7 +17,7 @@ from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run import evaluation
 from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.run_records import rollout_metrics
-from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_dppo.types import Completion, FinishReason, Prompt, PromptLimits, Rollout, RolloutGroup
 from tests.unit.columns import ids
 from tests.unit.configs import config
 
@@ -82,6 +82,18 @@ def test_the_reward_is_the_score_plus_its_parts_which_stay_separate() -> None:
     assert cut.parts == {"score": 0.0, "format": 0.0, "overlong": -2.0} and cut.reward == -2.0
     plain = shaped(Shaping(max_new_tokens=10), item(r"\boxed{12}", tokens=10))
     assert plain[0].parts == {} and plain[0].reward == 1.0
+
+
+def test_the_length_penalty_ends_at_the_limit_of_the_source() -> None:
+    """Five tokens: L_max 10 and L_cache 4 give no penalty, L_max 6 gives (6 - 4 - 5) / 4."""
+    scorer = RewardScorer("math", 10.0, 1, shaping=Shaping(max_new_tokens=10, overlong_buffer_tokens=4))
+    limits = (None, PromptLimits(source="a"), PromptLimits(source="b", max_new_tokens=6))
+    prompts = [Prompt(prompt_id="", text="", token_ids=(1,), label="12", limits=each) for each in limits]
+    response = Completion(
+        token_ids=ids(range(5)), logprobs=None, finish_reason=FinishReason.STOP, policy_version=0, text=r"\boxed{12}"
+    )
+    groups = score_completions(scorer, prompts, [response] * 3)
+    assert [group.rollouts[0].reward for group in groups] == [1.0, 1.0, 0.25]
 
 
 def test_a_part_with_the_name_of_a_shaping_part_is_rejected(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.run import evaluation
 from megatron_dppo.run.inputs import Inputs, read_inputs
-from megatron_dppo.types import Completion, Metric, Rollout, RolloutGroup
+from megatron_dppo.types import Completion, Metric, PromptLimits, Rollout, RolloutGroup
 from tests.unit.columns import ids
 from tests.unit.configs import config
 from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
@@ -83,6 +83,41 @@ def test_the_summary_counts_read_dropped_and_remaining_rows(tmp_path: Path) -> N
     assert first.startswith("data     eval sums: ") and "; from task:chain_sum" in first
     assert second.startswith("data     eval more: 1 prompts; from ")
     assert list(found.eval_prompts) == ["sums", "more"] and len(found.train_prompts) == 5
+
+
+def test_prompts_have_the_limits_of_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "1+2=", "label": "3"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "2+2=", "label": "4"}, {"prompt": "1+1=", "label": "2"}])
+    data = 'train = ["a.jsonl", "b.jsonl"]\neval = "b.jsonl"\n[data.sources."b.jsonl"]\nmax_new_tokens = 3'
+    found = inputs(tmp_path, data)
+    limits = {found.train_prompts[i].text: found.train_prompts[i].limits for i in range(3)}
+    # The second 1+1= is a duplicate of a row of a.jsonl, which has no limits.
+    assert limits == {"1+1=": None, "1+2=": None, "2+2=": PromptLimits(source="b.jsonl", max_new_tokens=3)}
+    assert found.eval_prompts[""][0].limits is None
+    again = tmp_path / "again.toml"
+    again.write_text(dump_toml(load_config(tmp_path / "run.toml", SINGLE)))
+    assert load_config(again).data.sources["b.jsonl"].max_new_tokens == 3
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 0
+    assert "\ndata     limits of b.jsonl: max_new_tokens = 3\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("limits", "others", "part"),
+    [
+        ({"b.json": {}}, {}, "data.sources has 'b.json', which is no source of data.train; did you mean 'b.jsonl'?"),
+        ({"z": {}}, {}, "its sources are 'a.jsonl', 'b.jsonl'"),
+        ({"b.jsonl": {"max_call": 3}}, {}, "data.sources.b.jsonl.max_call = 3: unknown key; did you mean 'max_calls'?"),
+        ({"b.jsonl": {"temperature": 0.5}}, {}, "the loss divides all logits by one temperature"),
+        ({"b.jsonl": {"top_p": 0.5}}, {}, "top_p cannot differ by source"),
+        ({"b.jsonl": {"max_calls": 3}}, {}, 'data.sources."b.jsonl".max_calls has no effect without [agent]'),
+        ({"b.jsonl": {"max_new_tokens": 99_999}}, {}, "is above rollout.max_new_tokens"),
+        ({"b.jsonl": {"max_new_tokens": 4}}, {"reward": {"overlong_buffer_tokens": 4}}, "otherwise every response of"),
+    ],
+)
+def test_limits_that_cannot_apply_are_rejected(limits: dict[str, Any], others: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(data={"train": ["x/a.jsonl", "x/b.jsonl"], "sources": limits}, **others)
+    assert part in str(error.value)
 
 
 def test_the_dry_run_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.config.data import SourceConfig
 from megatron_dppo.config.reward import RewardFunctionConfig
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS
 from megatron_dppo.config.schema import Config
@@ -54,6 +55,7 @@ def keys(model: Any = Config, prefix: str = "") -> list[str]:
 def keys_in_tables() -> list[str]:
     """Those of tables whose own names the user chooses, and of reward functions' options."""
     own = [f"reward.functions.mine.{name}" for name in RewardFunctionConfig.model_fields if name != "options"]
+    own += [f"data.sources.mine.{name}" for name in SourceConfig.model_fields]
     options = {name for model in BUILT_IN_REWARDS.values() for name in model.model_fields}
     return own + [f"reward{table}.options.{name}" for table in ("", ".functions.mine") for name in options]
 
