@@ -104,7 +104,7 @@ def test_turns_form_one_sequence_equal_to_the_chat_template(world: World) -> Non
     assert result.text == f"{CALL}\nuser\n<tool_response>3</tool_response>\nassistant\nIt is 3" and not result.failure
     counted = {name: value for name, value in result.counts.items() if value and not name.startswith("agent/tool_")}
     assert counted == {"agent/calls": 2, "agent/sequences": 1, "agent/segments": 1}
-    assert len(result.counts) == 18 and result.segments == (result,)
+    assert len(result.counts) == 19 and result.segments == (result,)
     mask, tokens = result.loss_mask, result.token_ids.tolist()
     assert mask is not None and result.logprobs is not None and result.topk_token_ids is not None
     assert result.logprobs.tolist() == [logprob(i, t, 4) if mask[i] else 0.0 for i, t in enumerate(tokens)]
