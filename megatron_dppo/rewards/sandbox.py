@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -245,8 +245,13 @@ def interpreter(python: str) -> tuple[str, tuple[str, ...]]:
     return path, (*(folder for folder in _SYSTEM if os.path.exists(folder)), *outside)
 
 
+_PROBE_SECONDS = 60.0
+"""Time for a test program. A crowded machine that takes longer than a user's limit still has namespaces."""
+
+
 def probe(sandbox: Sandbox) -> str:
     """Return the reason why the sandbox cannot run a program, or an empty string if it can."""
+    sandbox = replace(sandbox, limits=replace(sandbox.limits, seconds=_PROBE_SECONDS))
     try:
         result = RunningProgram(sandbox, {"main.py": "print(6 * 7)"}).finish()
     except SandboxError as error:

@@ -557,6 +557,12 @@ def test_a_machine_without_namespaces_is_rejected_unless_the_network_is_allowed(
         Code(CodeOptions(python="/nowhere"), "reward")
 
 
+def test_a_limit_that_the_start_of_python_exceeds_is_no_reason_to_run_without_namespaces() -> None:
+    """As on a crowded machine, where a test program would take longer than a user's limit."""
+    quick = Code(CodeOptions(seconds=0.001, network="allowed"), "reward")
+    assert quick._sandbox.namespaces and quick._sandbox.limits.seconds == 0.001
+
+
 def test_its_limits_and_labels_are_checked_at_the_start() -> None:
     with pytest.raises(RewardError, match=r"total_seconds = 9 must be at least 2 s below timeout_seconds = 10"):
         open_scorer(config(reward={"function": "code", "options": {"total_seconds": 9.0}}))
