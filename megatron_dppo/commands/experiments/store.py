@@ -89,8 +89,8 @@ class Store:
     def require_same_bases(self, rows: Rows, missing: Sequence[GridRun]) -> str:
         """Check that runs which are to be executed start from the weights of the rows that are there.
 
-        Rows of one seed are compared with each other, and a base model that is trained again on another machine differs
-        by rounding.
+        Rows of one seed and mismatch are compared with each other, and a base model that is trained again on another
+        machine differs by rounding.
 
         Returns:
             A note on rows that do not say from which weights they start. Empty without any.
@@ -99,13 +99,14 @@ class Store:
             UserError: A base model is not here, or has other weights than a row says.
         """
         unknown = 0
-        for base in {self.base(run) for run in missing}:
-            named = {row["base_weights"] for row in rows.values() if row["base"] == base.name and "base_weights" in row}
-            unknown += sum(row["base"] == base.name and "base_weights" not in row for row in rows.values())
+        for base, mismatch in sorted({(self.base(run), run.mismatch) for run in missing}):
+            same = [row for row in rows.values() if (row["base"], row["mismatch"]) == (base.name, mismatch)]
+            named = {row["base_weights"] for row in same if "base_weights" in row}
+            unknown += sum("base_weights" not in row for row in same)
             here = weights_digest(base) if base.is_dir() else "none"
             if named - {here}:
                 raise UserError(
-                    f"rows of the base model {base.name} start from weights {', '.join(sorted(named))}, and here are "
+                    f"rows of {base.name} with {mismatch} start from weights {', '.join(sorted(named))}, and here are "
                     f"{here}: they cannot be compared with new runs. Fix: copy {base.name} of the machine that made "
                     f"the rows into {base.parent}, or use another --output without --rows"
                 )
