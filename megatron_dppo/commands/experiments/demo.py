@@ -230,7 +230,9 @@ def sentence(rows: Sequence[Row]) -> str:
 def _describe_run(row: Row) -> str:
     label, rewards = LABELS[row["loss"]], series(row, "rollout/reward")
     if row["error"]:
-        return f"{label} was stopped after {len(rewards)} steps ({row['error'].partition('.')[0]})"
+        # "TrainingStopped: what happened. What to do", or lines of details after a colon.
+        reason = row["error"].partition(": ")[2].splitlines()[0].partition(". ")[0].rstrip(":.")
+        return f"{label} was stopped after {len(rewards)} steps ({reason})"
     top = best(rewards)
     end = last(rewards)
     share = masked(row)

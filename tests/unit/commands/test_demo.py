@@ -90,8 +90,10 @@ def test_the_sentence_says_what_the_rows_say() -> None:
     # Whoever ends highest is named: the sentence knows no favourite.
     assert sentence([rows[1], row(PG, [0.1] + [0.9] * 7, 0)]).endswith("PG-IS without a trust region ends highest.")
     stopped = sentence([rows[0], row(GRPO, [0.3, 0.2], 0.4, "TrainingStopped: the gradient was not finite. More")])
-    assert "GRPO clip-higher was stopped after 2 steps (TrainingStopped: the gradient was not finite)" in stopped
+    assert "GRPO clip-higher was stopped after 2 steps (the gradient was not finite)" in stopped
     assert stopped.endswith("DPPO with capped weights ends highest.")
+    stopped = sentence([rows[0], row(GRPO, [0.3], 0.4, "TrainingStopped: nothing was learned:\n  - off by 0.35")])
+    assert "was stopped after 1 steps (nothing was learned): DPPO" in stopped
     assert sentence([row(PG, [0.9], 0, "TrainingStopped: no")] * 2).endswith("none of them came to its end.")
 
 
