@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -117,10 +117,10 @@ class Sweep:
             torch.cuda.empty_cache()
 
 
-def main(out: Path, device: str, rounds: int, shards: tuple[int, ...] | None = None) -> int:
+def main(out: Path, device: str, rounds: int, parts: Sequence[int] | None = None) -> int:
     """Run, print and write the sweep to ``out/head_<device>.json``; return 1 if an error exceeds its bound."""
     scale = SCALES[device]
-    sweep = Sweep(device, rounds, replace(scale, shards=shards or scale.shards))
+    sweep = Sweep(device, rounds, replace(scale, shards=tuple(parts or scale.shards)))
     wheels, missing = installed()
     for name, reason in missing.items():
         print(f"not installed: {name} ({reason})")
@@ -128,7 +128,7 @@ def main(out: Path, device: str, rounds: int, shards: tuple[int, ...] | None = N
     for shards in sweep.scale.shards:
         _chunk_sizes(sweep, shards)
         _peers(sweep, shards, wheels)
-    _variants(sweep, sweep.scale.shards[0])
+    _variants(sweep, sweep.scale.shards[len(sweep.scale.shards) // 2])
     _lengths(sweep)
     out.mkdir(parents=True, exist_ok=True)
     about = environment(device) | {"not_installed": missing}

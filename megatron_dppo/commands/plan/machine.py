@@ -198,7 +198,7 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
 
 
 def _with_equal_heads(tensors: Sequence[Tensor]) -> list[torch.Size]:
-    """Return the shapes with the first tensor's heads: torch before 2.13 has no formula for fewer heads of keys."""
+    """Return the shapes with the first tensor's heads: torch 2.11 has no formula for fewer heads of keys."""
     heads = tensors[0].shape[1]
     return [torch.Size((x.shape[0], heads, *x.shape[2:])) for x in tensors]
 

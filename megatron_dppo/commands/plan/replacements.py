@@ -115,7 +115,7 @@ def _replace_addmm(_: Assumptions) -> None:
         return out
 
     if not hasattr(torch.ops.aten.addmm, "dtype_out"):
-        return  # torch before 2.8
+        return  # an older torch, which has no such product
     decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
     _META_KERNELS.impl("addmm.dtype_out", addmm, "Meta", allow_override=True)
 

@@ -2,7 +2,7 @@
 
 Reason: on Hopper (compute capability 9) Triton miscompiles the gradient of the gated delta rule; the package raises a
 RuntimeError in the first backward pass. Affected: Triton 3.4.0 to 3.7.0 (flash-linear-attention, issue 640), without
-tilelang, which it then uses instead. Delete when torch older than 2.13 is not supported any more.
+tilelang, which it then uses instead. Delete when no supported torch brings one of these.
 """
 
 from __future__ import annotations

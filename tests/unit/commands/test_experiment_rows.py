@@ -178,8 +178,8 @@ def test_new_runs_start_from_the_weights_of_the_rows_that_are_there(tmp_path: Pa
     store, runs = Store(tmp_path), LONG
     base = store.base(runs[0])
     rows = {run.key: row_of(run, store) for run in runs[1:] if store.base(run) == base}
-    others = [key for key, row in rows.items() if row["mismatch"] != runs[0].mismatch]
-    assert not store.require_same_bases({key: rows.pop(key) for key in others}, runs[:1]), "compared with no new run"
+    unrelated = [key for key, row in rows.items() if row["mismatch"] != runs[0].mismatch]
+    assert not store.require_same_bases({key: rows.pop(key) for key in unrelated}, runs[:1]), "compared with no new run"
     assert rows
     note = store.require_same_bases(rows, runs[:1])
     assert note.startswith(f"{len(rows)} rows do not say from which weights they start")
