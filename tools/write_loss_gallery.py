@@ -92,7 +92,9 @@ def read_rows(path: Path) -> list[Row]:
 def verdict(names: Sequence[str], measured_bands: Mapping[Cell, Band]) -> list[str]:
     """Return the verdict lines of the named losses."""
     lines = [line for name in names for line in _loss_lines(name, measured_bands)]
-    return lines or [f"Verdict: {MISSING}." if names else "Verdict: not in the wind tunnel."]
+    if names:
+        return lines or [f"Verdict: {MISSING}."]
+    return ["Verdict: not in the second edition of the [wind tunnel](../windtunnel/README.md)."]
 
 
 def _loss_lines(name: str, measured_bands: Mapping[Cell, Band]) -> list[str]:

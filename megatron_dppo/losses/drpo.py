@@ -8,9 +8,9 @@ Weight: pi / mu, less by how far pi has moved in the direction of the advantage;
 Mask: none
 Source: arXiv 2606.09821, equation 8; its authors' code in Tencent-Hunyuan/UniRL
 
-The formula is that of the authors; the default of delta, 0.15, is ours, on the scale of DPPO's total variation. The
-authors' is 12.5, with which the weight stays within 1 +- 0.08 and no update turns around. The alias ``drpo/paper`` has
-all of their settings.
+The default of delta, 12.5, is that of the authors: the weight stays within 1 +- 0.08, and no update turns around. It
+was also the best of four values in the wind tunnel's search, where 0.15, DPPO's threshold, learned least
+(docs/windtunnel/README.md). The alias ``drpo/paper`` has all settings of the authors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
     Example:
         The second token is at the threshold. The third is beyond it, so its update pulls it back.
 
-        >>> losses.show(DRPO(), pi=[0.5, 0.65, 0.8], mu=[0.5, 0.5, 0.5], advantages=[1.0, 1.0, 1.0])
+        >>> drpo = DRPO(divergence_threshold_high=0.15)
+        >>> losses.show(drpo, pi=[0.5, 0.65, 0.8], mu=[0.5, 0.5, 0.5], advantages=[1.0, 1.0, 1.0])
         kept      True  True  True
         gradient -1.00  0.00  1.60
     """
@@ -45,7 +46,17 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
     ratio_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = None
     """Largest whole weight of ``drpo``. null and ``off`` disable the cap."""
 
+    divergence_threshold_low: float | None = Field(None, gt=0)
+    """Delta for negative advantages: move of probability at which the weight is 0. null uses 12.5 for ``drpo``."""
+    divergence_threshold_high: float | None = Field(None, gt=0)
+    """Delta for positive advantages: move of probability at which the weight is 0. null uses 12.5 for ``drpo``."""
+
     can_center: ClassVar[bool] = True
+
+    @property
+    def default_threshold(self) -> float:
+        """Delta in both directions if none is set."""
+        return 12.5
 
     @property
     def is_total_variation(self) -> bool:

@@ -58,7 +58,7 @@ def test_the_pictures_agree_with_the_formulas(drawing: dict[str, Any]) -> None:
     assert clipped[clipped != 0] == pytest.approx(ratio[clipped != 0])
     moved = drawing["factors"](LossConfig(name="dppo_binary_tv"), -1.0)
     assert ((moved == 0) == (mu - pi > 0.15)).all()
-    soft = drawing["factors"](LossConfig(name="drpo"), 1.0)
+    soft = drawing["factors"](LossConfig(name="drpo/0.15"), 1.0)
     assert soft.numpy() == pytest.approx((ratio * (1 - (pi - mu) / 0.15)).numpy(), rel=1e-6, abs=1e-9)
 
 
@@ -82,7 +82,7 @@ def test_the_verdicts_are_those_of_the_rows(writing: dict[str, Any], tmp_path: P
         "- `grpo`, words: 0.21 [0.20, 0.22] without mismatch; against `dppo_binary_tv cap 5`: above in 0, below in 1 "
         "(none), overlaps in 1" in sections["GRPO clip-higher"]
     )
-    assert "Verdict: not measured yet." in sections["IPO"] and "not in the wind tunnel" in sections["GSPO"]
+    assert "Verdict: not measured yet." in sections["IPO"] and "not in the second edition" in sections["GSPO"]
 
 
 def test_the_page_is_what_the_tool_writes(writing: dict[str, Any]) -> None:

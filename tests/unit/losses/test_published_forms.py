@@ -99,7 +99,7 @@ def test_presets_of_drpo_are_values_of_delta_and_the_paper_has_all_settings() ->
     paper = LossConfig(name="drpo/paper")
     assert (paper.thresholds, paper.resolved_form, paper.horizon) == ((12.5, 12.5), "ratio", 8192)
     assert paper.resolved_aggregation == "seq_mean_token_sum_norm" and paper.ratio_limits[1] == float("inf")
-    assert LossConfig(name="drpo").thresholds == (0.15, 0.15)
+    assert LossConfig(name="drpo").thresholds == (12.5, 12.5)
 
 
 def test_at_the_paper_s_delta_the_weight_stays_within_8_percent_of_the_ratio() -> None:
