@@ -29,8 +29,11 @@ class AgentConfig(Section):
     environment_python: str | None = None
     """Python interpreter of an environment in which verifiers and the taskset are installed."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of the environment's configuration, such as ``{agent = {harness = {id = "null"}}}``. The agent
-    runs in ``{type = "subprocess"}`` unless you set its ``runtime``."""
+    """Further fields of the environment's configuration, such as ``{agent = {harness = {id = "null"}}}``. Its agents
+    run in ``{type = "subprocess"}`` unless you set their ``runtime``."""
+    untrained_agents: list[str] = Field(default_factory=list)
+    """Names of agents of the environment whose responses are left out of training, besides those that the environment
+    itself leaves out."""
     reward: Literal["function", "call", "exit", "environment"] = "function"
     """Source of the rewards. ``function``: the run's ``[reward]``. With the others the agent gives its own reward.
     ``call``: by ``POST /v1/reward``; an episode without one counts as failed. ``exit``: 1 if the program exits with
@@ -71,9 +74,11 @@ class AgentConfig(Section):
     max_segments: int | None = Field(None, gt=0)
     """Maximum number of conversations per episode. A call that would begin one more is refused, and the episode counts
     as truncated. null: no limit but ``max_calls``."""
-    credit: Literal["episode", "turn"] = "episode"
-    """Credit for rewards that the agent gives to single responses (``POST /v1/reward`` with an id). ``episode``: each
-    token gets the sum of all. ``turn``: each token gets the rewards from its own response on (return-to-go)."""
+    credit: Literal["episode", "turn", "agent"] = "episode"
+    """Credit for rewards. ``episode``: each token gets that of the episode. ``turn``: each token gets the rewards that
+    the agent gives to single responses (``POST /v1/reward`` with an id) from its own response on (return-to-go).
+    ``agent``: each token gets the reward of its own agent in an environment of several, relative to the same agent in
+    the group's other episodes."""
     max_running: int | None = Field(None, gt=0)
     """Maximum number of concurrent episodes per data-parallel rank. Only with inference servers. null sets no limit."""
     host: str = "127.0.0.1"
@@ -120,7 +125,8 @@ class AgentConfig(Section):
         if self.environment is None:
             if self.reward == "environment":
                 raise ValueError("agent.reward = 'environment' without agent.environment; set it, or another reward")
-            settings = [key for key in self.changed_keys() if key.startswith("environment_")]
+            names = ("environment_python", "environment_options", "untrained_agents")
+            settings = [key for key in names if key in self.changed_keys()]
             if settings and self.is_set:
                 raise ValueError(f"agent.{settings[0]} has no effect without agent.environment; remove it")
             return self

@@ -99,22 +99,28 @@ def _check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -
 
 
 def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) -> None:
-    if agent.credit != "turn":
+    if agent.credit == "episode":
         return
-    if agent.reward != "call":
+    setting = f"agent.credit = {agent.credit!r}"
+    if agent.credit == "turn" and agent.reward != "call":
         raise ValueError(
-            f"agent.credit = 'turn' with agent.reward = {agent.reward!r}: only an agent that sends its rewards rewards "
-            "single responses. Set agent.reward = 'call', or remove agent.credit"
+            f"{setting} with agent.reward = {agent.reward!r}: only an agent that sends its rewards rewards single "
+            "responses. Set agent.reward = 'call', or remove agent.credit"
+        )
+    if agent.credit == "agent" and agent.reward != "environment":
+        raise ValueError(
+            f"{setting} with agent.reward = {agent.reward!r}: only an environment rewards its agents one by one. Set "
+            "agent.environment, or remove agent.credit"
         )
     if train.advantage in ("opo", "gdpo", "remax") or is_function_name(train.advantage):
         raise ValueError(
-            f"agent.credit = 'turn' with train.advantage = {train.advantage!r}: the advantage of a single response is "
-            "known for mean, std, leave_one_out and none alone. Set one of them, or remove agent.credit"
+            f"{setting} with train.advantage = {train.advantage!r}: the advantage of a part of an episode is known for "
+            "mean, std, leave_one_out and none alone. Set one of them, or remove agent.credit"
         )
     if reward.kl_coef:
         raise ValueError(
-            f"agent.credit = 'turn' with reward.kl_coef = {reward.kl_coef}: the penalty replaces the advantages. Use "
-            "loss.kl_coef for a penalty in the loss, or remove agent.credit"
+            f"{setting} with reward.kl_coef = {reward.kl_coef}: the penalty replaces the advantages. Use loss.kl_coef "
+            "for a penalty in the loss, or remove agent.credit"
         )
 
 
@@ -132,9 +138,10 @@ def _check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
             f"reward.agent_parts and reward.{unused[0]}: the agent gives the rewards, so that nothing else is added to "
             "them. Remove one of them"
         )
-    if agent.credit == "turn":
+    if agent.credit != "episode":
         raise ValueError(
-            "reward.agent_parts with agent.credit = 'turn': rewards by name are of an episode. Remove one of them"
+            f"reward.agent_parts with agent.credit = {agent.credit!r}: rewards by name are of an episode. Remove one of "
+            "them"
         )
 
 

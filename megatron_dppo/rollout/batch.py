@@ -155,13 +155,22 @@ def with_greedy(collected: CollectedRollouts, greedy: Sequence[RolloutGroup]) ->
 
 
 def has_signal(group: RolloutGroup, parts: Sequence[str] = ()) -> bool:
-    """Return True if the scored samples of a group have different rewards, and so non-zero advantages.
+    """Return True if the scored samples of a group, or those of one agent, have different rewards.
+
+    Only then they have non-zero advantages.
 
     Args:
         group: Scored group.
         parts: Parts of the reward that have advantages of their own (GDPO). Empty: their sum has.
     """
     scored = [rollout for rollout in group.rollouts if not rollout.reward_failed]
+    rewards_by_agent: dict[str, set[float]] = {}
+    for rollout in scored:
+        for credit in rollout.completion.segment_credits:
+            rewards_by_agent.setdefault(credit.agent, set()).add(credit.reward)
+    if rewards_by_agent:
+        # The sums of a game may be equal while the players' rewards are not.
+        return any(len(rewards) > 1 for rewards in rewards_by_agent.values())
     if not parts:
         return len({rollout.reward for rollout in scored}) > 1
     return len({tuple(rollout.reward_parts[name] for name in parts) for rollout in scored}) > 1

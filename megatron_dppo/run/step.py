@@ -21,6 +21,7 @@ from megatron_dppo.data.training_samples import episode_indices, to_samples
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import ServerError
 from megatron_dppo.losses import advantages_by
+from megatron_dppo.losses.parts.agent_advantages import agent_advantages
 from megatron_dppo.losses.parts.group_relative import reward_scales
 from megatron_dppo.losses.parts.returns import Moments, kl_estimate, returns_to_go
 from megatron_dppo.parallel.groups import ParallelGroups
@@ -48,6 +49,11 @@ def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig, reward: Rew
     if any(rollout.completion.past_rewards is not None for rollout in rollouts):
         scales = reward_scales(train.advantage, _rewards(groups), _is_scored(groups)).tolist()
     samples = to_samples(groups, compute_group_advantages(groups, train, reward).tolist(), scales)
+    if any(rollout.completion.segment_credits for rollout in rollouts):
+        samples = [
+            _with_advantages(sample, torch.full_like(sample.advantages, advantage), is_scored=True)
+            for sample, advantage in zip(samples, agent_advantages(groups, train.advantage), strict=True)
+        ]
     if not train.mask_truncated:
         return samples
     # Responses that were cut off at max_new_tokens keep their place in the batch, outside the loss.

@@ -267,6 +267,16 @@ class ToolTime(NamedTuple):
     """Names of the tools."""
 
 
+class SegmentCredit(NamedTuple):
+    """Reward that a segment of an episode of several agents is credited with."""
+
+    agent: str
+    """Name of the agent. Its rewards are compared with those of the same agent in the group's other episodes."""
+    run: int
+    """Number of the agent's run in the episode. Segments of one run have one reward."""
+    reward: float
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion(ResponseColumns):
     """Response of an engine to one prompt. R response tokens, the end-of-sequence token included."""
@@ -308,6 +318,10 @@ class Completion(ResponseColumns):
     """Sum of the rewards of the episode's turns before the one that sampled the token, for credit by turn. Float32,
     shape [R]. None: every token gets the credit of the episode."""
 
+    segment_credits: tuple[SegmentCredit, ...] = ()
+    """Credit of each segment, one for a response of one sequence, for credit by agent. Empty: all have that of the
+    episode."""
+
     @property
     def segments(self) -> tuple[Completion, ...]:
         """Sequences of the response, each with a context of its own, in the order in which they began.
@@ -345,6 +359,7 @@ class Completion(ResponseColumns):
             policy_versions=spans,
             segment_lengths=(),
             segment_texts=(),
+            segment_credits=(),
             tool_times=times,
             **columns,
         )

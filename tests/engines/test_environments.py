@@ -14,16 +14,23 @@ from typing import Any
 import pytest
 
 from megatron_dppo.commands.main import main
+from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.engines.agents.environment import EnvironmentAgent
 from megatron_dppo.errors import GenerateError
-from megatron_dppo.types import Completion, SamplingParams
+from megatron_dppo.rollout.batch import has_signal
+from megatron_dppo.rollout.pending import score_completions
+from megatron_dppo.run.step import make_samples
+from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.engines.servers import TOOLS
-from tests.unit.scripted import CALL, SAMPLED, World
+from tests.unit.engines.test_segments import Scorer
+from tests.unit.scripted import CALL, SAMPLED, TASK, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 ASK = "<|im_end|>\n<|im_start|>assistant\n"
 NAME = "verifiers:vf_sums"
+DUEL = "verifiers:vf_duel"
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,73 @@ def test_the_keys_of_episodes_stay_with_them(
     (completion,) = episodes(world, python, [key], environment_options=options)
     shown = completion.failure
     assert "OPENAI_BASE_URL" in shown and "MEGATRON_DPPO" not in shown and "SECRET_OF_THE_TRAINER" not in shown
+
+
+@pytest.fixture
+def duel(python: str, monkeypatch: pytest.MonkeyPatch) -> Prompt:
+    """The task of an environment with two players and a judge."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent / 'agents'}{os.pathsep}{os.environ['PYTHONPATH']}")
+    agent = EnvironmentAgent(AgentConfig(environment=DUEL, environment_python=python))
+    (row,) = agent.tasks()
+    agent.close()
+    return replace(TASK, metadata={"task": row["task"]})
+
+
+def test_each_agent_of_a_game_gets_its_own_reward(duel: Prompt, python: str, world: World) -> None:
+    """Two episodes that different players win. Their sums are equal, so that credit by episode would train nothing.
+
+    The players bid with the same body at the same time, which is no repetition.
+    """
+    engine = world.engine(DUEL, environment_python=python, credit="agent", timeout_seconds=60)
+    completions = []
+    for winner in ("first", "second"):
+        world.script = {f"bid{ASK}": "seven", f"first, why?{ASK}": "one", f"second, why?{ASK}": "two"}
+        world.script[f"seven or seven{ASK}"] = winner
+        completions += engine.generate([duel], SamplingParams(max_new_tokens=600, seed=1))
+    for each, sign in zip(completions, (1, -1), strict=True):
+        # The mean of 1, 0.5, -1 and 0.
+        assert not each.failure and each.reward == 0.125
+        assert [world.trained(part) for part in each.segments] == [
+            [f"{text}<|im_end|>"] for text in ("seven", "seven", "one", "two")
+        ]
+        counts = {name: each.counts[f"agent/{name}"] for name in ("calls", "repeated_calls", "sequences", "segments")}
+        assert counts == {"calls": 5, "repeated_calls": 0, "sequences": 5, "segments": 4}
+        # One token for each character, and the end.
+        judge = len("first" if sign == 1 else "second") + 1
+        assert each.counts["agent/untrained/left_out"] == pytest.approx(judge / (6 + 6 + 4 + 4 + judge))
+        assert each.counts["agent/reward/first.win"] == sign == -each.counts["agent/reward/second.win"]
+        assert each.counts["agent/agent_reward/first"] == (0.75 if sign == 1 else -0.5)
+        assert each.counts["agent/metric/second.length"] == 5 and "agent/reward/judge.win" not in each.counts
+    # By hand: the rewards of each player are 1 and 0.5 in the episode that it wins, and -1 and 0 in the other. Their
+    # mean is 0.125.
+    wins, loses = {"seven": 0.875, "why": 0.375}, {"seven": -1.125, "why": -0.125}
+    (group,) = score_completions(Scorer(), [duel], completions)  # type: ignore[arg-type]
+    assert has_signal(group)
+    samples = make_samples([group], TrainConfig(advantage="mean"), RewardConfig())
+    credits = [credit for each in completions for credit in each.segment_credits]
+    for index, (sample, credit) in enumerate(zip(samples, credits, strict=True)):
+        has_won = credit.agent == ("first" if index < 4 else "second")
+        text = world.tokenizer.decode(sample.tokens.tolist())
+        if "why" in text:
+            assert credit.agent in text.split("why")[0]
+        expected = (wins if has_won else loses)["why" if "why" in text else "seven"]
+        assert sample.advantages.tolist() == pytest.approx([expected * is_in for is_in in sample.loss_mask.tolist()])
+    assert sorted(credit.agent for credit in credits[:2]) == ["first", "second"]
+    episode = [replace(each, segment_credits=()) for each in completions]
+    (group,) = score_completions(Scorer(), [duel], episode)  # type: ignore[arg-type]
+    assert not has_signal(group)
+
+
+def test_an_agent_is_left_out_by_name(duel: Prompt, python: str, world: World) -> None:
+    world.script = {f"bid{ASK}": "seven", f"first, why?{ASK}": "one", f"second, why?{ASK}": "two"}
+    world.script[f"seven or seven{ASK}"] = "first"
+    engine = world.engine(DUEL, environment_python=python, untrained_agents=["second"])
+    (completion,) = engine.generate([duel], SamplingParams(max_new_tokens=600, seed=1))
+    assert world.trained(completion) == ["seven<|im_end|>", "one<|im_end|>"]
+    assert completion.reward == 0.75 and not completion.segment_credits
+    config = AgentConfig(environment=DUEL, environment_python=python, untrained_agents=["jugde"])
+    with pytest.raises(GenerateError, match=r"\['jugde'\].*\['first', 'second', 'judge'\]"):
+        EnvironmentAgent(config).tasks()
 
 
 def test_an_environment_that_cannot_be_used_is_named_before_it_plays(python: str) -> None:

@@ -54,7 +54,11 @@ class Conversation:
     is_trained: bool = True
     """False if its calls are left out of training (``X-Train: false``)."""
     is_left_out: bool = False
-    """True if the agent has left it out of training afterwards (``POST /v1/segment``)."""
+    """True if the agent or its environment has left it out of training afterwards."""
+    session: str = ""
+    """``X-Session-ID`` of its calls."""
+    run: int | None = None
+    """Index of the run of an environment's agent that it belongs to."""
     messages: list[Message] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     """``ResponseReader.message_keys`` of the messages."""
@@ -95,6 +99,7 @@ def find_continuation(
     reader: ResponseReader,
     *,
     is_trained: bool,
+    session: str = "",
 ) -> Continuation:
     """Return how a call continues one of the conversations, or begins one.
 
@@ -104,14 +109,15 @@ def find_continuation(
         template: Chat template of the model.
         reader: Reader of the model's responses.
         is_trained: False if the agent leaves the call out of training: it then continues only what is left out too.
+        session: ``X-Session-ID`` of the call. It continues only what has the same.
 
     Raises:
         CallError: The messages, or the template's answer to them, are invalid.
     """
+    alike = [each for each in conversations if (each.is_trained, each.session) == (is_trained, session)]
     if not call.is_chat:
-        alike = [each for each in conversations if each.is_trained == is_trained and not each.is_busy]
-        return _continue_text(call, alike, template)
-    return _continue_chat(call, conversations, template, reader, is_trained=is_trained)
+        return _continue_text(call, [each for each in alike if not each.is_busy], template)
+    return _continue_chat(call, alike, template, reader)
 
 
 def _continue_chat(
@@ -119,13 +125,11 @@ def _continue_chat(
     conversations: Sequence[Conversation],
     template: ChatTemplate,
     reader: ResponseReader,
-    *,
-    is_trained: bool,
 ) -> Continuation:
     messages = call.messages
     keys = reader.message_keys(messages)
     tools = tools_key(call)
-    chats = [each for each in conversations if each.is_chat and each.is_trained == is_trained]
+    chats = [each for each in conversations if each.is_chat]
     idle = [each for each in chats if not each.is_busy]
     prefixes = [each for each in idle if each.keys and each.keys == keys[: len(each.keys)]]
     # Longest first. The template may rule one out: it may rewrite earlier text.

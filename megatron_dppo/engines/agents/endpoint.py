@@ -36,6 +36,8 @@ _REWARD_NOT_TAKEN = (
 )
 _TRAIN_HEADER = "X-Train"
 """Header by which a call is left out of training: ``false``."""
+_SESSION_HEADER = "X-Session-ID"
+"""Header that tells the agents of an episode apart. Routers of inference servers and verifiers use it, too."""
 _MAX_EXTRA_REQUESTS = 8
 """Number of an episode's concurrent requests besides its calls. All together hold a quarter of the connections."""
 
@@ -143,10 +145,15 @@ class Endpoint:
             episode.admit_call()
             read_json = await self._read_body(request)
             is_trained = _read_flag(request, _TRAIN_HEADER, default=True)
-            digest = hashlib.sha256(f"{request.path} {is_trained} ".encode() + await request.read()).digest()
+            session = request.headers.get(_SESSION_HEADER, "")
+            start = f"{request.path} {is_trained} {session}\n".encode("utf-8", "surrogateescape")
+            digest = hashlib.sha256(start + await request.read()).digest()
             # The body is parsed in the episode's threads: a large one must not delay other episodes.
             call = episode.respond(
-                lambda: protocol.read(read_json(), episode.stored_messages), digest=digest, is_trained=is_trained
+                lambda: protocol.read(read_json(), episode.stored_messages),
+                digest=digest,
+                is_trained=is_trained,
+                session=session,
             )
             response = await _run_in_episode_loop(episode, call)
             if protocol.store is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.engines.agents.episode_rewards import AgentRun
 from megatron_dppo.engines.agents.runner import (
     AgentExit,
     AgentTask,
@@ -73,9 +74,13 @@ class EnvironmentAgent:
         except GenerateError as error:
             return AgentExit(None, str(error).replace(task.api_key, "***"))
         failure = str(reply["failure"]).replace(task.api_key, "***")
+        runs = tuple(AgentRun(**run) for run in reply["runs"])
         counts = _counts("reward", reply["rewards"]) | _counts("metric", reply["metrics"])
+        if len({run.agent for run in runs}) > 1:
+            counts |= _counts("agent_reward", _mean_rewards(runs))
         parts = {"rewards": reply["rewards"]}
-        return AgentExit(reply["reward"], failure and f"the environment failed: {failure}", parts=parts, counts=counts)
+        failure = failure and f"the environment failed: {failure}"
+        return AgentExit(None, failure, parts=parts, counts=counts, runs=runs)
 
     async def start(self) -> None:
         """Start the process if there is none. An episode's time limit does not cover this.
@@ -143,7 +148,8 @@ class _EnvironmentProcess:
         threading.Thread(target=self._read_errors, name="environment-errors", daemon=True).start()
         threading.Thread(target=self._read_replies, name="environment", daemon=True).start()
         taskset = {**config.environment_options.get("taskset", {}), "id": config.environment.partition(":")[2]}
-        self.send({"options": {**config.environment_options, "taskset": taskset}})
+        options = {**config.environment_options, "taskset": taskset}
+        self.send({"options": options, "untrained_agents": config.untrained_agents})
         try:
             reply = self._ready.result(_START_SECONDS)
         except TimeoutError:
@@ -225,3 +231,11 @@ def _counts(kind: str, values: Mapping[str, float]) -> dict[str, float]:
     """Return rewards or metrics by the names of the run's metrics."""
     names: Sequence[str] = sorted(values)[:_MAX_COUNTS]
     return {f"agent/{kind}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}": float(values[name]) for name in names}
+
+
+def _mean_rewards(runs: Sequence[AgentRun]) -> dict[str, float]:
+    """Return the mean reward of each agent's runs, by its name."""
+    rewards: dict[str, list[float]] = {}
+    for run in runs:
+        rewards.setdefault(run.agent, []).append(run.reward)
+    return {agent: sum(values) / len(values) for agent, values in rewards.items()}

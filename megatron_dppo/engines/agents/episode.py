@@ -23,7 +23,7 @@ from megatron_dppo.engines.agents.conversations import (
     tools_key,
 )
 from megatron_dppo.engines.agents.episode_result import CallCounts, SegmentChoice, choose_segments, token_metrics
-from megatron_dppo.engines.agents.episode_rewards import EpisodeRewards
+from megatron_dppo.engines.agents.episode_rewards import AgentRun, EpisodeRewards
 from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
 from megatron_dppo.engines.agents.response_reader import ResponseReader
@@ -32,7 +32,7 @@ from megatron_dppo.engines.agents.tool_clock import ToolClock
 from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns, TurnsStopped
-from megatron_dppo.types import Completion, FinishReason, ToolTime
+from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
 from megatron_dppo.types.segments import join_segments
 
 _COUNTS_PER_CALL = 10
@@ -49,8 +49,8 @@ class EpisodeSettings:
     """Maximum number of conversations. None sets no limit."""
     segments: Literal["all", "longest"] = "all"
     """Conversations that are trained on."""
-    credit: Literal["episode", "turn"] = "episode"
-    """Tokens that a reward of a single response is credited to."""
+    credit: Literal["episode", "turn", "agent"] = "episode"
+    """``agent.credit``."""
     rewards: NamedRewards = field(default_factory=NamedRewards)
     """Parts in which the agent gives its reward."""
 
@@ -108,6 +108,7 @@ class Episode:
         self.clock = AgentClock()
         """Time of the agent."""
         self._tool_clock = ToolClock()
+        self._runs: tuple[AgentRun, ...] = ()
 
     @property
     def max_calls(self) -> int:
@@ -144,6 +145,25 @@ class Episode:
         """Set the reward of the episode to the weighted sum of its parts; later ones replace them."""
         self._rewards.set_parts(parts)
 
+    def set_runs(self, runs: Sequence[AgentRun]) -> None:
+        """Assign the conversations to the runs of an environment's agents by their sessions.
+
+        Conversations of other sessions, such as those of a run that was tried again, are left out of training.
+        """
+        self._runs = tuple(runs)
+        by_session = {run.session: index for index, run in enumerate(runs)}
+        for conversation in self._conversations:
+            conversation.run = by_session.get(conversation.session)
+            if conversation.run is None or not runs[conversation.run].is_trained:
+                conversation.is_left_out = True
+
+    @property
+    def run_reward(self) -> float:
+        """Mean reward of the runs with a conversation that trains; 0 if there is none."""
+        trained = {each.run for each in self._conversations if each.num_sampled and not each.is_left_out}
+        rewards = [run.reward for index, run in enumerate(self._runs) if index in trained]
+        return sum(rewards) / max(1, len(rewards))
+
     def leave_out(self, response_id: str) -> None:
         """Leave the conversation of a response out of training, with its responses to come.
 
@@ -173,7 +193,7 @@ class Episode:
         self._counts.admitted += 1
 
     async def respond(
-        self, read: Callable[[], AgentRequest], *, digest: bytes = b"", is_trained: bool = True
+        self, read: Callable[[], AgentRequest], *, digest: bytes = b"", is_trained: bool = True, session: str = ""
     ) -> AgentResponse:
         """Return the policy's response to a call.
 
@@ -184,6 +204,7 @@ class Episode:
             read: Parses the body of the call. Runs in a thread.
             digest: Digest of the body. Empty: no call is the same.
             is_trained: False if the agent leaves the call out of training.
+            session: Name of the agent that makes the call, if the episode has several.
 
         Raises:
             CallError: The call is rejected, or the episode has ended.
@@ -193,7 +214,7 @@ class Episode:
             return self._undelivered.pop(digest)
         task = self._running.get(digest)
         if task is None:
-            task = asyncio.create_task(self._respond(read, is_trained=is_trained))
+            task = asyncio.create_task(self._respond(read, is_trained=is_trained, session=session))
             self._tasks.add(task)
             if digest:
                 self._running[digest] = task
@@ -238,13 +259,13 @@ class Episode:
         if not task.cancelled():
             task.exception()  # marks it as retrieved: all clients of the call may be gone
 
-    async def _respond(self, read: Callable[[], AgentRequest], *, is_trained: bool) -> AgentResponse:
+    async def _respond(self, read: Callable[[], AgentRequest], *, is_trained: bool, session: str) -> AgentResponse:
         task = asyncio.current_task()
         assert task is not None
         is_answered = False
         self.clock.begin_call(task)
         try:
-            response = await self._process(read, time.monotonic(), is_trained=is_trained)
+            response = await self._process(read, time.monotonic(), is_trained=is_trained, session=session)
             is_answered = True
             return response
         except (CallError, asyncio.CancelledError):
@@ -302,6 +323,8 @@ class Episode:
         trained = choice.trained
         last_index = max(range(len(trained)), key=lambda index: trained[index].last_order)
         completion = join_segments([self._segment(each) for each in trained], last_index)
+        if self.settings.credit == "agent" and not failure:
+            completion = replace(completion, segment_credits=tuple(map(self._credit, trained)))
         if self.is_cut_off:
             # Replaces the reason of the last response: the agent wanted to continue and was not allowed to.
             completion = replace(completion, finish_reason=FinishReason.LENGTH)
@@ -313,6 +336,11 @@ class Episode:
             failure=failure,
             counts={**self._counts.metrics(), **tokens, **self._tool_clock.metrics(), **counts},
         )
+
+    def _credit(self, conversation: Conversation) -> SegmentCredit:
+        assert conversation.run is not None, "conversations without a run are left out"
+        run = self._runs[conversation.run]
+        return SegmentCredit(run.agent, conversation.run, run.reward)
 
     def _segment(self, conversation: Conversation) -> Completion:
         """Return a conversation as a completion, with the text from its first response on."""
@@ -335,7 +363,9 @@ class Episode:
         conversation.turns.append(TurnSpan(conversation.prompt_tokens, branch.position, 0))
         self._conversations.append(conversation)
 
-    async def _process(self, read: Callable[[], AgentRequest], arrival: float, *, is_trained: bool) -> AgentResponse:
+    async def _process(
+        self, read: Callable[[], AgentRequest], arrival: float, *, is_trained: bool, session: str
+    ) -> AgentResponse:
         # One call after the other finds its conversation, so that two calls cannot continue the same one.
         async with self._prepare_lock:
             if self.interrupted.done():
@@ -348,10 +378,11 @@ class Episode:
                 self._reader,
                 max_tokens=self.max_tokens,
                 is_trained=is_trained,
+                session=session,
             )
             try:
                 prepared = await self.loop.run_in_executor(self.executor, prepare)
-                conversation = self._append(prepared, is_trained=is_trained)
+                conversation = self._append(prepared, is_trained=is_trained, session=session)
             except ContextLengthError:
                 self._is_too_long = True
                 raise
@@ -402,7 +433,7 @@ class Episode:
             conversation.text = call.text + turn.text
         return response
 
-    def _append(self, prepared: PreparedCall, *, is_trained: bool) -> Conversation:
+    def _append(self, prepared: PreparedCall, *, is_trained: bool, session: str) -> Conversation:
         """Append the tokens of a call to its conversation, or begin one."""
         call = prepared.request
         tokens = [*prepared.continuation.token_ids, *prepared.opening]
@@ -426,7 +457,9 @@ class Episode:
             self._counts.forks[prepared.continuation.fork_reason] += 1
         branch = self._turns.begin_branch(tokens)
         num_prompt = len(tokens) - len(prepared.opening)
-        conversation = Conversation(branch, num_prompt, tools_key(call), is_chat=call.is_chat, is_trained=is_trained)
+        conversation = Conversation(
+            branch, num_prompt, tools_key(call), is_chat=call.is_chat, is_trained=is_trained, session=session
+        )
         self._conversations.append(conversation)
         return conversation
 

@@ -1,13 +1,26 @@
-"""Rewards that an agent sends during its episode: for the episode, and for single responses."""
+"""Rewards of an episode, of single responses, and of the runs of an environment's agents."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from megatron_dppo.engines.agents.conversations import Conversation
 from megatron_dppo.engines.agents.named_rewards import NamedRewards
+
+
+class AgentRun(NamedTuple):
+    """Part that an agent of an environment has in an episode."""
+
+    session: str
+    """``X-Session-ID`` of its calls."""
+    agent: str
+    """Name of the agent."""
+    is_trained: bool
+    """False if its responses are left out of training."""
+    reward: float
 
 
 class EpisodeRewards:

@@ -185,6 +185,8 @@ class AgentFunction:
 
         A program that exits with an error after its token or call budget was used up has not failed.
         """
+        if agent_exit.runs:
+            episode.set_runs(agent_exit.runs)
         source = self._config.reward
         has_parts = bool(self._settings.rewards.weights)
         has_failed = bool(agent_exit.failure) and (agent_exit.has_timed_out or not episode.is_cut_off)
@@ -194,9 +196,9 @@ class AgentFunction:
             return agent_exit.failure
         if source == "call" and episode.reward is None:
             return f"the agent ended without POST /v1/reward {self._settings.rewards.form}"
-        if source == "environment" and not has_parts:
-            episode.add_reward(float(agent_exit.value or 0.0))
-        elif source in ("exit", "environment"):
+        if self._config.environment is not None and not agent_exit.runs:
+            return agent_exit.failure or "the environment ran no agent"
+        if source in ("exit", "environment"):
             try:
                 self._take_reward(agent_exit, episode)
             except (TypeError, ValueError) as error:
@@ -205,7 +207,7 @@ class AgentFunction:
 
     def _take_reward(self, agent_exit: AgentExit, episode: Episode) -> None:
         rewards = self._settings.rewards
-        value = agent_exit.value
+        value = episode.run_reward if agent_exit.runs else agent_exit.value
         if not rewards.weights and not isinstance(value, Mapping):
             episode.add_reward(check_reward(value))
             return

@@ -35,6 +35,7 @@ def prepare_call(
     *,
     max_tokens: int,
     is_trained: bool,
+    session: str = "",
 ) -> PreparedCall:
     """Parse, render and tokenize a call.
 
@@ -45,6 +46,7 @@ def prepare_call(
         reader: Reader of the model's responses.
         max_tokens: Maximum number of tokens of a conversation.
         is_trained: False if the agent leaves the call out of training.
+        session: ``X-Session-ID`` of the call.
 
     Raises:
         CallError: The call is rejected.
@@ -54,7 +56,7 @@ def prepare_call(
         template.check_size(call, max_tokens)
         call = replace(call, messages=tuple(order_tool_results(call.messages)))
         reader.check(call)
-        continuation = find_continuation(call, conversations, template, reader, is_trained=is_trained)
+        continuation = find_continuation(call, conversations, template, reader, is_trained=is_trained, session=session)
         opening = [] if call.forced_tool is None else template.call_opening(call.forced_tool, call.tools)
         return PreparedCall(call, continuation, opening)
 

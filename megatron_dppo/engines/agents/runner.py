@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.agents.episode import Episode
+from megatron_dppo.engines.agents.episode_rewards import AgentRun
 from megatron_dppo.engines.agents.formats.json_values import parse_json
 
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class AgentExit:
     """Object of JSON with the rewards by name, from an environment or the last line of a program's output."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Counters of the episode, by the names of metrics."""
+    runs: tuple[AgentRun, ...] = ()
+    """Runs of the agents of an environment."""
 
 
 def program_variables(pass_env: Collection[str]) -> dict[str, str]:

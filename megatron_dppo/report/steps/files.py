@@ -179,6 +179,7 @@ def _schema(arrow: Any) -> Any:
         [("reward", arrow.float64()), ("reward_failed", arrow.bool_()), ("num_tokens", arrow.int32())]
     )
     tool_time = arrow.struct([("position", arrow.int32()), ("seconds", arrow.float64()), ("tools", arrow.list_(text))])
+    credit = arrow.struct([("agent", text), ("run", arrow.int32()), ("reward", arrow.float64())])
     numbers = {name: arrow.int32() for name in ("step", "sample", "group", "dp_rank", "age", "policy_version")}
     texts = ("prompt_id", "prompt", "label", "response", "finish_reason", "failure", "prompt_metadata")
     tokens: dict[str, list[str]] = {}
@@ -202,5 +203,6 @@ def _schema(arrow: Any) -> Any:
         **dict.fromkeys(("loss_mask", "keep", *tokens["bools"]), flags),
         **dict.fromkeys(tokens["bytes"], arrow.binary()),
         "greedy": greedy,
+        "segment_credits": arrow.list_(credit),
     }
     return arrow.schema(list(fields.items()))

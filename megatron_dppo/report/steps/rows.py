@@ -20,6 +20,7 @@ from megatron_dppo.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    SegmentCredit,
     ToolTime,
     VersionSpan,
 )
@@ -92,6 +93,7 @@ def _row(rollout: Rollout) -> dict[str, object]:
         "failure": completion.failure,
         "segment_lengths": list(completion.segment_lengths),
         "tool_times": [each._asdict() for each in completion.tool_times],
+        "segment_credits": [each._asdict() for each in completion.segment_credits],
         "policy_version": completion.policy_version,
         "policy_versions": [span._asdict() for span in completion.policy_versions],
         "prompt_ids": list(prompt.token_ids),
@@ -168,4 +170,5 @@ def _completion(row: StepRow) -> Completion:
         tool_times=tuple(
             ToolTime(each["position"], each["seconds"], tuple(each["tools"])) for each in row.get("tool_times") or ()
         ),
+        segment_credits=tuple(SegmentCredit(**each) for each in row.get("segment_credits") or ()),
     )
