@@ -140,8 +140,8 @@ def _check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
         )
     if agent.credit != "episode":
         raise ValueError(
-            f"reward.agent_parts with agent.credit = {agent.credit!r}: rewards by name are of an episode. Remove one of "
-            "them"
+            f"reward.agent_parts with agent.credit = {agent.credit!r}: rewards by name are of an episode. Remove one "
+            "of them"
         )
 
 

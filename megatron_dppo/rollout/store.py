@@ -16,7 +16,17 @@ from torch import Tensor
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.rollout.engine import GroupState
 from megatron_dppo.rollout.response import PartialResponse
-from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SamplingMask, VersionSpan
+from megatron_dppo.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingMask,
+    SegmentCredit,
+    ToolTime,
+    VersionSpan,
+)
 
 _CLASSES: dict[str, Any] = {
     "Completion": Completion,
@@ -27,6 +37,9 @@ _CLASSES: dict[str, Any] = {
 }
 """Classes by their name in the file."""
 _CLASS_NAMES = {cls: name for name, cls in _CLASSES.items()}
+_TUPLES: dict[str, Any] = {"credit": SegmentCredit, "span": VersionSpan, "tool_time": ToolTime}
+"""Named tuples by their name in the file."""
+_TUPLE_NAMES = {cls: name for name, cls in _TUPLES.items()}
 _STORED_FIELDS = {"sampling_mask": "kept"}
 """Names in the file of fields that were renamed."""
 _FIELDS = {stored: name for name, stored in _STORED_FIELDS.items()}
@@ -106,9 +119,9 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         }
     if isinstance(value, Tensor):
         return {"tensor": _add_tensor(value.detach().cpu().contiguous(), tensors)}
-    # VersionSpan is a tuple and FinishReason a string: both must come before the general cases.
-    if isinstance(value, VersionSpan):
-        return {"span": list(value)}
+    # Named tuples are tuples and FinishReason is a string: they must come before the general cases.
+    if type(value) in _TUPLE_NAMES:
+        return {_TUPLE_NAMES[type(value)]: [_encode(item, tensors) for item in value]}
     if isinstance(value, FinishReason):
         return {"finish": str(value)}
     if isinstance(value, tuple):
@@ -136,8 +149,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], prompt: Prompt) -> Any:
         return cls(**prompt_field, **stored)
     if kind == "tensor":
         return tensors[content]
-    if kind == "span":
-        return VersionSpan(*content)
+    if kind in _TUPLES:
+        return _TUPLES[kind](*(_decode(item, tensors, prompt) for item in content))
     if kind == "finish":
         return FinishReason(content)
     if kind == "tuple":

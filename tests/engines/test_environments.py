@@ -113,6 +113,7 @@ def duel(python: str, monkeypatch: pytest.MonkeyPatch) -> Prompt:
     return replace(TASK, metadata={"task": row["task"]})
 
 
+@pytest.mark.long
 def test_each_agent_of_a_game_gets_its_own_reward(duel: Prompt, python: str, world: World) -> None:
     """Two episodes that different players win. Their sums are equal, so that credit by episode would train nothing.
 
@@ -158,6 +159,7 @@ def test_each_agent_of_a_game_gets_its_own_reward(duel: Prompt, python: str, wor
     assert not has_signal(group)
 
 
+@pytest.mark.long
 def test_an_agent_is_left_out_by_name(duel: Prompt, python: str, world: World) -> None:
     world.script = {f"bid{ASK}": "seven", f"first, why?{ASK}": "one", f"second, why?{ASK}": "two"}
     world.script[f"seven or seven{ASK}"] = "first"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_dppo.rollout.request_scheduler import oversampled
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.saved import SavedSubmission, SchedulerState, load_rollouts, save_rollouts
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
-from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup, SegmentCredit, ToolTime, VersionSpan
 from tests.unit.columns import ids, logs, mask, same
 from tests.unit.configs import config
 from tests.unit.streams import FakeEngine, FakeScorer, Numbers, Run, make, positions, unusable, values, versions
@@ -202,7 +203,11 @@ def test_rollouts_survive_a_file_unchanged(tmp_path: Path) -> None:
         turn_ends=((1, FinishReason.STOP),),
         parts=2,
     )
-    whole = group(2, (0.1, -1.0)).rollouts[0].completion
+    whole = replace(
+        group(2, (0.1, -1.0)).rollouts[0].completion,
+        tool_times=(ToolTime(1, 0.5, ("add", "add")),),
+        segment_credits=(SegmentCredit("first", 0, 1.0), SegmentCredit("second", 1, -1.0)),
+    )
     entries = [
         StoredRollouts(0, numbers[0], group(0, (0.1, -1.0))),
         StoredRollouts(1, numbers[1], group(1, (1e-300, 0.0))),
@@ -213,6 +218,8 @@ def test_rollouts_survive_a_file_unchanged(tmp_path: Path) -> None:
     groups = load_groups(tmp_path / "a", numbers.__getitem__)
     assert same(groups, entries)
     assert type(groups[2].content[1].versions[0]) is VersionSpan  # type: ignore[index, union-attr]
+    assert type(groups[2].content[0].tool_times[0]) is ToolTime  # type: ignore[index, union-attr]
+    assert type(groups[2].content[0].segment_credits[1]) is SegmentCredit  # type: ignore[index, union-attr]
     assert type(groups[2].content[1].turn_ends[0][1]) is FinishReason  # type: ignore[index, union-attr]
 
 
