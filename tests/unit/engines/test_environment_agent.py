@@ -64,9 +64,9 @@ for line in sys.stdin:
         urllib.request.urlopen(urllib.request.Request(call["base_url"] + "/chat/completions", body, headers)).read()
     both = [threading.Thread(target=ask, args=(name, "bid")) for name in "ab"]
     [each.start() for each in both], [each.join() for each in both]
+    ask("judge", "bid", "seven", "who?")
     ask("a", "bid", "seven", "why a?")
     ask("b", "bid", "seven", "why b?")
-    ask("judge", "seven or seven")
     ask("retried", "bid")
     first, second = map(float, call["task"].split())
     runs = [
@@ -77,7 +77,8 @@ for line in sys.stdin:
     ]
     print(json.dumps({"id": call["id"], "runs": runs, "rewards": {}, "metrics": {}, "failure": ""}), flush=True)
 """
-"""Two players, whose first calls have equal bodies, a judge, a run that was tried again, and one of another model."""
+"""Two players, whose first calls have equal bodies, and a judge who gets the messages of both. Besides a run that was
+tried again, and one of another model."""
 
 
 def task(key: Any) -> AgentTask:
@@ -145,7 +146,9 @@ def test_agents_of_one_episode_are_told_apart_and_credited_one_by_one(world: Wor
     python = tmp_path / "python"
     python.write_text(GAME.replace("PYTHON", sys.executable))
     python.chmod(0o755)
-    world.script = {f"{text}<|im_end|>\n<|im_start|>assistant\n": "seven" for text in ("bid", "why a?", "why b?")}
+    world.script = {
+        f"{text}<|im_end|>\n<|im_start|>assistant\n": "seven" for text in ("bid", "who?", "why a?", "why b?")
+    }
     engine = world.engine("verifiers:game", environment_python=str(python), credit="agent")
     prompts = [replace(TASK, metadata={"task": rewards}) for rewards in ("1 -1", "0.5 -0.5")]
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=600, seed=1))
