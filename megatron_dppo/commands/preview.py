@@ -53,11 +53,19 @@ def _parameters(config: Config, model: ModelInputs) -> str:
 
 def epochs_line(config: Config, data: DataSets) -> str:
     """Return how often a run goes over its prompts."""
-    count = len(data.train_prompts)
+    prompts = data.train_prompts
     used = config.run.num_steps * config.rollout.prompts_per_step
+    passes = f"{used / len(prompts):.3g} passes over {len(prompts):,}"
+    if prompts.mix is not None:
+        mix = prompts.mix
+        counts = {name: mix.count(index, used) for index, name in enumerate(prompts.sizes)}
+        passes = ", ".join(
+            f"{counts[name]:,} from {name} ({counts[name] / size:.3g} passes over {size:,})"
+            for name, size in prompts.sizes.items()
+        )
     return (
         f"epochs   {config.run.num_steps} steps x {config.rollout.prompts_per_step} prompts = {used:,} prompts = "
-        f"{used / count:.3g} passes over {count:,}; the longest prompt has {data.train_prompts.longest} tokens"
+        f"{passes}; the longest prompt has {prompts.longest} tokens"
     )
 
 
@@ -66,9 +74,9 @@ def overlap_lines(data: DataSets) -> Iterator[str]:
     if not data.eval_prompts:
         return
     # Hashes instead of the texts, which would all be in memory.
-    train = {hash(data.train_prompts[index].text) for index in range(len(data.train_prompts))}
+    train = {hash(prompt.text) for prompt in data.train_prompts}
     for name, prompts in data.eval_prompts.items():
-        shared = sum(hash(prompts[index].text) in train for index in range(len(prompts)))
+        shared = sum(hash(prompt.text) in train for prompt in prompts)
         if shared:
             label = f"data.eval.{name}" if name else "data.eval"
             yield (

@@ -309,7 +309,7 @@ def _check_sources(config: Config) -> None:
                 f"reward.overlong_buffer_tokens = {buffer} must be below {section}.max_new_tokens = "
                 f"{source.max_new_tokens}, otherwise every response of this source gets a penalty"
             )
-        agent_keys = [key for key in source.changed_keys() if key != "max_new_tokens"]
+        agent_keys = [key for key in source.changed_keys() if key not in ("weight", "max_new_tokens")]
         if agent_keys and not config.agent.is_set:
             raise ValueError(f"{section}.{agent_keys[0]} has no effect without [agent]; remove it")
 

@@ -21,12 +21,15 @@ _SAME_FOR_ALL = {
 
 
 class SourceConfig(Section):
-    """Limits of one source of ``data.train``.
+    """Share and limits of one source of ``data.train``.
 
     ``NAME`` is the file's name without its folder, such as ``"train.jsonl"``, or the source itself with ``task:`` or
     ``hf:``.
     """
 
+    weight: float | None = Field(None, gt=0)
+    """Share of the prompts that are from this source, relative to the other weights. All sources need one, or none.
+    null goes over all sources at the same pace."""
     max_new_tokens: int | None = Field(None, gt=0)
     """Maximum response length in tokens, at most ``rollout.max_new_tokens``. null uses that."""
     max_calls: int | None = Field(None, gt=0)
@@ -56,7 +59,7 @@ class DataConfig(Section):
     train: str | list[str]
     """Training prompts: one source, or a list of sources that are concatenated."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
-    """Limits of single sources of ``data.train`` (``[data.sources.NAME]``, docs/data.md)."""
+    """Weights and limits of single sources of ``data.train`` (``[data.sources.NAME]``, docs/data.md)."""
     eval: str | dict[str, str] | None = None
     """Held-out prompts: one source, or a table ``name = source``. Each named set is also reported as
     ``eval/<name>/accuracy``. null disables evaluation."""
@@ -101,15 +104,40 @@ class DataConfig(Section):
             )
         return value
 
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources of ``train``: files without their folders."""
+        listed = [self.train] if isinstance(self.train, str) else self.train
+        return [source if source.startswith(("hf:", "task:")) else Path(source).name for source in listed]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each source, in the order of ``train``. Empty without weights."""
+        weights = {name: self.sources[name].weight for name in self.source_names if name in self.sources}
+        return {name: weight for name, weight in weights.items() if weight is not None}
+
     @model_validator(mode="after")
     def _sources_exist(self) -> DataConfig:
-        listed = [self.train] if isinstance(self.train, str) else self.train
-        names = [source if source.startswith(("hf:", "task:")) else Path(source).name for source in listed]
+        names = self.source_names
         for name in self.sources:
             if name not in names:
                 close = get_close_matches(name, names, 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"its sources are {', '.join(map(repr, names))}"
                 raise ValueError(f"data.sources has {name!r}, which is no source of data.train; {hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_complete(self) -> DataConfig:
+        weights = self.weights
+        if weights and len(self.source_names) == 1:
+            raise ValueError(
+                f'data.sources."{self.source_names[0]}".weight has no effect on the only source; remove it'
+            )
+        if missing := [name for name in self.source_names if weights and name not in weights]:
+            raise ValueError(
+                f'data.sources."{next(iter(weights))}" has a weight and {missing[0]!r} has none; set '
+                f'data.sources."{missing[0]}".weight, or remove the source from data.train'
+            )
         return self
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.data_rows import DataRow, drop_duplicates, iter_rows
+from megatron_dppo.data.mix import SourceMix
 from megatron_dppo.data.sources import HUB
 from megatron_dppo.data.tasks import PREFIX, Split
 from megatron_dppo.errors import DataError
@@ -115,6 +116,8 @@ def source_name(source: str) -> str:
 class PromptDataset:
     """Rows as tokenized prompts; epoch e is a reshuffle by ``(seed, e)``, so that a cursor is one integer.
 
+    With weights each source has epochs of its own, and the position in the stream gives the source (``SourceMix``).
+
     Each prompt is made anew when it is asked for. ``num_dropped`` and ``num_truncated`` rows were too long; the longest
     prompt that is there has ``longest`` tokens.
 
@@ -130,9 +133,11 @@ class PromptDataset:
         chat: Options that turn a prompt into text.
         overlong: Handling of a prompt that is too long: ``error``, ``drop``, or ``truncate_left``, which keeps its
             last tokens.
+        weights: Weight of each source by its name (``PromptLimits.source``), for all rows. Needs a seed. Empty: one
+            epoch takes each row once.
 
     Raises:
-        DataError: A prompt is too long, none is left, or a prompt does not go with the chat template.
+        DataError: A prompt is too long, none is left (of a source), or a prompt does not go with the chat template.
     """
 
     def __init__(
@@ -148,6 +153,7 @@ class PromptDataset:
         overlong: Overlong = "error",
         max_new_tokens_key: str = "rollout.max_new_tokens",
         are_tasks: bool = False,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not rows:
             raise DataError("the data set has no rows; expected at least one prompt")
@@ -158,7 +164,9 @@ class PromptDataset:
         self.num_dropped = 0
         self.num_truncated = 0
         self.longest = 0
-        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        self._orders: dict[str, tuple[int, NDArray[np.int64]]] = {}
+        self.sizes = dict.fromkeys(weights or {}, 0)
+        """Number of prompts of each source that has a weight, in the order of the rows."""
         digest, location = hashlib.sha256(), ""
 
         def iter_prompts() -> Iterator[Prompt]:
@@ -175,6 +183,8 @@ class PromptDataset:
                     self.num_truncated, exceeded = self.num_truncated + 1, []
                 if not exceeded:
                     self.longest = max(self.longest, len(prompt.token_ids))
+                    if weights and prompt.limits is not None:
+                        self.sizes[prompt.limits.source] += 1
                     # Not the name of the file: a renamed file is the same stream.
                     digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
                     yield prompt
@@ -196,6 +206,14 @@ class PromptDataset:
                 "'drop' leaves none; raise data.max_prompt_tokens"
             )
         self._digest = digest.hexdigest()[:12]
+        if empty := [name for name, size in self.sizes.items() if not size]:
+            raise DataError(
+                f'data.sources."{empty[0]}" has a weight, but no prompt of this source is left: all its rows are too '
+                "long, or repeat rows of earlier sources. Fix: remove the source from data.train, or see "
+                "data.overlong_prompts and data.deduplicate"
+            )
+        self.mix = SourceMix(list(weights.values())) if weights else None
+        """Shares of the sources ``sizes``. None without weights."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -204,19 +222,36 @@ class PromptDataset:
         """Return prompt ``index`` of the endless stream."""
         if index < 0:
             raise IndexError(f"the stream starts at 0, got {index}")
-        epoch, position = divmod(index, len(self))
         if self._seed is None:
-            return self._prompts[position]
+            return self._prompts[index % len(self)]
+        if self.mix is None:
+            return self._prompts[self._shuffled(index, len(self))]
+        source, index = self.mix.locate(index)
+        sizes = list(self.sizes.values())
+        # By its number and not its name: a renamed file is the same stream.
+        return self._prompts[sum(sizes[:source]) + self._shuffled(index, sizes[source], f"{source}/")]
+
+    def _shuffled(self, index: int, size: int, name: str = "") -> int:
+        """Return the row of prompt ``index`` of an endless stream of ``size`` rows."""
+        epoch, position = divmod(index, size)
         # Only the order of the current epoch is in memory.
-        if self._order[0] != epoch:
-            order = list(range(len(self)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = (epoch, np.array(order, np.int64))
-        return self._prompts[int(self._order[1][position])]
+        if self._orders.get(name, (-1,))[0] != epoch:
+            order = list(range(size))
+            random.Random(f"{self._seed}/{name}{epoch}").shuffle(order)
+            self._orders[name] = (epoch, np.array(order, np.int64))
+        return int(self._orders[name][1][position])
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Yield each prompt once, in the order of the rows."""
+        return iter(self._prompts)
 
     def fingerprint(self) -> str:
-        """Return number and digest of prompts and labels: a cursor is valid only in a stream with the same ones."""
-        return f"{len(self)} prompts, {self._digest}"
+        """Return number and digest of prompts and labels, and shares: a cursor is valid only in the same stream."""
+        mix = ""
+        if self.mix is not None:
+            counts = zip(self.mix.shares, self.sizes.values(), strict=True)
+            mix = f", mixed {' : '.join(f'{share} of {size}' for share, size in counts)}"
+        return f"{len(self)} prompts, {self._digest}{mix}"
 
 
 def _too_long(prompt: Prompt, name: str, limit: int, key: str, max_new_tokens: int, context_length: int) -> str:

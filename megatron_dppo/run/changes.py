@@ -31,6 +31,7 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "lora.*": "fixed",  # a checkpoint has the adapters as its only weights
     "parallel.*": "free",  # the same curve up to rounding; what Megatron cannot reshard is refused
     "data.train": "fixed",  # by its prompts and labels
+    "data.sources.*.weight": "fixed",  # by the shares
     "data.sources.*.timeout_seconds": "free",
     "data.*": "results",
     "rollout.servers.model": "results",  # a quantized copy samples from another distribution

@@ -345,7 +345,11 @@ class PromptReader:
             DataError: See ``load_rows`` and ``PromptDataset``.
         """
         config, data = self._config, self._config.data
-        limits = {name: PromptLimits(source=name, **section.model_dump()) for name, section in data.sources.items()}
+        limits = {
+            name: PromptLimits(source=name, **section.model_dump(exclude={"weight"}))
+            for name, section in data.sources.items()
+        }
+        is_shuffled = split == "train" and not in_order
         loaded = load_rows(
             source,
             split,
@@ -369,10 +373,11 @@ class PromptReader:
             max_new_tokens=config.eval_max_new_tokens if split == "eval" else config.rollout.max_new_tokens,
             max_new_tokens_key="eval.max_new_tokens" if has_eval_length else "rollout.max_new_tokens",
             context_length=self._context_length,
-            seed=config.run.seed if split == "train" and not in_order else None,
+            seed=config.run.seed if is_shuffled else None,
             chat=ChatOptions(data.apply_chat_template, data.system_prompt, data.chat_template_kwargs, self._now),
             overlong=data.overlong_prompts,
             are_tasks=config.agent.is_set,
+            weights=data.weights if is_shuffled else None,
         )
         parts = [f"{len(prompts)} prompts"]
         if repeated := loaded.num_read - len(loaded.rows):
@@ -385,6 +390,10 @@ class PromptReader:
             parts.append(f"{prompts.num_truncated} too long cut at the left")
         files = source if isinstance(source, str) else ", ".join(source)
         self.summary.append(f"data     {name}: {', '.join(parts)}; from {files} ({loaded.num_read} rows)")
+        if prompts.mix is not None:
+            shares = zip(prompts.sizes, prompts.mix.shares, strict=True)
+            mixed = ", ".join(f"{share / prompts.mix.period:.3g} from {name}" for name, share in shares)
+            self.summary.append(f"data     shares of the prompts: {mixed}")
         if split == "train":
             self.summary += self._limit_lines([source] if isinstance(source, str) else source)
         return prompts
@@ -395,7 +404,8 @@ class PromptReader:
         for name in map(source_name, sources):
             limits = self._config.data.sources.get(name)
             if limits is not None:
-                settings = ", ".join(f"{key} = {getattr(limits, key)}" for key in limits.changed_keys())
+                keys = [key for key in limits.changed_keys() if key != "weight"]
+                settings = ", ".join(f"{key} = {getattr(limits, key)}" for key in keys)
                 lines.append(f"data     limits of {name}: {settings or 'those of the run'}")
         return lines
 

@@ -115,7 +115,9 @@ def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
 
         # Log and evaluate. An evaluation beside training returns no metrics here; `evaluator.finish` does later.
         requests = request_metrics(session.engine, has_servers=config.rollout.engine != "local", dp=dp)
-        metrics = step_metrics(session.groups, collected, samples, results, clock, requests, dp=dp)
+        metrics = step_metrics(
+            session.groups, collected, samples, results, clock, requests, dp=dp, sources=config.data.sources
+        )
         if is_evaluating:
             metrics |= evaluator.evaluate(state.step)
         session.check_folder()

@@ -143,7 +143,7 @@ def _agent_images(start: Start) -> Iterable[UserError]:
         return ()
     images = set[str]()
     for prompts in (start.inputs.train_prompts, *start.inputs.eval_prompts.values()):
-        for prompt in (prompts[index] for index in range(len(prompts))):
+        for prompt in prompts:
             try:
                 images.add(choose_image(agent, prompt.metadata))
             except GenerateError as error:

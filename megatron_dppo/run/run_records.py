@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,7 @@ def step_metrics(
     requests: dict[str, Metric],
     *,
     dp: int,
+    sources: Iterable[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of a step, reduced over all ranks; a collective.
 
@@ -66,8 +68,10 @@ def step_metrics(
         clock: Seconds of each part of the step.
         requests: Metrics of this step's requests, see ``request_metrics``.
         dp: Number of data-parallel ranks.
+        sources: Names in ``[data.sources]``.
     """
     local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
+    local |= source_metrics(collected.groups, sources)
     rollout = reduce_over_samples(groups, local)
     # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
     tokens = reduce_over_samples(groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
@@ -286,6 +290,19 @@ def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSa
         **_agent_metrics(rollouts),
         **_count_metrics(rollouts),
     }
+
+
+def source_metrics(groups: Sequence[RolloutGroup], names: Iterable[str]) -> dict[str, Metric]:
+    """Return share of the groups and mean reward of each source, as numerators and denominators of this rank."""
+    metrics = {}
+    for name in names:
+        chosen = [each for each in groups if each.prompt.limits is not None and each.prompt.limits.source == name]
+        rewards = [r.reward for group in chosen for r in group.rollouts if not r.reward_failed]
+        key = f"source/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
+        # Also without groups: the denominators of all ranks add up.
+        metrics[f"{key}/fraction"] = Metric(len(chosen), len(groups))
+        metrics[f"{key}/reward"] = Metric(sum(rewards), len(rewards))
+    return metrics
 
 
 def _greedy_metrics(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:

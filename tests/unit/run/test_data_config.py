@@ -101,6 +101,30 @@ def test_prompts_have_the_limits_of_their_file(tmp_path: Path, capsys: pytest.Ca
     assert "\ndata     limits of b.jsonl: max_new_tokens = 3\n" in capsys.readouterr().out
 
 
+def test_weights_make_a_mix_that_the_dry_run_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three quarters of 50 steps of 16 prompts: 600 of two rows and 200 of three, with one duplicate."""
+    from megatron_dppo.run.resume import run_identity
+
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in (1, 2)])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in (2, 3, 4, 5)])
+    data = 'train = ["a.jsonl", "b.jsonl"]\n[data.sources]\n"b.jsonl" = {weight = 0.25}\n"a.jsonl" = {weight = 0.75}'
+    mixed = example(tmp_path, data)
+    read = read_inputs(mixed, 1)
+    assert [read.train_prompts[i].prompt_id.partition(":")[0] for i in range(4)].count("a.jsonl") == 3
+    changes = ["--run.num_steps", "50", "--rollout.prompts_per_step", "16"]
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE, *changes]) == 0
+    printed = capsys.readouterr().out
+    assert "\ndata     shares of the prompts: 0.75 from a.jsonl, 0.25 from b.jsonl\n" in printed
+    passes = "600 from a.jsonl (300 passes over 2), 200 from b.jsonl (66.7 passes over 3)"
+    assert f"\nepochs   50 steps x 16 prompts = 800 prompts = {passes}; " in printed
+    other = example(tmp_path, data.replace("0.25", "0.5"))
+    identities = [run_identity(each, read_inputs(each, 1)) for each in (mixed, other)]
+    assert identities[0]["prompts"] != identities[1]["prompts"], "a checkpoint of the one cannot continue the other"
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "2+1=", "label": "3"}])
+    assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 2
+    assert 'data.sources."b.jsonl" has a weight, but no prompt' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("limits", "others", "part"),
     [
@@ -109,6 +133,12 @@ def test_prompts_have_the_limits_of_their_file(tmp_path: Path, capsys: pytest.Ca
         ({"b.jsonl": {"max_call": 3}}, {}, "data.sources.b.jsonl.max_call = 3: unknown key; did you mean 'max_calls'?"),
         ({"b.jsonl": {"temperature": 0.5}}, {}, "the loss divides all logits by one temperature"),
         ({"b.jsonl": {"top_p": 0.5}}, {}, "top_p cannot differ by source"),
+        ({"b.jsonl": {"weight": 0.0}}, {}, "greater than 0"),
+        ({"b.jsonl": {"weight": -1.0}}, {}, "greater than 0"),
+        ({"b.jsonl": {"weight": float("nan")}}, {}, "data.sources.b.jsonl.weight"),
+        ({"b.jsonl": {"weight": float("inf")}}, {}, "data.sources.b.jsonl.weight"),
+        ({"b.jsonl": {"weight": 1.0}}, {}, """data.sources."b.jsonl" has a weight and 'a.jsonl' has none"""),
+        ({"b.jsonl": {"weight": 1.0}, "a.jsonl": {}}, {}, 'set data.sources."a.jsonl".weight'),
         ({"b.jsonl": {"max_calls": 3}}, {}, 'data.sources."b.jsonl".max_calls has no effect without [agent]'),
         ({"b.jsonl": {"max_new_tokens": 99_999}}, {}, "is above rollout.max_new_tokens"),
         ({"b.jsonl": {"max_new_tokens": 4}}, {"reward": {"overlong_buffer_tokens": 4}}, "otherwise every response of"),
