@@ -17,6 +17,7 @@ from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.engines.agents.environment import EnvironmentAgent
+from megatron_dppo.engines.agents.episode_rewards import AgentRun
 from megatron_dppo.engines.agents.runner import AgentExit, AgentTask
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.pending import score_completions
@@ -84,7 +85,7 @@ def play_all(world: World, value: Any) -> dict[str, Completion]:
 
     async def plays(self: EnvironmentAgent, task: AgentTask) -> AgentExit:
         assert (await post(task, "/chat/completions", ASK))[0] == 200
-        return AgentExit(7.0, parts={"rewards": value})
+        return AgentExit(None, parts={"rewards": value}, runs=(AgentRun("", "agent", True, 7.0),))
 
     async def starts(self: EnvironmentAgent) -> None:
         pass
@@ -258,7 +259,8 @@ def test_the_start_of_an_environment_is_no_time_of_an_episode(world: World, monk
     class Process:
         def ask(self, number: int, fields: Any) -> Future[dict[str, Any]]:
             reply: Future[dict[str, Any]] = Future()
-            reply.set_result({"id": number, "reward": 1.0, "rewards": {}, "metrics": {}, "failure": ""})
+            run = {"session": "", "agent": "agent", "is_trained": True, "reward": 1.0}
+            reply.set_result({"id": number, "runs": [run], "rewards": {}, "metrics": {}, "failure": ""})
             return reply
 
     def started(self: EnvironmentAgent) -> Process:
