@@ -156,11 +156,13 @@ class RolloutScheduler:
         )
         prompts = [group.prompt for group in collected.groups]
         greedy = None if self._greedy is None else self.submit(prompts, 1, self._greedy, step)
-        # Requests that do not survive an update are sampled ahead only now, after everything that this step needs.
+        # Requests that do not survive an update are sampled ahead only now, after everything that this step needs. They
+        # begin with the carried groups, which wait no longer then.
+        num_carried = len(self._waiting[self._dp_rank])
         self._submit_ahead(step)
         if greedy is not None:
             collected = with_greedy(collected, self.wait_for(greedy, clock))
-        return replace(collected, num_carried=len(self._waiting[self._dp_rank]))
+        return replace(collected, num_carried=num_carried)
 
     def submit(self, prompts: Sequence[Prompt], siblings: int, params: SamplingParams, step: int) -> Submission:
         """Submit prompts outside the stream, such as those of an evaluation, to the current weights."""

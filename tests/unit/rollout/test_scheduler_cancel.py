@@ -92,6 +92,13 @@ def test_a_canceled_group_comes_first_in_the_next_step() -> None:
     assert waiting(run) == [[]]
 
 
+def test_carried_groups_count_although_the_next_step_is_submitted_at_once() -> None:
+    """As with ``train.max_staleness`` and the local engine, whose next step begins with them before this one ends."""
+    rollout = {"engine": "local", "abort_slowest": True, "partial_rollouts": 2, "oversample": 1.5}
+    run = make(Turtle({1: 1, 4: 1, 9: 2}), FakeScorer(), staleness=1, rollout=rollout)
+    assert [c.num_carried for c in run.steps(4)] == [2, 1, 1, 0] and waiting(run) == [[]]
+
+
 def test_groups_canceled_for_good_are_counted_as_dropped() -> None:
     result = [c.dropped_groups for c in run_with(Turtle({1: 1, 4: 1, 7: 3}), carry=0).steps(2)]
     assert result == [{"no_signal": 0, "surplus": 0, "canceled": 2}, {"no_signal": 0, "surplus": 1, "canceled": 1}]
