@@ -23,7 +23,7 @@ from megatron_dppo.engines.agents.runner import (
     AgentExit,
     AgentTask,
     isolated_command,
-    program_variables,
+    marked_variables,
     stop_signals_unblocked,
 )
 from megatron_dppo.errors import GenerateError
@@ -138,7 +138,7 @@ class _EnvironmentProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env=program_variables(config.pass_env),
+                    env=marked_variables(config.pass_env),
                     text=True,
                     errors="replace",
                     start_new_session=True,

@@ -32,6 +32,8 @@ _ENVIRONMENT = (
     *("PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
 """Variables of the trainer that programs get, besides ``LC_*`` and ``agent.pass_env``."""
+_MARK = "MEGATRON_DPPO_PROCESS"
+"""``run.reaper.VARIABLE``: the mark of processes that are killed when the trainer has ended, also by SIGKILL."""
 
 
 class AgentTimeout(Exception):
@@ -80,6 +82,11 @@ def program_variables(pass_env: Collection[str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
 
+def marked_variables(pass_env: Collection[str]) -> dict[str, str]:
+    """Return ``program_variables`` of a program that ends with the trainer."""
+    return program_variables([*pass_env, _MARK])
+
+
 def isolated_command(command: Sequence[str], config: AgentConfig) -> list[str]:
     """Return the command that starts a program, behind ``launcher.py`` if it is isolated."""
     if config.isolation == "none":
@@ -125,7 +132,7 @@ class ProgramAgent:
 
     async def run(self, task: AgentTask) -> AgentExit:
         """See ``Agent``."""
-        environment = program_variables(self._config.pass_env)
+        environment = marked_variables(self._config.pass_env)
         environment |= endpoint_variables(task, with_keys=self._config.isolation != "none")
         try:
             status, output = await run_program(isolated_command(self._command, self._config), environment, task)
