@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
+from megatron_dppo.engines.agents.call_ids import CallIds, answer_to
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.turns import ResponseBranch
@@ -97,6 +98,7 @@ def find_continuation(
     conversations: Sequence[Conversation],
     template: ChatTemplate,
     reader: ResponseReader,
+    call_ids: CallIds,
     *,
     is_trained: bool,
     session: str = "",
@@ -108,6 +110,7 @@ def find_continuation(
         conversations: All conversations of the episode. The busy ones may change meanwhile.
         template: Chat template of the model.
         reader: Reader of the model's responses.
+        call_ids: Ids of the episode's tool calls.
         is_trained: False if the agent leaves the call out of training: it then continues only what is left out too.
         session: ``X-Session-ID`` of the call. It continues only what has the same.
 
@@ -117,7 +120,7 @@ def find_continuation(
     alike = [each for each in conversations if (each.is_trained, each.session) == (is_trained, session)]
     if not call.is_chat:
         return _continue_text(call, [each for each in alike if not each.is_busy], template)
-    return _continue_chat(call, alike, template, reader)
+    return _continue_chat(call, alike, template, reader, call_ids)
 
 
 def _continue_chat(
@@ -125,6 +128,7 @@ def _continue_chat(
     conversations: Sequence[Conversation],
     template: ChatTemplate,
     reader: ResponseReader,
+    call_ids: CallIds,
 ) -> Continuation:
     messages = call.messages
     keys = reader.message_keys(messages)
@@ -136,8 +140,10 @@ def _continue_chat(
     for conversation in sorted(prefixes, key=lambda each: len(each.keys), reverse=True):
         if conversation.tools != tools:
             continue
-        new = messages[len(conversation.keys) :]
-        text = template.continuation(conversation.messages, new, call.tools)
+        *_, response = conversation.messages
+        sent, *new = messages[len(conversation.keys) - 1 :]
+        new = call_ids.as_written(answer_to(response, sent, new))
+        text = template.continuation(call_ids.as_written(conversation.messages), new, call.tools)
         if text is not None:
             return Continuation(conversation, template.encode(text))
     reason = None
@@ -148,7 +154,7 @@ def _continue_chat(
         reason = ForkReason.PARALLEL
     elif {key for each in idle for key in each.response_keys} & set(keys):
         reason = ForkReason.HISTORY
-    opening = template.opening(_restore_thoughts(messages, keys, idle, reader), call.tools)
+    opening = template.opening(call_ids.as_written(_restore_thoughts(messages, keys, idle, reader)), call.tools)
     return Continuation(None, opening, reason)
 
 
@@ -177,7 +183,8 @@ def tools_key(call: AgentRequest) -> str:
 def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the results of tools in the order of the calls that they answer.
 
-    Many templates leave out the ids of calls, so that the policy would take one result for another.
+    Many templates leave out the ids of calls, so that the policy would take one result for another. Results without an
+    id belong to the calls without a result, in their order.
 
     Raises:
         CallError: A result has an id that is no call's of the response before it, or that another result has.
@@ -187,14 +194,17 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     answered: set[str] = set()
     results: list[Message] = []
 
-    def position(message: Message) -> int:
-        # Results without an id stay where they are, before those with one.
-        return positions.get(message.get("tool_call_id", ""), -1)
+    def flush() -> None:
+        unanswered = [call_id for call_id in positions if call_id not in answered]
+        for each, message in enumerate(results):
+            if unanswered and not message.get("tool_call_id"):
+                results[each] = {**message, "tool_call_id": unanswered.pop(0)}
+        result.extend(sorted(results, key=lambda message: positions.get(message.get("tool_call_id", ""), -1)))
+        results.clear()
 
     for index, message in enumerate(messages):
         if message["role"] != "tool":
-            result += sorted(results, key=position)
-            results = []
+            flush()
         if message["role"] == "assistant":
             calls = message.get("tool_calls", ())
             positions = {call["id"]: number for number, call in enumerate(calls) if call["id"]}
@@ -215,7 +225,8 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
             )
         answered.add(call_id)
         results.append(message)
-    return result + sorted(results, key=position)
+    flush()
+    return result
 
 
 def _restore_thoughts(

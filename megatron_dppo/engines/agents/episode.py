@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megatron_dppo.engines.agents.agent_clock import AgentClock
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse, build_response
+from megatron_dppo.engines.agents.call_ids import CallIds
 from megatron_dppo.engines.agents.conversations import (
     Conversation,
     TurnSpan,
@@ -108,6 +109,7 @@ class Episode:
         self.clock = AgentClock()
         """Time of the agent."""
         self._tool_clock = ToolClock()
+        self._call_ids = CallIds()
         self._runs: tuple[AgentRun, ...] = ()
 
     @property
@@ -246,7 +248,7 @@ class Episode:
         self._counts.token_counts += 1
         async with self._prepare_lock:
             return await self.loop.run_in_executor(
-                self.executor, partial(count_prompt_tokens, read, self._template, self.max_tokens)
+                self.executor, partial(count_prompt_tokens, read, self._template, self._call_ids, self.max_tokens)
             )
 
     def keep_undelivered(self, digest: bytes, response: AgentResponse) -> None:
@@ -376,6 +378,7 @@ class Episode:
                 self._conversations,
                 self._template,
                 self._reader,
+                self._call_ids,
                 max_tokens=self.max_tokens,
                 is_trained=is_trained,
                 session=session,
@@ -411,6 +414,7 @@ class Episode:
         parsed = None
         if call.is_chat:
             parsed = self._reader.parse(call, prompt, turn.token_ids, len(prepared.opening), match)
+            parsed = replace(parsed, tool_calls=self._call_ids.make_unique(parsed.tool_calls, call.messages))
             message = self._reader.message(parsed)
         else:
             message = {"role": "assistant", "content": turn.text if match is None else turn.text[: match.start]}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
+from megatron_dppo.engines.agents.call_ids import CallIds
 from megatron_dppo.engines.agents.conversations import (
     Continuation,
     Conversation,
@@ -32,6 +33,7 @@ def prepare_call(
     conversations: Sequence[Conversation],
     template: ChatTemplate,
     reader: ResponseReader,
+    call_ids: CallIds,
     *,
     max_tokens: int,
     is_trained: bool,
@@ -44,6 +46,7 @@ def prepare_call(
         conversations: All conversations of the episode. The busy ones may change meanwhile.
         template: Chat template of the model.
         reader: Reader of the model's responses.
+        call_ids: Ids of the episode's tool calls.
         max_tokens: Maximum number of tokens of a conversation.
         is_trained: False if the agent leaves the call out of training.
         session: ``X-Session-ID`` of the call.
@@ -56,12 +59,16 @@ def prepare_call(
         template.check_size(call, max_tokens)
         call = replace(call, messages=tuple(order_tool_results(call.messages)))
         reader.check(call)
-        continuation = find_continuation(call, conversations, template, reader, is_trained=is_trained, session=session)
+        continuation = find_continuation(
+            call, conversations, template, reader, call_ids, is_trained=is_trained, session=session
+        )
         opening = [] if call.forced_tool is None else template.call_opening(call.forced_tool, call.tools)
         return PreparedCall(call, continuation, opening)
 
 
-def count_prompt_tokens(read: Callable[[], AgentRequest], template: ChatTemplate, max_tokens: int) -> int:
+def count_prompt_tokens(
+    read: Callable[[], AgentRequest], template: ChatTemplate, call_ids: CallIds, max_tokens: int
+) -> int:
     """Return the number of prompt tokens that a call would have as the first of its conversation.
 
     Raises:
@@ -70,7 +77,7 @@ def count_prompt_tokens(read: Callable[[], AgentRequest], template: ChatTemplate
     with _rejected_if_it_fails():
         call = read()
         template.check_size(call, max_tokens)
-        return len(template.opening(call.messages, call.tools))
+        return len(template.opening(call_ids.as_written(call.messages), call.tools))
 
 
 @contextmanager

@@ -314,7 +314,7 @@ def test_results_of_tools_stand_in_the_order_of_the_calls() -> None:
         assert [m["content"] for m in ordered[2 : 2 + len(order)]] == sorted(order)
         assert ordered[2 + len(order) :] == messages[2 + len(order) :]
     without_ids = [said, {"role": "tool", "content": "2"}, {"role": "tool", "content": "1"}]
-    assert order_tool_results(without_ids) == without_ids
+    assert order_tool_results(without_ids) == [said, answer_of("x", "2"), answer_of("y", "1")]
     for messages, words in (
         ([said, answer_of("q", "")], "'q' is no call of the response before it"),
         ([answer_of("x", "")], "it has none"),

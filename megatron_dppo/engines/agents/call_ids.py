@@ -1,0 +1,71 @@
+"""Ids of tool calls: one for each call of an episode, and the ids that the policy has written itself.
+
+The models of some families write the id of a call, such as Kimi's ``functions.NAME:0``, and may write one twice.
+Programs keep results by id. So they get an id of its own for each call, and the chat template gets the written one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_dppo.engines.agents.agent_request import Message
+from megatron_dppo.engines.agents.formats.base import new_call_id
+
+
+class CallIds:
+    """Ids of the tool calls that the policy has made in one episode."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, str] = {}
+        """Id that the policy wrote, by the id that the program got."""
+
+    def make_unique(
+        self, calls: Sequence[Mapping[str, Any]], messages: Sequence[Message]
+    ) -> tuple[dict[str, Any], ...]:
+        """Return the calls of a response as the program gets them, with ids that no call of the episode has.
+
+        Args:
+            calls: Tool calls with the ids that the policy wrote, or with new ones.
+            messages: Messages that they respond to, which may have ids of the program's.
+        """
+        taken = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+        result = []
+        for call in calls:
+            call_id = call["id"]
+            if not call_id or call_id in taken or call_id in self._written:
+                call_id = new_call_id()
+            self._written[call_id] = call["id"] or call_id
+            result.append({**call, "id": call_id})
+        return tuple(result)
+
+    def as_written(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with the ids that the policy wrote."""
+        return [_renamed(message, self._written) for message in messages]
+
+
+def answer_to(response: Message, sent: Message, following: Sequence[Message]) -> list[Message]:
+    """Return the messages behind a response with the ids of its calls, where the program has renamed them.
+
+    Args:
+        response: A response of the policy.
+        sent: The same response as the program sends it back.
+        following: Messages behind it.
+    """
+    calls = zip(sent.get("tool_calls", ()), response.get("tool_calls", ()), strict=True)
+    ids = {theirs["id"]: ours["id"] for theirs, ours in calls}
+    result = []
+    for message in following:
+        if message["role"] == "assistant":
+            ids = {}  # its results answer other calls
+        result.append(_renamed(message, ids))
+    return result
+
+
+def _renamed(message: Message, ids: Mapping[str, str]) -> Message:
+    if message["role"] == "tool" and "tool_call_id" in message:
+        return {**message, "tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
+    if message.get("tool_calls"):
+        calls = [{**call, "id": ids.get(call["id"], call["id"])} for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    return message
