@@ -6,11 +6,11 @@ Programs keep results by id. So they get an id of its own for each call, and the
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.engines.agents.agent_request import Message
-from megatron_dppo.engines.agents.formats.base import new_call_id
 
 
 class CallIds:
@@ -26,7 +26,7 @@ class CallIds:
         """Return the calls of a response as the program gets them, with ids that no call of the episode has.
 
         Args:
-            calls: Tool calls with the ids that the policy wrote, or with new ones.
+            calls: Tool calls with the ids that the policy wrote, which are empty if it wrote none.
             messages: Messages that they respond to, which may have ids of the program's.
         """
         taken = {call["id"] for message in messages for call in message.get("tool_calls", ())}
@@ -34,8 +34,10 @@ class CallIds:
         for call in calls:
             call_id = call["id"]
             if not call_id or call_id in taken or call_id in self._written:
-                call_id = new_call_id()
-            self._written[call_id] = call["id"] or call_id
+                call_id = f"call_{secrets.token_hex(12)}"
+            # A template that writes ids gets the same one when the episode is run again. Mistral's refuse any but nine
+            # letters and digits.
+            self._written[call_id] = call["id"] or f"call{len(self._written):05}"
             result.append({**call, "id": call_id})
         return tuple(result)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
 from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse
-from megatron_dppo.engines.agents.formats.base import make_tool_call, new_call_id
+from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.rollout.stop_strings import StopMatch
@@ -101,7 +101,7 @@ class RendererReader(ResponseReader):
                 num_malformed=len(malformed),
             )
         start = min(each.token_span[0] for each in attempts)
-        calls = tuple(make_tool_call(each.id or new_call_id(), each.name, each.arguments) for each in attempts)
+        calls = tuple(make_tool_call(each.id or "", each.name, each.arguments) for each in attempts)
         return ParsedResponse(
             text=super().parse(call, prompt, tokens[:start]).text.strip(),
             content=parsed.content,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from megatron_dppo.engines.agents.conversations import order_tool_results
 from megatron_dppo.engines.agents.runner import AgentTask
 from tests.unit.engines.test_agents import chat, post, user
-from tests.unit.scripted import TOOLS, World
+from tests.unit.scripted import CALL, TEMPLATE, TOOLS, World
 
 KIMI = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}
@@ -158,6 +159,28 @@ def test_an_id_that_the_program_has_used_itself_is_not_given_again(kimi: World) 
         assert said["tool_calls"][0]["id"] != "functions.add:0"
 
     assert kimi.trained(kimi.play(agent, 2000)) == [f"{shown}{END}"]
+
+
+def test_a_template_that_writes_ids_gets_the_same_ones_in_each_run_of_an_episode(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a carried episode, whose calls are compared by their tokens, continues. The program's ids differ."""
+    template = TEMPLATE.replace("<tool_response>", "<tool_response>{{ m.tool_call_id }}=")
+    monkeypatch.setattr(world.tokenizer, "chat_template", template)
+    world.script = {f"go{END}\n{ASK}": CALL * 2, f"4</tool_response>{END}\n{ASK}": "done"}
+    given: list[str] = []
+
+    async def agent(task: AgentTask) -> None:
+        said = await chat(task, [user("go")], tools=TOOLS)
+        ids = [call["id"] for call in said["tool_calls"]]
+        given.extend(ids)
+        await chat(task, [user("go"), said, result(ids[1], 4), result(ids[0], 3)], tools=TOOLS)
+
+    texts = [world.text(world.play(agent, 2000)) for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(given)) == 4
+    written = re.findall("<tool_response>(.*)=(.)</tool_response>", texts[0])
+    assert [content for _, content in written] == ["3", "4"]
+    assert len(dict(written)) == 2 and all(len(name) == 9 and name.isalnum() for name, _ in written)
 
 
 def test_results_without_ids_belong_to_the_calls_without_a_result() -> None:

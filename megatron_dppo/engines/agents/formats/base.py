@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,7 +61,7 @@ class ResponseFormat(Protocol):
 
 
 def make_tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a tool call as chat templates expect it."""
+    """Return a tool call as chat templates expect it. The id is empty if the policy has written none."""
     if isinstance(arguments, str):
         try:
             parsed = parse_json(arguments)
@@ -70,11 +69,6 @@ def make_tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
         except ValueError:
             pass  # a model may have written it so; the template gets the text
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
-
-
-def new_call_id() -> str:
-    """Return an id for a call whose format has none."""
-    return f"call_{secrets.token_hex(12)}"
 
 
 def skip_space(text: str, position: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_dppo.engines.agents.formats.base import ParsedResponse, Tools, make_tool_call, new_call_id
+from megatron_dppo.engines.agents.formats.base import ParsedResponse, Tools, make_tool_call
 from megatron_dppo.engines.agents.formats.json_values import parse_json
 
 _MESSAGE = re.compile(
@@ -88,4 +88,4 @@ def _read_call(recipient: str, body: str) -> dict[str, Any] | None:
         return None
     if not recipient.startswith(_FUNCTIONS) or not name or not isinstance(arguments, dict):
         return None
-    return make_tool_call(new_call_id(), name, arguments)
+    return make_tool_call("", name, arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from typing import Any
 
 from megatron_dppo.engines.agents.formats.base import (
@@ -12,14 +11,10 @@ from megatron_dppo.engines.agents.formats.base import (
     Tools,
     has_tool,
     make_tool_call,
-    new_call_id,
     skip_space,
 )
 from megatron_dppo.engines.agents.formats.json_values import parse_json_prefix
 from megatron_dppo.engines.agents.formats.parameter_calls import read_function
-
-_MISTRAL_ID_BYTES = 6
-"""Random bytes of a call's id. Mistral's templates refuse any but nine letters and digits."""
 
 
 def read_arguments(text: str, position: int) -> tuple[dict[str, Any] | None, int]:
@@ -66,7 +61,7 @@ def _read_named_object(text: str, position: int, key: str = "arguments") -> tupl
     arguments = value.get(key, {}) if value is not None else None
     if value is None or not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
         return None, position
-    return make_tool_call(new_call_id(), value["name"], arguments), end
+    return make_tool_call("", value["name"], arguments), end
 
 
 class SectionFormat(TaggedFormat):
@@ -87,7 +82,7 @@ class SectionFormat(TaggedFormat):
                 return None, position
             groups = header.groupdict()
             name = next(value for key, value in groups.items() if key.startswith("name") and value)
-            calls.append(make_tool_call(groups.get("id") or new_call_id(), name.strip(), arguments))
+            calls.append(make_tool_call(groups.get("id") or "", name.strip(), arguments))
             end = footer.end()
         end = skip_space(text, end)
         if not calls or not text.startswith(self.section_end, end):
@@ -160,7 +155,7 @@ class MistralFormat(TaggedFormat):
             arguments, end = read_arguments(text, header.end())
             if arguments is None:
                 return None, position
-            return [make_tool_call(header["id"] or self._new_id(), header["name"], arguments)], end
+            return [make_tool_call(header["id"] or "", header["name"], arguments)], end
         try:
             values, end = parse_json_prefix(text, skip_space(text, position))
         except ValueError:
@@ -172,11 +167,8 @@ class MistralFormat(TaggedFormat):
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 return None, position
             call_id = value.get("id")
-            calls.append(make_tool_call(call_id if isinstance(call_id, str) else self._new_id(), name, arguments))
+            calls.append(make_tool_call(call_id if isinstance(call_id, str) else "", name, arguments))
         return calls or None, end
-
-    def _new_id(self) -> str:
-        return secrets.token_hex(_MISTRAL_ID_BYTES)[:9]
 
 
 class LlamaFormat(TaggedFormat):
@@ -222,7 +214,7 @@ class LlamaFormat(TaggedFormat):
                 return None if calls else []
             if not isinstance(arguments, dict):
                 return None
-            calls.append(make_tool_call(new_call_id(), name, arguments))
+            calls.append(make_tool_call("", name, arguments))
             position = skip_space(text, end)
             if text.startswith(";", position):
                 position = skip_space(text, position + 1)

@@ -13,7 +13,6 @@ from megatron_dppo.engines.agents.formats.base import (
     TaggedFormat,
     Tools,
     make_tool_call,
-    new_call_id,
     parameter_schemas,
     skip_space,
     typed_value,
@@ -61,7 +60,7 @@ def read_parameters(
     tail = grammar.call_end.match(text, end)
     if tail is None:
         return None, position
-    return make_tool_call(new_call_id(), head["name"], arguments), tail.end()
+    return make_tool_call("", head["name"], arguments), tail.end()
 
 
 def _strip_line_breaks(value: str) -> str:
