@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.engines.servers import TOOLS
 from tests.unit.engines.test_segments import Scorer
+from tests.unit.fake_servers import END
 from tests.unit.scripted import CALL, SAMPLED, TASK, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
@@ -33,12 +35,17 @@ NAME = "verifiers:vf_sums"
 DUEL = "verifiers:vf_duel"
 
 
+def install(name: str) -> Path:
+    """Return the folder of an environment of ``tools/engines/agents.sh``."""
+    done = subprocess.run([TOOLS / "agents.sh", "install", name], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
 @pytest.fixture(scope="module")
 def python() -> str:
     """The interpreter that has verifiers."""
-    done = subprocess.run([TOOLS / "agents.sh", "install", "verifiers"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return f"{done.stdout.strip()}/bin/python"
+    return str(install("verifiers") / "bin/python")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,6 +177,46 @@ def test_an_agent_is_left_out_by_name(duel: Prompt, python: str, world: World) -
     config = AgentConfig(environment=DUEL, environment_python=python, untrained_agents=["jugde"])
     with pytest.raises(GenerateError, match=r"\['jugde'\].*\['first', 'second', 'judge'\]"):
         EnvironmentAgent(config).tasks()
+
+
+@pytest.mark.long
+def test_a_game_of_openenv_is_played_to_its_end(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guesses 5 and 7 of a scripted policy; the number is 7. The harness gets its packages by uv."""
+    binaries = install("openenv") / "bin"
+    monkeypatch.setenv("PATH", f"{binaries}{os.pathsep}{os.environ['PATH']}")
+    port = tmp_path / "port"
+    server = subprocess.Popen([binaries / "python", Path(__file__).parent / "agents/openenv_game.py", port])
+    try:
+        deadline = time.monotonic() + 120
+        while not port.exists():
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        taskset = {"base_url": f"http://127.0.0.1:{port.read_text()}", "resets": [{"target": 7}]}
+        settings: dict[str, Any] = {
+            "environment_python": str(binaries / "python"),
+            "environment_options": {"taskset": taskset, "player": {"harness": {"id": "null"}}},
+        }
+        agent = EnvironmentAgent(AgentConfig(environment="verifiers:openenv", **settings))
+        (row,) = agent.tasks()
+        agent.close()
+        guesses = ['{"number": 5}', '{"number": 7}']
+
+        def sample(request: Any, position: int) -> int:
+            start = world.tokenizer.decode(request.token_ids).split(ASK)
+            tokens = [*world.encode(guesses[len(start) - 2]), END]
+            return tokens[position - len(request.token_ids) + len(world.encode(start[-1]))]
+
+        monkeypatch.setattr(world.server, "sample", sample)
+        engine = world.engine("verifiers:openenv", **settings)
+        prompt = replace(TASK, metadata={"task": row["task"]})
+        (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=4000, seed=1))
+    finally:
+        server.kill()
+        server.wait()
+    assert not completion.failure and completion.reward == 0.75
+    assert completion.counts["agent/reward/openenv_reward"] == 0.75
+    assert world.trained(completion) == [f"{guess}<|im_end|>" for guess in guesses]
+    assert [world.text(completion).count(hint) for hint in ('"hint": "guess"', '"hint": "higher"')] == [1, 1]
 
 
 def test_an_environment_that_cannot_be_used_is_named_before_it_plays(python: str) -> None:

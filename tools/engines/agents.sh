@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Agent frameworks in environments of their own, for the tests of [agent] (docs/agents.md).
 #
-#   tools/engines/agents.sh install [clients|verifiers]  # prints the folder of the environment
+#   tools/engines/agents.sh install [clients|verifiers|openenv]  # prints the folder of the environment
 #
 # Without an argument: SDKs and frameworks. clients: more of them, for a long test. verifiers: the package of
-# environments, which needs an older openai.
+# environments, which needs an older openai. openenv: the same with OpenEnv, for a long test.
 # It lies below $MEGATRON_DPPO_ENGINES (default ~/.cache/megatron_dppo/engines). PYTHON names the interpreter.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 name=${2:-agents}
 requirements=$here/${name}_requirements.txt
-[ "${1:-}" = install ] && [ -e "$requirements" ] || { echo "usage: $0 install [clients|verifiers]" >&2; exit 2; }
+[ "${1:-}" = install ] && [ -e "$requirements" ] || { echo "usage: $0 install [clients|verifiers|openenv]" >&2; exit 2; }
 root=${MEGATRON_DPPO_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_dppo/engines}
 stamp=$({ cat "$requirements"; "${PYTHON:-python3}" -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | head -c 12)
 base=$root/$name-$stamp
