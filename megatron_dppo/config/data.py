@@ -20,6 +20,11 @@ _SAME_FOR_ALL = {
 """Sampling settings that all sources share, and the reason."""
 
 
+def source_metric(name: str) -> str:
+    """Return the name of a source as a part of metric names, with ``_`` for other characters than ``A-Za-z0-9_.-``."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+
+
 class SourceConfig(Section):
     """Share and limits of one source of ``data.train``.
 
@@ -124,6 +129,13 @@ class DataConfig(Section):
                 close = get_close_matches(name, names, 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"its sources are {', '.join(map(repr, names))}"
                 raise ValueError(f"data.sources has {name!r}, which is no source of data.train; {hint}")
+        metrics: dict[str, str] = {}
+        for name in self.sources:
+            if (other := metrics.setdefault(source_metric(name), name)) != name:
+                raise ValueError(
+                    f"data.sources has {other!r} and {name!r}, whose metrics would both be "
+                    f"rollout/source/{source_metric(name)}; rename one of the sources"
+                )
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.config.data import source_metric
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.server_engine import ServerEngine
@@ -298,7 +298,7 @@ def source_metrics(groups: Sequence[RolloutGroup], names: Iterable[str]) -> dict
     for name in names:
         chosen = [each for each in groups if each.prompt.limits is not None and each.prompt.limits.source == name]
         rewards = [r.reward for group in chosen for r in group.rollouts if not r.reward_failed]
-        key = f"source/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
+        key = f"source/{source_metric(name)}"
         # Also without groups: the denominators of all ranks add up.
         metrics[f"{key}/fraction"] = Metric(len(chosen), len(groups))
         metrics[f"{key}/reward"] = Metric(sum(rewards), len(rewards))

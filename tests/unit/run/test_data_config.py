@@ -150,6 +150,11 @@ def test_limits_that_cannot_apply_are_rejected(limits: dict[str, Any], others: d
     assert part in str(error.value)
 
 
+def test_sources_with_one_metric_name_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"would both be rollout/source/a_1\.jsonl; rename"):
+        config(data={"train": ["x/a 1.jsonl", "x/a_1.jsonl"], "sources": {"a 1.jsonl": {}, "a_1.jsonl": {}}})
+
+
 def test_the_dry_run_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example(tmp_path, 'train = "task:chain_sum"')
     assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 0
