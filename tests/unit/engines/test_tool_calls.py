@@ -62,7 +62,8 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
 def test_calls_outside_thoughts_are_made(text: str, expected: list[tuple[str, dict[str, Any]]]) -> None:
     content, calls = split_tool_calls(text)
     assert [(each["function"]["name"], each["function"]["arguments"]) for each in calls] == expected
-    assert len({each["id"] for each in calls}) == len(calls)
+    # The policy writes no ids in this form. The episode gives the program some, see ``call_ids``.
+    assert all(each["id"] == "" for each in calls)
     if not expected:
         assert content == text
 
