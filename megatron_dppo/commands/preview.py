@@ -116,6 +116,7 @@ def _score(config: Config, prompt: Prompt, answer: str) -> RewardResult:
             completion=answer,
             label=prompt.label,
             metadata={**prompt.metadata, "finish_reason": "stop"},
+            source=prompt.source,
             messages=prompt.messages,
         )
         return scorer.score([item], is_batch=False)[0]

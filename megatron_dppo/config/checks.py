@@ -43,6 +43,7 @@ def check_sections(config: Config) -> None:
     _check_recorded_routes(config.train)
     _check_sync_time(config.rollout, config.run)
     _check_overlong(config.reward, config.rollout)
+    _check_reward_sources(config)
     _check_sources(config)
     _check_mini_batches(config.rollout, config.train)
     _check_reference(config.model, is_needed=config.needs_reference or config.loss.has_text)
@@ -292,6 +293,27 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
             f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}, otherwise every response gets a penalty. DAPO uses a fifth of it"
         )
+
+
+def _check_reward_sources(config: Config) -> None:
+    functions, data = config.reward.functions, config.data
+    known = [*data.source_names, *data.eval_source_names]
+    for name, function in functions.items():
+        for source in function.sources:
+            if source not in known:
+                raise ValueError(
+                    f"reward.functions.{name}.sources has {source!r}, which is no source of data.train or data.eval; "
+                    f"they are {', '.join(map(repr, dict.fromkeys(known)))}"
+                )
+    if not any(function.sources for function in functions.values()):
+        return
+    weighted = [function for function in functions.values() if function.weight]
+    for source in known:
+        if not any(not function.sources or source in function.sources for function in weighted):
+            raise ValueError(
+                f"the source {source!r} has no function in reward.functions; add it to the sources of one with a "
+                "weight, or add a function"
+            )
 
 
 def _check_sources(config: Config) -> None:

@@ -20,6 +20,10 @@ _SAME_FOR_ALL = {
 """Sampling settings that all sources share, and the reason."""
 
 
+def _source_name(source: str) -> str:
+    return source if source.startswith(("hf:", "task:")) else Path(source).name
+
+
 def source_metric(name: str) -> str:
     """Return the name of a source as a part of metric names, with ``_`` for other characters than ``A-Za-z0-9_.-``."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
@@ -113,7 +117,13 @@ class DataConfig(Section):
     def source_names(self) -> list[str]:
         """Names of the sources of ``train``: files without their folders."""
         listed = [self.train] if isinstance(self.train, str) else self.train
-        return [source if source.startswith(("hf:", "task:")) else Path(source).name for source in listed]
+        return [_source_name(source) for source in listed]
+
+    @property
+    def eval_source_names(self) -> list[str]:
+        """Names of the sources of ``eval``."""
+        named = self.eval if isinstance(self.eval, dict) else {"": self.eval}
+        return [_source_name(source) for source in named.values() if source is not None]
 
     @property
     def weights(self) -> dict[str, float]:

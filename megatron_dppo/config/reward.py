@@ -32,6 +32,9 @@ class RewardFunctionConfig(Section):
     """Reward function, as in ``reward.function``."""
     weight: float = 1.0
     """Weight of its score in the sum. It may be negative. 0 only logs the score."""
+    sources: list[str] = Field(default_factory=list)
+    """Names of the sources of ``data.train`` and ``data.eval`` whose rows it scores, as in ``[data.sources]``. Empty:
+    all. Each source needs a function."""
     eval: bool = False
     """Use this function's score alone as ``eval/accuracy``. At most one function may set it; without it, the weighted
     sum is used."""

@@ -155,6 +155,11 @@ def _check_reward_parts(config: Config) -> None:
             "[reward.functions.NAME] with a weight, reward.format or reward.overlong_buffer_tokens, or of an agent "
             "reward.agent_parts, or use 'std'"
         )
+    if limited := [name for name, function in config.reward.functions.items() if function.sources]:
+        raise ValueError(
+            f"{setting} with reward.functions.{limited[0]}.sources: a part of a reward is normalized over all sources. "
+            "Remove sources, or use 'std' or 'mean'"
+        )
     if config.rollout.generate is not None:
         raise ValueError(f"{setting} with rollout.generate, which may give rewards without parts. Use 'std' or 'mean'")
     if config.agent.is_set and config.agent.reward != "function" and not config.reward.agent_parts:

@@ -51,6 +51,8 @@ class DataRow:
     """The other columns."""
     is_problem: bool = False
     """The prompt is a bare problem (a column ``problem`` or ``question``), not text made for a model."""
+    source: str = ""
+    """Name of the row's source, as in ``[data.sources]``."""
     limits: PromptLimits | None = None
     """Limits of the row's source. None: those of the run."""
 

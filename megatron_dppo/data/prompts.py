@@ -101,9 +101,9 @@ def load_rows(
 
     def iter_all() -> Iterator[DataRow]:
         for name, source in zip(names, listed, strict=True):
-            rows = iter_rows(source, split, prompt_key, label_key)
             source_limits = (limits or {}).get(name)
-            yield from rows if source_limits is None else (replace(row, limits=source_limits) for row in rows)
+            for row in iter_rows(source, split, prompt_key, label_key):
+                yield replace(row, source=name, limits=source_limits)
 
     return LoadedRows(*drop_duplicates(iter_all(), deduplicate))
 
@@ -288,6 +288,7 @@ def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions) -> Prompt:
         token_ids=tuple(ids),
         label=row.label,
         metadata=row.metadata,
+        source=row.source,
         messages=None if isinstance(row.prompt, str) else tuple(row.prompt),
         limits=row.limits,
     )

@@ -31,6 +31,8 @@ class RewardItem:
     """Reference answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the data row, and ``finish_reason`` (``stop`` or ``length``)."""
+    source: str = ""
+    """Name of the row's source, as in ``[data.sources]``."""
     token_ids: Sequence[int] = ()
     """Tokens of the response, including the end-of-sequence token. Shape [R]."""
     messages: Sequence[Mapping[str, Any]] | None = None

@@ -106,10 +106,12 @@ class FunctionPool:
             worker.close()
 
 
-def score_concurrently(pools: Sequence[FunctionPool], items: Sequence[RewardItem]) -> list[dict[int, ScoringOutcome]]:
-    """Score all items with all functions concurrently; return each pool's outcomes by index."""
-    for pool in pools:
-        pool.begin(items)
+def score_concurrently(
+    pools: Sequence[FunctionPool], items: Sequence[Sequence[RewardItem]]
+) -> list[dict[int, ScoringOutcome]]:
+    """Score the items of each function, all functions at the same time; return each pool's outcomes by index."""
+    for pool, pool_items in zip(pools, items, strict=True):
+        pool.begin(pool_items)
     while True:
         for pool in pools:
             pool.feed()

@@ -27,6 +27,12 @@ class WeightedFunction:
     weight: float = 1.0
     is_eval: bool = False
     """True if an evaluation counts only its score."""
+    sources: Sequence[str] = ()
+    """Names of the sources whose rows it scores. Empty for all."""
+
+    def scores(self, item: RewardItem) -> bool:
+        """Return True if the function scores the item's source."""
+        return not self.sources or item.source in self.sources
 
 
 class RewardScorer:
@@ -66,6 +72,8 @@ class RewardScorer:
     def from_functions(cls, functions: Sequence[WeightedFunction], shaping: Shaping | None = None) -> RewardScorer:
         """Create a scorer with the weighted sum of several functions, whose processes run concurrently.
 
+        The sum is over the functions that score the item's source.
+
         A result's parts are ``score`` (the sum without shaping), each function's score under its name, and its own
         parts as ``NAME/PART``.
         """
@@ -92,14 +100,18 @@ class RewardScorer:
         Raises:
             RewardError: A function failed on every one of several items of a batch, so the function itself is broken.
         """
-        outcomes = score_concurrently([function.pool for function in self._functions], items)
-        if is_batch and len(items) > 1:
-            for function, function_outcomes in zip(self._functions, outcomes, strict=True):
+        function_items = [[item for item in items if function.scores(item)] for function in self._functions]
+        outcomes = score_concurrently([function.pool for function in self._functions], function_items)
+        for function, function_outcomes in zip(self._functions, outcomes, strict=True):
+            if is_batch and len(function_outcomes) > 1:
                 self._require_success(function, function_outcomes)
-        final = [
-            self._result(item, [function_outcomes[index] for function_outcomes in outcomes])
-            for index, item in enumerate(items)
-        ]
+        in_order = [iter([each[index] for index in range(len(each))]) for each in outcomes]
+        final = []
+        for item in items:
+            pairs = zip(self._functions, in_order, strict=True)
+            final.append(
+                self._result(item, [(function, next(scored)) for function, scored in pairs if function.scores(item)])
+            )
         if is_batch and len(final) > 1 and all(result.failed for result in final):
             raise RewardError(
                 f"the rewards of all {len(final)} samples failed, so the step has no signal; first error: "
@@ -116,8 +128,7 @@ class RewardScorer:
                 f"{outcomes[0].error}. Fix the function, then run the same command to resume"
             )
 
-    def _result(self, item: RewardItem, outcomes: Sequence[ScoringOutcome]) -> RewardResult:
-        pairs = list(zip(self._functions, outcomes, strict=True))
+    def _result(self, item: RewardItem, pairs: Sequence[tuple[WeightedFunction, ScoringOutcome]]) -> RewardResult:
         # The function marked eval counts even if another function failed on this sample.
         eval_score = next((each.score for function, each in pairs if function.is_eval and not each.error), None)
         if errors := [(function.name, each.error) for function, each in pairs if each.error]:
@@ -182,6 +193,7 @@ def build_scorer(
                 _pool(reward, run_info, f"reward.functions.{name}", each, has_labels=has_labels),
                 each.weight,
                 each.eval,
+                each.sources,
             )
             for name, each in reward.functions.items()
         ]

@@ -55,7 +55,7 @@ def _verl_one(item: RewardItem) -> dict[str, object]:
     inner = item.metadata.get("extra_info")
     extra = dict(inner if isinstance(inner, Mapping) else item.metadata)
     return {
-        "data_source": item.metadata.get("data_source", ""),
+        "data_source": item.metadata.get("data_source", item.source),
         "solution_str": item.completion,
         "ground_truth": item.label,
         "extra_info": {"finish_reason": item.metadata.get("finish_reason"), **extra},

@@ -181,6 +181,7 @@ def score_completions(
             completion=completion.text,
             label=prompt.label,
             metadata={**prompt.metadata, **_response_metadata(completion)},
+            source=prompt.source,
             token_ids=tuple(completion.token_ids.tolist()),
             messages=prompt.messages,
             max_new_tokens=None if prompt.limits is None else prompt.limits.max_new_tokens,

@@ -181,6 +181,8 @@ class Prompt:
     """The reference answer for the reward function."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the data row."""
+    source: str = ""
+    """Name of the source, as in ``[data.sources]``."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The row's chat messages. None if the row has a plain string."""
     is_task: bool = False

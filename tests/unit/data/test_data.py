@@ -59,8 +59,8 @@ def test_the_embedded_task_gives_its_split_with_labels() -> None:
 def test_a_jsonl_row_keeps_its_index_label_and_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path, {"q": "1+1=", "a": 2, "level": 3}, "", {"q": "2+2=", "a": "04"})
     assert load_rows(path, "train", prompt_key="q", label_key="a").rows == [
-        DataRow("rows.jsonl:1", "1+1=", "2", {"level": 3}),
-        DataRow("rows.jsonl:3", "2+2=", "04", {}),
+        DataRow("rows.jsonl:1", "1+1=", "2", {"level": 3}, source="rows.jsonl"),
+        DataRow("rows.jsonl:3", "2+2=", "04", {}, source="rows.jsonl"),
     ]
 
 

@@ -270,3 +270,61 @@ def test_a_resume_distinguishes_function_keys_that_change_results() -> None:
     assert {change_kind(f"reward.functions.a.{key}") for key in free} == {"free"}
     for key in ("reward.functions.a.weight", "reward.functions.a.options.prompt", "reward.options.model"):
         assert change_kind(key) == "results"
+
+
+SOURCES = {
+    "data": {"train": ["x/sums.jsonl", "x/code.jsonl"], "eval": {"held": "x/held.jsonl"}},
+    "reward": {"timeout_seconds": 20.0},
+}
+
+
+def test_functions_score_the_rows_of_their_sources(file: str) -> None:
+    """Sums get 1 or 0, code gets half its length, and all lose a tenth of theirs. One failure stays with its row."""
+    functions = {
+        "right": {"function": f"{file}:right", "sources": ["sums.jsonl", "held.jsonl"]},
+        "code": {"function": f"{file}:verl", "sources": ["code.jsonl"], "options": {"factor": 0.5}},
+        "short": {"function": f"{file}:own", "weight": -0.1, "options": {"factor": 1.0}},
+    }
+    scorer = open_scorer(config(data=SOURCES["data"], reward={**SOURCES["reward"], "functions": functions}))
+    rows = [("sums", "12"), ("code", "abcd"), ("held", "1"), ("sums", "fails"), ("code", "ab"), ("sums", "3")]
+    results = scorer.score([RewardItem(prompt="", completion=t, label="12", source=f"{s}.jsonl") for s, t in rows])
+    scorer.close()
+    assert [result.failed for result in results] == [False, False, False, True, False, False]
+    assert [result.reward for result in results] == pytest.approx([0.8, 1.6, -0.1, 0.0, 0.8, -0.1])
+    assert results[0].parts.keys() & {"right", "code"} == {"right"}
+    assert results[1].parts.keys() & {"right", "code"} == {"code"}
+
+
+def test_a_function_that_fails_on_all_rows_of_its_source_stops_the_run(file: str) -> None:
+    functions = {
+        "right": {"function": f"{file}:right", "sources": ["sums.jsonl", "held.jsonl"]},
+        "code": {"function": f"{file}:broken", "sources": ["code.jsonl"]},
+    }
+    scorer = open_scorer(config(data=SOURCES["data"], reward={**SOURCES["reward"], "functions": functions}))
+    item = RewardItem(prompt="", completion="12", label="12", source="sums.jsonl")
+    code = RewardItem(prompt="", completion="12", label="12", source="code.jsonl")
+    # One failed row is no proof.
+    assert [result.failed for result in scorer.score([item, code, item])] == [False, True, False]
+    with pytest.raises(RewardError, match=r"reward\.functions\.code\.function.*failed on all 2 samples"):
+        scorer.score([item, code, code])
+    scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("sources", "advantage", "part"),
+    [
+        (["sum.jsonl"], "std", "has 'sum.jsonl', which is no source of data.train or data.eval; they are 'sums.jsonl'"),
+        (["sums.jsonl", "held.jsonl"], "std", "the source 'code.jsonl' has no function in reward.functions"),
+        (["sums.jsonl", "code.jsonl"], "std", "the source 'held.jsonl' has no function"),
+        (["sums.jsonl", "code.jsonl", "held.jsonl"], "gdpo", "reward.functions.one.sources: a part of a reward is"),
+    ],
+)
+def test_sources_that_cannot_be_scored_are_refused(sources: list[str], advantage: str, part: str) -> None:
+    functions = {
+        "one": {"function": "math", "sources": sources},
+        "logged": {"function": "math", "weight": 0.0},
+        "other": {"function": "math", "sources": ["sums.jsonl"]},
+    }
+    with pytest.raises(ConfigError) as error:
+        config(data=SOURCES["data"], reward={"functions": functions}, train={"advantage": advantage})
+    assert part in str(error.value)

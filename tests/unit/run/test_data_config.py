@@ -150,6 +150,13 @@ def test_limits_that_cannot_apply_are_rejected(limits: dict[str, Any], others: d
     assert part in str(error.value)
 
 
+def test_prompts_have_the_name_of_their_source(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"])
+    data = inputs(tmp_path, 'train = ["a.jsonl", "task:chain_sum"]\neval = "task:chain_sum"')
+    assert {prompt.source for prompt in data.train_prompts} == {"a.jsonl", "task:chain_sum"}
+    assert {prompt.source for prompt in data.eval_prompts[""]} == {"task:chain_sum"}
+
+
 def test_sources_with_one_metric_name_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"would both be rollout/source/a_1\.jsonl; rename"):
         config(data={"train": ["x/a 1.jsonl", "x/a_1.jsonl"], "sources": {"a 1.jsonl": {}, "a_1.jsonl": {}}})
