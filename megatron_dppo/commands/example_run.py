@@ -38,16 +38,9 @@ def _smollm2() -> Path:
 
 
 def _smollm2_moe() -> Path:
-    """Upcycle SmolLM2 to four experts, two for each token."""
-    from megatron_dppo.weights.upcycled_config import Upcycling
-    from megatron_dppo.weights.upcycling import upcycle_folder
+    from megatron_dppo.commands.experiments.smollm2 import mixture_folder
 
-    dense = _smollm2()
-    folder = dense.with_name(f"{dense.name}-moe-4x2")
-    if not folder.is_dir():
-        _print("model    upcycling it to 4 experts (377 M parameters)")
-        upcycle_folder(dense, folder, Upcycling(num_experts=4, top_k=2, noise=0.02))
-    return folder
+    return mixture_folder(_print)
 
 
 RUNNABLE: Mapping[str, RunnableExample] = {

@@ -81,9 +81,6 @@ SAMPLED: dict[int, list[Case]] = {
         Case(CP, family="gpt_oss", tied=True),
     ],
     4: [
-        Case({**TP, **CP}, family="llama"),
-        Case({**TP, **ETP, **OVERLAP}, family="glm4_moe"),
-        Case({**TP, **CP}, family="olmoe"),
         Case({**TP, **PP, **EP}, family="deepseek_v3"),
         Case({**TP, **ETP, **OVERLAP}, family="qwen3_5_moe_text", tied=True),
     ],

@@ -46,7 +46,6 @@ CASES: dict[int, list[Adapted]] = {
     ],
     4: [
         (Case({**TP, **ETP, **OVERLAP}, transformer=SELECTIVE), ALL),
-        (Case({**CP, **EP4}), ALL),
     ],
 }
 FURTHER: dict[int, list[Adapted]] = {
@@ -97,6 +96,7 @@ FURTHER: dict[int, list[Adapted]] = {
     4: [
         (Case({**TP, **PP}, dense_layers=(2,)), SOME),
         (Case(ETP), ALL),
+        (Case({**CP, **EP4}), ALL),
         (Case({**TP, **ETP, **OVERLAP}, family="deepseek_v3"), DEEPSEEK),
         (Case({**TP, **CP}, family="glm4_moe_lite"), DEEPSEEK),
         (Case({**TP, **PP}, family="moonlight"), MOONLIGHT),

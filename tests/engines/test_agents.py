@@ -84,7 +84,8 @@ def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, 
         assert step["rollout/policy_age"] == 0 and step["rollout/reward"] > 0
 
 
-@pytest.mark.parametrize("top_p", [None, 0.7], ids=["honest", "filter"])
+# The run above has an honest server, too.
+@pytest.mark.parametrize("top_p", [pytest.param(None, marks=pytest.mark.long), 0.7], ids=["honest", "filter"])
 def test_agents_train_on_an_honest_server_and_a_filter_in_between_is_named(
     top_p: float | None, confident: tuple[Path, SharedEngine], tmp_path: Path
 ) -> None:

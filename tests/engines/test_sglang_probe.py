@@ -86,6 +86,7 @@ def test_a_model_with_other_layers_is_reported(sglang: Engine, old_model: Refere
         run(sglang, expectation(routing=replace(ROUTING, num_layers=3)), old_model)
 
 
+@pytest.mark.long  # test_sglang_lies.py has another run that a failed probe stops
 def test_a_run_with_a_wrong_server_stops_before_it_trains(wrong: Engine, old_model: Reference, tmp_path: Path) -> None:
     more = {
         "parallel__expert_model_parallel_size": 1,

@@ -148,6 +148,7 @@ def test_a_run_continues_without_a_server_that_becomes_corrupt_and_reports_it(
         assert f"{liar.url} is not used any more: it violated the contract 2 times since the last sync" in output
 
 
+@pytest.mark.long  # test_sglang_lies.py has another contract that is violated after the probe
 def test_a_run_with_only_a_corrupt_server_stops_before_it_trains_on_its_responses(
     pair: list[Engine], tmp_path: Path
 ) -> None:

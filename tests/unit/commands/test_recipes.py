@@ -119,7 +119,7 @@ FILES = [file for file in sorted(EXAMPLES.rglob("*.toml")) if not planned_by_ano
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(f, marks=[pytest.mark.long] if i % 3 else []) for i, f in enumerate(FILES)],
+    [pytest.param(f, marks=[pytest.mark.long] if i % 4 else []) for i, f in enumerate(FILES)],
     ids=lambda f: f"{f.parent.name}/{f.stem}",
 )
 def test_every_example_fits_what_it_says(file: Path, rehearsals: RehearsalPool) -> None:
