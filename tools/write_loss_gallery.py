@@ -3,10 +3,10 @@
 The page has the formula, picture, use, source and wind tunnel verdict of every loss. Its table of three axes comes from
 the first lines of the files in megatron_dppo/losses.
 
-python tools/write_loss_gallery.py docs/losses/README.md [ROWS]
+python tools/write_loss_gallery.py docs/losses/README.md
 
-ROWS (default ``docs/windtunnel/rows.jsonl.xz``) is the ``rows.jsonl`` of ``megatron-dppo experiment windtunnel``,
-compressed or not. Without it, and for a loss without runs in it, the verdict is "not measured yet".
+The verdicts are of ``docs/windtunnel/rows.jsonl.xz`` and ``third_rows.jsonl.xz``, the ``rows.jsonl`` of ``megatron-dppo
+experiment windtunnel`` and ``windtunnel3``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from draw_losses import HEAD_MU, HEAD_PI, RECOMPUTED, entries
+from write_question_pages import Results
 
+from megatron_dppo.commands.experiments.paired import ALPHA
 from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo.commands.experiments.verdicts import judge
 from megatron_dppo.config.loss_registry import loss_classes
 
-ROWS = Path(__file__).parents[1] / "docs/windtunnel/rows.jsonl.xz"
+WINDTUNNEL = Path(__file__).parents[1] / "docs/windtunnel"
+ROWS, THIRD_ROWS = WINDTUNNEL / "rows.jsonl.xz", WINDTUNNEL / "third_rows.jsonl.xz"
 DEFAULT = "dppo_binary_tv cap 5"
-"""Loss that the other losses are compared with: the default of the configuration."""
-MISSING = "not measured yet"
+"""Loss that the second edition compares the others with: the default of the configuration."""
+THIRD_DEFAULT = "dppo_binary_tv tuned"
+"""The same of the third edition."""
 
 AXES = ("Differentiated", "Weight", "Mask")
 HEAD = f"""# Losses: what each does with a token
@@ -71,30 +75,56 @@ Some losses depend on more than (μ, π). Their pictures assume:
 - Recomputed log-probabilities: π' is {RECOMPUTED} μ.
 - Sequences: they have one token.
 
-**Verdict** compares results of the wind tunnel, on small models ([experiments](../experiments.md#how-to-read-it)). A
-band is mean [least, largest] over seeds of the training reward in the last quarter of the steps. The verdict has the
-band without mismatch, and the number of conditions whose band is above or below that of `{DEFAULT}`
-without touching it. "On every seed" means that the bands overlap, but the difference has one sign on all five seeds. A
-DPPO run whose name has no cap used `ratio_cap = "off"`. The wind tunnel searched a threshold for each loss, so these
-runs did not use the defaults.
+**Verdict** compares results of the [wind tunnel](../windtunnel/README.md), on small models.
+
+- *Third edition*: exact tests over twelve paired seeds of the mean reward over all steps, corrected for all declared
+  comparisons. Each verdict names both losses with their searched settings, and the mean difference.
+- *[Second edition](../windtunnel/second_edition.md)*: bands, mean [least, largest] over five seeds of the training
+  reward in the last quarter of the steps. It has the band without mismatch, and the number of conditions whose band is
+  above or below that of `{DEFAULT}` without touching it. "On every seed" means that the bands overlap, but the
+  difference has one sign on all five seeds. A DPPO run whose name has no cap used `ratio_cap = "off"`.
+
+Both editions searched a threshold for each loss, so these runs did not use the defaults.
 """
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file, or no rows if it does not exist."""
-    if not path.is_file():
-        return []
+    """Return the rows of a file, compressed or not."""
     data = path.read_bytes()
     text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
-def verdict(names: Sequence[str], measured_bands: Mapping[Cell, Band]) -> list[str]:
-    """Return the verdict lines of the named losses."""
-    lines = [line for name in names for line in _loss_lines(name, measured_bands)]
-    if names:
-        return lines or [f"Verdict: {MISSING}."]
-    return ["Verdict: not in the second edition of the [wind tunnel](../windtunnel/README.md)."]
+def verdict(entry: Mapping[str, Any], measured_bands: Mapping[Cell, Band], third: Results) -> list[str]:
+    """Return the verdict lines of a gallery entry."""
+    newer = [line for name in entry.get("third", ()) for line in _third_lines(name, third)]
+    older = [line for name in entry["rows"] for line in _loss_lines(name, measured_bands)]
+    if not newer and not older:
+        return ["Verdict: not in the [wind tunnel](../windtunnel/README.md)."]
+    editions = (("Third edition:", newer), ("Second edition:", older))
+    return [text for title, lines in editions if lines for text in (title, "", *lines, "")][:-1]
+
+
+def _third_lines(name: str, third: Results) -> list[str]:
+    """Return a line for each declared opponent of a loss, of the conditions whose seeds are all finished.
+
+    Binary-TV is the opponent of most losses, and has its verdicts in their sections.
+    """
+    verdicts: dict[str, dict[str, list[str]]] = {}
+    for each, corrected in third.comparisons:
+        sides = (each.claim.better, each.claim.worse)
+        is_named_first = name == sides[0]
+        if not each.is_complete or not (is_named_first or sides == (THIRD_DEFAULT, name)):
+            continue
+        first, second = (f"`{loss}` ({text})" for loss, text in zip(sides, each.settings, strict=True))
+        pair, sign = (f"{first} against {second}", 1) if is_named_first else (f"{second} against {first}", -1)
+        mean = sign * sum(each.differences) / len(each.differences)
+        word = "cannot be told apart" if corrected > ALPHA else "above" if mean > 0 else "below"
+        verdicts.setdefault(pair, {}).setdefault(word, []).append(f"{each.task} {each.mismatch} ({mean:+.3f})")
+    return [
+        f"- {pair}: " + "; ".join(f"{word} in {', '.join(by_word[word])}" for word in sorted(by_word))
+        for pair, by_word in verdicts.items()
+    ]
 
 
 def _loss_lines(name: str, measured_bands: Mapping[Cell, Band]) -> list[str]:
@@ -129,7 +159,7 @@ def _compare_with_default(task: str, loss_bands: Mapping[str, Band], measured_ba
     return f"against `{DEFAULT}`: {', '.join(phrases)}"
 
 
-def section(entry: Mapping[str, Any], measured_bands: Mapping[Cell, Band]) -> str:
+def section(entry: Mapping[str, Any], measured_bands: Mapping[Cell, Band], third: Results) -> str:
     """Return the section of one loss."""
     keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in entry["config"].items())
     parts = [
@@ -139,7 +169,7 @@ def section(entry: Mapping[str, Any], measured_bands: Mapping[Cell, Band]) -> st
         f"![{entry['title']}]({entry['id']}.png)",
         f"When: {entry['when']}",
         f"Source: {entry['source']}.",
-        "\n".join(verdict(entry["rows"], measured_bands)),
+        "\n".join(verdict(entry, measured_bands, third)),
     ]
     return "\n\n".join(parts)
 
@@ -159,15 +189,12 @@ def axes() -> str:
     return "\n".join(lines)
 
 
-def document(rows: Sequence[Row]) -> str:
+def document(rows: Sequence[Row], third_rows: Sequence[Row]) -> str:
     """Return the text of the page."""
-    measured_bands = bands(rows, SCORES["final"])
-    return (
-        "\n\n".join([HEAD.rstrip().replace("{axes}", axes()), *(section(entry, measured_bands) for entry in entries())])
-        + "\n"
-    )
+    measured_bands, third = bands(rows, SCORES["final"]), Results.of(third_rows)
+    head = HEAD.rstrip().replace("{axes}", axes())
+    return "\n\n".join([head, *(section(entry, measured_bands, third) for entry in entries())]) + "\n"
 
 
 if __name__ == "__main__":
-    page, *given = map(Path, sys.argv[1:])
-    page.write_text(document(read_rows(*(given or [ROWS]))), encoding="utf-8")
+    Path(sys.argv[1]).write_text(document(read_rows(ROWS), read_rows(THIRD_ROWS)), encoding="utf-8")

@@ -55,14 +55,24 @@ class Results:
         """
         if not (folder / "rows").is_dir():
             raise UserError(f"{folder} has no rows; expected the --output of megatron-dppo experiment windtunnel3")
-        store = Store(folder)
+        return cls._of(Store(folder).read)
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Results:
+        """Return the results of the rows of a ``rows.jsonl``."""
+        given = {row["key"]: row for row in rows}
+        return cls._of(lambda runs: {run.key: given[run.key] for run in runs if run.key in given})
+
+    @classmethod
+    def _of(cls, read: Callable[[Sequence[GridRun]], Rows]) -> Results:
+        """Return the results of the rows that ``read`` finds for runs."""
         by_key = Rows()
         runs: list[GridRun] = []
         for stage in THIRD_EDITION.stages(quick=False):
             search = stage.search(quick=False)
-            by_key |= store.read(search)
+            by_key |= read(search)
             report = stage.report(quick=False, seeds=None, rows=by_key.values())
-            by_key |= store.read(report)
+            by_key |= read(report)
             runs += [*search, *report]
         rows = [relabel_row(by_key[run.key], run) for run in runs if run.key in by_key]
         comparisons = compare(THIRD_EDITION.claims, rows, runs)
