@@ -17,7 +17,7 @@ def arguments(engines: Sequence[Engine | Proxy], folder: Path, **more: Any) -> l
     values: dict[str, Any] = dict(
         run__output_dir=folder,
         run__num_steps=4,
-        warmup__num_steps=100,
+        warmup__num_steps=30,
         rollout__engine="sglang",
         rollout__servers__urls=json.dumps([engine.url for engine in engines]),
         rollout__dtype="fp32",

@@ -87,7 +87,6 @@ def test_stopped_responses_continue_in_the_next_step_with_new_weights(pair: list
         "rollout__abort_slowest": "true",
         "rollout__partial_rollouts": 2,
         "rollout__max_new_tokens": 100,
-        "warmup__num_steps": 30,
     }
     result = train(arguments(pair, folder, **more), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -112,7 +111,6 @@ def test_rollouts_continue_with_new_weights_while_the_policy_trains_and_is_evalu
         "rollout__servers__max_in_flight": 24,
         "eval__every": 2,
         "checkpoint__save_every": 2,
-        "warmup__num_steps": 30,
     }
     folder = tmp_path / "run"
     result = train(arguments(pair, folder, **more), processes=2)
@@ -136,7 +134,7 @@ def test_rollouts_continue_with_new_weights_while_the_policy_trains_and_is_evalu
 def test_a_run_continues_without_a_server_that_becomes_corrupt_and_reports_it(
     pair: list[Engine], tmp_path: Path
 ) -> None:
-    more = {"run__num_steps": 3, "warmup__num_steps": 30, "loss__name": "dppo_topk_tv", "loss__topk": 4}
+    more = {"run__num_steps": 3, "loss__name": "dppo_topk_tv", "loss__topk": 4}
     with Proxy(pair[0].url, lie=generation_lie(shifted_topk, after=12, but="probe")) as liar:
         result = train(arguments([liar, pair[1]], tmp_path / "run", **more), processes=2)
         output = result.stdout + result.stderr
