@@ -125,6 +125,8 @@ _PRECISION = Experiment(
 )
 _DEFAULT = "dppo_binary_tv cap 5"
 _REAL_LOSSES = (_DEFAULT, "grpo", "pg_is")
+_REAL_QUESTIONS = ("dppo_topk_tv cap 5", "dppo_binary_tv centered", "dppo_binary_tv 0.05", "dppo_binary_tv 0.6")
+"""Questions of DPPO's users: Top-K or Binary, centering, and which delta."""
 _REAL_MODEL = Experiment(
     "real_model",
     "A real language model, SmolLM2-135M-Instruct, on sums: losses side by side",
@@ -166,11 +168,16 @@ _REAL_MODEL_3 = Experiment(
         Block(REAL_MODEL, _REAL_LOSSES, ("none", "staleness 4", "weights int8", "weights int4"), {}),
         Block(REAL_MODEL, (*_REAL_LOSSES, "drpo/12.5"), ("staleness 16",), {}),
         Block(REAL_MODEL, ("drpo/12.5",), ("none", "staleness 4", "weights int8", "weights int4"), {}),
+        Block(REAL_MODEL, _REAL_QUESTIONS, ("staleness 4",), {}),
     ),
     quick=(Block(REAL_MODEL, _REAL_LOSSES, ("staleness 16",), {"run": {"num_steps": 5}}),),
     claims=(
         *_REAL_MODEL.claims,
         Claim("DRPO with its authors' delta learns faster than a hard mask", "drpo/12.5", _DEFAULT),
+        Claim("Top-K learns faster than Binary", "dppo_topk_tv cap 5", _DEFAULT),
+        Claim("centering helps DPPO", "dppo_binary_tv centered", _DEFAULT),
+        Claim("a delta of 0.6 learns faster than the default of 0.15", "dppo_binary_tv 0.6", _DEFAULT),
+        Claim("the default of 0.15 learns faster than a delta of 0.05", _DEFAULT, "dppo_binary_tv 0.05"),
     ),
     seeds=(0, 1, 2),
 )

@@ -88,6 +88,7 @@ _TUNED = (
 _FIXED = (
     *[LossSetting(f"{_BINARY} {delta}", {"name": _BINARY, **_CAP, **thresholds(delta)}) for delta in DELTAS],
     *[LossSetting(f"drpo/{delta:g}", {"name": "drpo", **thresholds(delta)}) for delta in DRPO_DELTAS],
+    LossSetting(f"{_BINARY} centered", {"name": _BINARY, "centering": True, **_CAP}),
     LossSetting("drpo/paper", {"name": "drpo/paper"}),
     LossSetting("skyrl/default", {"name": "skyrl/default"}),
 )
