@@ -23,7 +23,7 @@ from typing import Any
 from draw_losses import HEAD_MU, HEAD_PI, RECOMPUTED, entries
 from write_question_pages import Results
 
-from megatron_dppo.commands.experiments.paired import ALPHA
+from megatron_dppo.commands.experiments.paired import judge_pair
 from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo.commands.experiments.verdicts import judge
 from megatron_dppo.config.loss_registry import loss_classes
@@ -111,16 +111,16 @@ def _third_lines(name: str, third: Results) -> list[str]:
     Binary-TV is the opponent of most losses, and has its verdicts in their sections.
     """
     verdicts: dict[str, dict[str, list[str]]] = {}
-    for each, corrected in third.comparisons:
-        sides = (each.claim.better, each.claim.worse)
-        is_named_first = name == sides[0]
-        if not each.is_complete or not (is_named_first or sides == (THIRD_DEFAULT, name)):
+    for declared, corrected in third.comparisons:
+        is_second = (declared.claim.better, declared.claim.worse) == (THIRD_DEFAULT, name)
+        each = declared.reversed() if is_second else declared
+        if not each.is_complete or each.claim.better != name:
             continue
-        first, second = (f"`{loss}` ({text})" for loss, text in zip(sides, each.settings, strict=True))
-        pair, sign = (f"{first} against {second}", 1) if is_named_first else (f"{second} against {first}", -1)
-        mean = sign * sum(each.differences) / len(each.differences)
-        word = "cannot be told apart" if corrected > ALPHA else "above" if mean > 0 else "below"
-        verdicts.setdefault(pair, {}).setdefault(word, []).append(f"{each.task} {each.mismatch} ({mean:+.3f})")
+        losses = zip((name, each.claim.worse), each.settings, strict=True)
+        pair = " against ".join(f"`{loss}` ({settings})" for loss, settings in losses)
+        mean = sum(each.differences) / len(each.differences)
+        condition = f"{each.task} {each.mismatch} ({mean:+.3f})"
+        verdicts.setdefault(pair, {}).setdefault(judge_pair(each, corrected), []).append(condition)
     return [
         f"- {pair}: " + "; ".join(f"{word} in {', '.join(by_word[word])}" for word in sorted(by_word))
         for pair, by_word in verdicts.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose, sqrt
 from typing import Any
 
@@ -43,6 +43,12 @@ class Comparison:
     def p_value(self) -> float:
         """P-value of the sign-flip test. 1 if seeds are missing."""
         return sign_flip_p_value(self.differences) if self.is_complete else 1.0
+
+    def reversed(self) -> Comparison:
+        """Return the comparison of the second loss against the first."""
+        claim = replace(self.claim, better=self.claim.worse, worse=self.claim.better)
+        differences = [-difference for difference in self.differences]
+        return replace(self, claim=claim, differences=differences, settings=self.settings[::-1])
 
 
 def sign_flip_p_value(differences: Sequence[float]) -> float:
