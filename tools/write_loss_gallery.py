@@ -23,7 +23,7 @@ from typing import Any
 from draw_losses import HEAD_MU, HEAD_PI, RECOMPUTED, entries
 from write_question_pages import Results
 
-from megatron_dppo.commands.experiments.paired import judge_pair
+from megatron_dppo.commands.experiments.paired import UNDECIDED, judge_pair
 from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo.commands.experiments.verdicts import judge
 from megatron_dppo.config.loss_registry import loss_classes
@@ -78,7 +78,8 @@ Some losses depend on more than (μ, π). Their pictures assume:
 **Verdict** compares results of the [wind tunnel](../windtunnel/README.md), on small models.
 
 - *Third edition*: exact tests over twelve paired seeds of the mean reward over all steps, corrected for all declared
-  comparisons. Each verdict names both losses with their searched settings, and the mean difference.
+  comparisons. Each verdict names both losses with their searched settings, and the mean difference. The
+  [table](../windtunnel/third_table.md) has every condition.
 - *[Second edition](../windtunnel/second_edition.md)*: bands, mean [least, largest] over five seeds of the training
   reward in the last quarter of the steps. It has the band without mismatch, and the number of conditions whose band is
   above or below that of `{DEFAULT}` without touching it. "On every seed" means that the bands overlap, but the
@@ -110,7 +111,7 @@ def _third_lines(name: str, third: Results) -> list[str]:
 
     Binary-TV is the opponent of most losses, and has its verdicts in their sections.
     """
-    verdicts: dict[str, dict[str, list[str]]] = {}
+    verdicts: dict[str, dict[str, list[tuple[str, float]]]] = {}
     for declared, corrected in third.comparisons:
         is_second = (declared.claim.better, declared.claim.worse) == (THIRD_DEFAULT, name)
         each = declared.reversed() if is_second else declared
@@ -119,12 +120,20 @@ def _third_lines(name: str, third: Results) -> list[str]:
         losses = zip((name, each.claim.worse), each.settings, strict=True)
         pair = " against ".join(f"`{loss}` ({settings})" for loss, settings in losses)
         mean = sum(each.differences) / len(each.differences)
-        condition = f"{each.task} {each.mismatch} ({mean:+.3f})"
-        verdicts.setdefault(pair, {}).setdefault(judge_pair(each, corrected), []).append(condition)
+        measured = f"{each.task} {each.mismatch}", mean
+        verdicts.setdefault(pair, {}).setdefault(judge_pair(each, corrected), []).append(measured)
     return [
-        f"- {pair}: " + "; ".join(f"{word} in {', '.join(by_word[word])}" for word in sorted(by_word))
+        f"- {pair}: " + "; ".join(f"{word} in {_conditions(word, by_word[word])}" for word in sorted(by_word))
         for pair, by_word in verdicts.items()
     ]
+
+
+def _conditions(word: str, measured: Sequence[tuple[str, float]]) -> str:
+    """Return conditions with their differences, or the number of many that are undecided."""
+    if word == UNDECIDED and len(measured) > 3:
+        means = [mean for _, mean in measured]
+        return f"{len(measured)} conditions ({min(means):+.3f} to {max(means):+.3f})"
+    return ", ".join(f"{condition} ({mean:+.3f})" for condition, mean in measured)
 
 
 def _loss_lines(name: str, measured_bands: Mapping[Cell, Band]) -> list[str]:

@@ -13,6 +13,8 @@ from megatron_dppo.commands.experiments.statistics import SCORES, Row, band
 
 ALPHA = 0.05
 """Largest probability of any false verdict in an experiment."""
+UNDECIDED = "cannot be told apart"
+"""Verdict on a finished comparison whose corrected p is larger."""
 _MAX_SEEDS = 20
 _TIE = 1e-9
 """Relative tolerance for equal sums, which rounding makes unequal."""
@@ -179,7 +181,7 @@ def judge_pair(comparison: Comparison, corrected: float) -> str:
     if not comparison.is_complete:
         return f"{len(comparison.differences)} of {len(comparison.seeds)} seeds"
     if corrected > ALPHA:
-        return "cannot be told apart"
+        return UNDECIDED
     return "above" if sum(comparison.differences) > 0 else "below"
 
 

@@ -115,6 +115,18 @@ def test_the_verdicts_are_those_of_the_rows(writing: dict[str, Any], tmp_path: P
     assert "Third edition" not in sections["DRPO"], "its seeds are unfinished"
 
 
+def test_many_undecided_conditions_are_counted() -> None:
+    table = (GALLERY.parent / "windtunnel/third_table.md").read_text(encoding="utf-8")
+    claim = "| Top-K TV is better than Binary TV:"
+    cells = [line.split(" | ") for line in table.splitlines() if line.startswith(claim)]
+    means = [
+        float(difference.split()[0]) for _, _, verdict, difference, *_ in cells if verdict == "cannot be told apart"
+    ]
+    text = f"; cannot be told apart in {len(means)} conditions ({min(means):+.3f} to {max(means):+.3f})"
+    page = (GALLERY / "README.md").read_text(encoding="utf-8")
+    assert f"below in rare_words staleness 8 (-0.011){text}\n" in page
+
+
 def test_the_page_is_what_the_tool_writes(writing: dict[str, Any]) -> None:
     page = (GALLERY / "README.md").read_text(encoding="utf-8")
     assert page == writing["document"](
