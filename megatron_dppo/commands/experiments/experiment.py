@@ -8,7 +8,7 @@ from typing import Self
 
 from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
 from megatron_dppo.commands.experiments.grid import GridRun, Settings, merged, run_settings
-from megatron_dppo.commands.experiments.statistics import mean_reward
+from megatron_dppo.commands.experiments.statistics import TRAINING_SCORES, mean_reward
 
 SEARCH_SEEDS = (100, 101)
 """Seeds of the search. No results are reported for them."""
@@ -58,6 +58,11 @@ class Experiment:
     def stages(self, quick: bool) -> list[Self]:
         """Return one experiment for each block. A stage ends, its search included, before the next one starts."""
         return [replace(self, blocks=(block,), quick=(block,)) for block in (self.quick if quick else self.blocks)]
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the scores of its tables: those of every experiment, and others that a claim is about."""
+        return tuple(dict.fromkeys((*TRAINING_SCORES, *(claim.score for claim in self.claims))))
 
     def search(self, quick: bool) -> list[GridRun]:
         """Return the runs of the search: every candidate of every loss on the search seeds. None with ``--quick``."""

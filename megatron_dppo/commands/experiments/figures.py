@@ -10,7 +10,16 @@ from typing import Any
 
 from megatron_dppo.commands.experiments.experiment import choose, search_scores
 from megatron_dppo.commands.experiments.grid import GridRun
-from megatron_dppo.commands.experiments.statistics import SCORES, Row, band, bands, cells, masked, series
+from megatron_dppo.commands.experiments.statistics import (
+    SCORES,
+    TRAINING_SCORES,
+    Row,
+    band,
+    bands,
+    cells,
+    masked,
+    series,
+)
 
 _COLUMNS = 3
 
@@ -59,22 +68,24 @@ def _draw(axis: Any, curves: Sequence[Sequence[float]], label: str, color: Any) 
 _MEANINGS = {
     "whole": "mean training reward over all steps",
     "final": "mean training reward over the last quarter of the steps",
+    "held_out": "mean held-out accuracy over the evaluations after the first",
 }
 
 
-def format_results(rows: Iterable[Row], runs: Sequence[GridRun]) -> str:
+def format_results(rows: Iterable[Row], runs: Sequence[GridRun], scores: Sequence[str] = TRAINING_SCORES) -> str:
     """Format one table per task and score: a row per loss, a column per mismatch, ``mean [minimum, maximum]``.
 
     Args:
         rows: Rows of finished runs.
         runs: All runs of the grid, to show missing and refused ones.
+        scores: Names of ``SCORES``.
     """
     row_list = list(rows)
     parts = []
     for task in dict.fromkeys(run.task for run in runs):
         task_runs = [run for run in runs if run.task == task and run.phase == "report"]
-        for name, score in SCORES.items():
-            texts = {cell: f"{value} ({value.count})" for cell, value in bands(row_list, score).items()}
+        for name in scores:
+            texts = {cell: f"{value} ({value.count})" for cell, value in bands(row_list, SCORES[name]).items()}
             parts.append(f"### {task}: {_MEANINGS[name]} (seeds)\n\n{_grid(task_runs, texts)}")
         shares = {
             cell: f"{m.mean:.1%}" for cell, cell_rows in cells(row_list).items() if (m := band(map(masked, cell_rows)))

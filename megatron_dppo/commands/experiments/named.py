@@ -139,6 +139,8 @@ _REAL_MODEL = Experiment(
         Claim("DPPO learns faster than ratio clipping", _DEFAULT, "grpo"),
         Claim("DPPO ends higher than ratio clipping", _DEFAULT, "grpo", "final"),
         Claim("a trust region holds what no trust region loses", _DEFAULT, "pg_is", "final"),
+        Claim("DPPO answers more of the held-out sums than ratio clipping", _DEFAULT, "grpo", "held_out"),
+        Claim("DPPO answers more of the held-out sums than no trust region", _DEFAULT, "pg_is", "held_out"),
     ),
 )
 _LONG_RUN: Settings = {"run": {"num_steps": 30}}

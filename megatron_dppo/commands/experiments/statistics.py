@@ -58,6 +58,14 @@ def final(row: Row) -> float:
     return _mean(rewards[-max(1, len(rewards) // 4) :])
 
 
+def held_out(row: Row) -> float:
+    """Return the mean accuracy of the evaluations after the first. Missing ones of a stopped run count as 0."""
+    settings = row["settings"]
+    count = settings["run"]["num_steps"] // settings["eval"]["every"]
+    accuracies = series(row, "eval/accuracy")[1:]
+    return _mean(accuracies + [0.0] * (count - len(accuracies)))
+
+
 def masked(row: Row) -> float:
     """Return the mean fraction of masked tokens among those with an advantage."""
     return _mean(series(row, "train/mask_fraction"))
@@ -73,8 +81,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-SCORES: Mapping[str, Score] = {"whole": mean_reward, "final": final}
+SCORES: Mapping[str, Score] = {"whole": mean_reward, "final": final, "held_out": held_out}
 """Scores by name. Higher is better."""
+TRAINING_SCORES = ("whole", "final")
+"""Scores that every table has. With old rollouts they measure an earlier policy."""
 
 Cell = tuple[str, str, str]
 """Task, mismatch and loss."""

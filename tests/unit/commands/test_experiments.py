@@ -25,7 +25,7 @@ from megatron_dppo.commands.experiments.figures import format_results, write_pag
 from megatron_dppo.commands.experiments.grid import PLACEHOLDER_PATHS, GridRun, merged
 from megatron_dppo.commands.experiments.named import EXPERIMENTS
 from megatron_dppo.commands.experiments.runner import execute_runs
-from megatron_dppo.commands.experiments.statistics import Band, bands, final, mean_reward
+from megatron_dppo.commands.experiments.statistics import Band, bands, final, held_out, mean_reward
 from megatron_dppo.commands.experiments.store import Store
 from megatron_dppo.commands.experiments.verdicts import format_verdicts
 from megatron_dppo.commands.main import main
@@ -143,6 +143,22 @@ def test_scores_are_means_over_all_steps_and_over_the_last_quarter_and_missing_s
     assert final(row("grpo", 0, [0.0, 0.2, 0.4, 1.0])) == 1.0
     stopped = row("grpo", 0, [0.8, 0.8], error="TrainingStopped: no")
     assert (mean_reward(stopped), final(stopped)) == (0.4, 0.0)
+
+
+def test_the_held_out_score_has_the_evaluations_after_the_first_and_missing_ones_count_as_nothing() -> None:
+    settings = {"run": {"num_steps": 20}, "eval": {"every": 5}}
+    complete, stopped = (
+        row("grpo", 0, [], settings=settings, curves={"eval/accuracy": accuracies})
+        for accuracies in ([0.9, 0.2, 0.4, 0.6, 0.8], [0.9, 0.2, 0.4])
+    )
+    assert held_out(complete) == pytest.approx(0.5)
+    assert held_out(stopped) == pytest.approx(0.15)
+    text = format_results([complete], [], ())
+    assert "held-out" not in text
+    claims = [Claim("A", "ipo", "grpo", "held_out")]
+    rows = [complete | {"key": f"{loss}{s}", "loss": loss, "seed": s} for loss in ("grpo", "ipo") for s in range(3)]
+    verdicts = format_verdicts(rows, claims, ("held_out",))
+    assert "open in 1: rare_words/none 0.50 [0.50, 0.50] against 0.50 [0.50, 0.50]" in verdicts
 
 
 ROWS = [
