@@ -4,6 +4,7 @@ train is that of the weights that it is said to be of, and nothing sampled is lo
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def test_every_token_has_the_version_that_sampled_it(start: Any, combination: Co
     other.check_prompts(collected)
 
 
+def wait_for_tokens(loop: Loop) -> None:
+    """Wait until two running responses have tokens: on a busy machine they may have just begun."""
+    end = time.monotonic() + 60
+    while sum(len(state.token_ids) > 0 for group in loop.engine.unfinished().values() for state in group) < 2:
+        assert time.monotonic() < end, "no two responses are under way"
+        time.sleep(0.5)
+
+
 def test_running_responses_continue_with_new_weights_and_keep_their_tokens_after_a_restart(
     start: Any, tmp_path: Path
 ) -> None:
@@ -111,6 +120,7 @@ def test_running_responses_continue_with_new_weights_and_keep_their_tokens_after
         combination, 500, max_in_flight=4, processes=2
     )  # those of later steps begin when those of the first are complete
     collected = list(loop.steps(1))
+    wait_for_tokens(loop)
     loop.save(tmp_path / "saved")
     contents = load_rollouts(loop.saved, 1, 0, tmp_path / "saved", prompt_at)
     had = {
