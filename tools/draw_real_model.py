@@ -27,6 +27,7 @@ LOSSES = {
 CONDITIONS = {
     "none": "on-policy",
     "staleness 4": "4 steps old",
+    "staleness 16": "16 steps old",
     "weights int8": "INT8 rollouts",
     "weights int4": "INT4 rollouts",
 }
@@ -57,7 +58,7 @@ def main() -> None:
             axis.set_xlabel("rollout step")
         handles, names = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(LOSSES), frameon=False)
-        figure.suptitle("SmolLM2-135M-Instruct learns sums on two CPU cores (two seeds: mean and range)")
+        figure.suptitle("SmolLM2-135M-Instruct learns sums on two CPU cores (mean and range over three seeds)")
         figure.savefig(picture, dpi=110)
         plt.close(figure)
 
