@@ -166,7 +166,7 @@ _REAL_MODEL_3 = Experiment(
     "real_model3",
     "Verdicts of the wind tunnel on SmolLM2-135M-Instruct: staleness, and rounded weights in the engine",
     blocks=(
-        # The first two blocks share their runs with ``real_model``. With INT4 weights neither of two losses learns.
+        # The first two blocks share their runs with ``real_model``. With INT4 weights two losses hardly learn.
         Block(REAL_MODEL, _REAL_LOSSES, ("none", "staleness 4", "weights int8"), {}),
         Block(REAL_MODEL, _REAL_LOSSES[:2], ("weights int4",), {}),
         Block(REAL_MODEL, (*_REAL_LOSSES, "drpo/12.5"), ("staleness 16",), {}),
