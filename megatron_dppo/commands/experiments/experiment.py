@@ -25,6 +25,11 @@ class Claim:
     score: str = "whole"
 
 
+def shown_scores(claims: Iterable[Claim]) -> list[str]:
+    """Return the names of the scores of the tables: those of every experiment, and others that a claim is about."""
+    return list(dict.fromkeys((*TRAINING_SCORES, *(claim.score for claim in claims))))
+
+
 @dataclass(frozen=True)
 class Block:
     """Grid of losses and mismatches on one task."""
@@ -58,11 +63,6 @@ class Experiment:
     def stages(self, quick: bool) -> list[Self]:
         """Return one experiment for each block. A stage ends, its search included, before the next one starts."""
         return [replace(self, blocks=(block,), quick=(block,)) for block in (self.quick if quick else self.blocks)]
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """Names of the scores of its tables: those of every experiment, and others that a claim is about."""
-        return tuple(dict.fromkeys((*TRAINING_SCORES, *(claim.score for claim in self.claims))))
 
     def search(self, quick: bool) -> list[GridRun]:
         """Return the runs of the search: every candidate of every loss on the search seeds. None with ``--quick``."""

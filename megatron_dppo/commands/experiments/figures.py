@@ -8,18 +8,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.experiments.experiment import choose, search_scores
+from megatron_dppo.commands.experiments.experiment import Claim, choose, search_scores, shown_scores
 from megatron_dppo.commands.experiments.grid import GridRun
-from megatron_dppo.commands.experiments.statistics import (
-    SCORES,
-    TRAINING_SCORES,
-    Row,
-    band,
-    bands,
-    cells,
-    masked,
-    series,
-)
+from megatron_dppo.commands.experiments.statistics import SCORES, Row, band, bands, cells, masked, series
 
 _COLUMNS = 3
 
@@ -72,19 +63,19 @@ _MEANINGS = {
 }
 
 
-def format_results(rows: Iterable[Row], runs: Sequence[GridRun], scores: Sequence[str] = TRAINING_SCORES) -> str:
+def format_results(rows: Iterable[Row], runs: Sequence[GridRun], claims: Sequence[Claim] = ()) -> str:
     """Format one table per task and score: a row per loss, a column per mismatch, ``mean [minimum, maximum]``.
 
     Args:
         rows: Rows of finished runs.
         runs: All runs of the grid, to show missing and refused ones.
-        scores: Names of ``SCORES``.
+        claims: Claims of the experiment, which may be about further scores.
     """
     row_list = list(rows)
     parts = []
     for task in dict.fromkeys(run.task for run in runs):
         task_runs = [run for run in runs if run.task == task and run.phase == "report"]
-        for name in scores:
+        for name in shown_scores(claims):
             texts = {cell: f"{value} ({value.count})" for cell, value in bands(row_list, SCORES[name]).items()}
             parts.append(f"### {task}: {_MEANINGS[name]} (seeds)\n\n{_grid(task_runs, texts)}")
         shares = {

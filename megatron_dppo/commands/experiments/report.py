@@ -126,15 +126,13 @@ def _new_rows(store: Store, runs: Sequence[GridRun], external: Sequence[_Source]
 def _write(folder: Path, experiment: Experiment, runs: Sequence[GridRun], by_key: Rows) -> None:
     rows = [relabel_row(by_key[run.key], run) for run in runs if run.key in by_key]
     reported = [run for run in runs if run.phase == "report"]
-    parts = [f"# {experiment.title}", format_results(rows, reported, experiment.scores)]
+    parts = [f"# {experiment.title}", format_results(rows, reported, experiment.claims)]
     if experiment.has_paired_tests:
         comparisons = compare(experiment.claims, rows, runs)
         parts.append("## Verdicts\n\n" + format_comparisons(comparisons))
         parts.append("## Columns\n\n" + format_columns(rows, runs))
     elif experiment.claims:
-        parts.append(
-            "## What holds and what does not\n\n" + format_verdicts(rows, experiment.claims, experiment.scores)
-        )
+        parts.append("## What holds and what does not\n\n" + format_verdicts(rows, experiment.claims))
     if chosen := format_search(rows):
         parts.append("## Chosen on other seeds\n\n" + chosen)
     text = "\n\n".join(parts)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from megatron_dppo.commands.experiments.experiment import Claim
-from megatron_dppo.commands.experiments.statistics import SCORES, TRAINING_SCORES, Band, Cell, Row, bands
+from megatron_dppo.commands.experiments.experiment import Claim, shown_scores
+from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
 
 _MIN_SEEDS = 3
 """Fewest seeds for a verdict."""
@@ -18,10 +18,10 @@ _MIN_PAIRS = 5
 _VERDICTS = ("holds", "reversed", "higher on every seed", "lower on every seed", "open", "too few seeds")
 
 
-def format_verdicts(rows: Iterable[Row], claims: Sequence[Claim], scores: Sequence[str] = TRAINING_SCORES) -> str:
+def format_verdicts(rows: Iterable[Row], claims: Sequence[Claim]) -> str:
     """Format the conditions in which each claim holds, and how often each pair of losses separates by each score."""
     row_list = list(rows)
-    by_score = {name: bands(row_list, SCORES[name]) for name in scores}
+    by_score = {name: bands(row_list, SCORES[name]) for name in shown_scores(claims)}
     parts = [_format_claim(claim, by_score[claim.score]) for claim in claims]
     pairs = [_format_pairs(name, by_cell) for name, by_cell in by_score.items()]
     return "\n".join([*parts, "", *pairs])

@@ -153,11 +153,13 @@ def test_the_held_out_score_has_the_evaluations_after_the_first_and_missing_ones
     )
     assert held_out(complete) == pytest.approx(0.5)
     assert held_out(stopped) == pytest.approx(0.15)
-    text = format_results([complete], [], ())
-    assert "held-out" not in text
     claims = [Claim("A", "ipo", "grpo", "held_out")]
+    runs = SMALL.report(False, (0,), ())
+    assert "held-out" not in format_results([complete], runs, [Claim("B", "ipo", "grpo")])
+    table = format_results([complete], runs, claims).split("mean held-out accuracy")[1]
+    assert "| grpo | 0.50 [0.50, 0.50] (1) | - |" in table
     rows = [complete | {"key": f"{loss}{s}", "loss": loss, "seed": s} for loss in ("grpo", "ipo") for s in range(3)]
-    verdicts = format_verdicts(rows, claims, ("held_out",))
+    verdicts = format_verdicts(rows, claims)
     assert "open in 1: rare_words/none 0.50 [0.50, 0.50] against 0.50 [0.50, 0.50]" in verdicts
 
 
