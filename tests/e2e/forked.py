@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -120,8 +119,8 @@ def _join(ranks: list[BaseProcess], deadline: float) -> None:
 def _end(ranks: list[BaseProcess]) -> None:
     left = [rank for rank in ranks if rank.is_alive()]
     for rank in left:
-        assert rank.pid is not None
-        os.kill(rank.pid, signal.SIGTERM)
+        # Not ``os.kill``: the fork server may have reaped the rank and not yet passed its exit code on.
+        rank.terminate()
     for rank in left:
         rank.join(GRACE)
         rank.kill()
