@@ -160,7 +160,7 @@ class Endpoint:
                 protocol.store(response, episode.stored_messages)
             if request.transport is None or request.transport.is_closing():
                 # The client was gone before the response was complete. It may send the same body again.
-                episode.loop.call_soon_threadsafe(episode.keep_undelivered, digest, response)
+                episode.loop.call_soon_threadsafe(episode.calls.keep_undelivered, digest, response)
             if protocol.events is None or not response.call.stream:
                 return web.json_response(protocol.body(response))
             # The response is already complete; the stream is only the format that the client asked for.

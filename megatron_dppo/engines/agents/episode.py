@@ -12,27 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_dppo.engines.agents.agent_clock import AgentClock
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse, build_response
 from megatron_dppo.engines.agents.call_ids import CallIds
-from megatron_dppo.engines.agents.conversations import (
-    Conversation,
-    TurnSpan,
-    tools_key,
-)
+from megatron_dppo.engines.agents.conversations import Conversation, TurnSpan, tools_key
 from megatron_dppo.engines.agents.episode_result import CallCounts, SegmentChoice, choose_segments, token_metrics
 from megatron_dppo.engines.agents.episode_rewards import AgentRun, EpisodeRewards
 from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
 from megatron_dppo.engines.agents.response_reader import ResponseReader
+from megatron_dppo.engines.agents.running_calls import RunningCalls
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.engines.agents.tool_clock import ToolClock
 from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.stop_strings import StopStrings
-from megatron_dppo.rollout.turns import Turns, TurnsStopped
+from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
 from megatron_dppo.types.segments import join_segments
 
@@ -78,8 +74,6 @@ class Episode:
         executor: Executor,
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self.interrupted: asyncio.Future[None] = self.loop.create_future()
-        """Raises the exception that ends the episode from the policy's side: a cancellation or a server error."""
         self.takes_reward = False
         """True if the agent may send the reward."""
         self.settings = settings
@@ -96,18 +90,11 @@ class Episode:
         """Conversation and ``TurnSpan.order`` of each response, by ``AgentResponse.name``."""
         self._rewards = EpisodeRewards(settings.rewards)
         self._prepare_lock = asyncio.Lock()
-        self._running: dict[bytes, asyncio.Task[AgentResponse]] = {}
-        """Calls in progress by the digest of their bodies."""
-        self._undelivered: dict[bytes, AgentResponse] = {}
-        """Responses whose client was gone when they were complete, by the digest of the call's body."""
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._num_sampling = 0
-        self._stop_error: TurnsStopped | None = None
         self._counts = CallCounts()
+        self.calls = RunningCalls(self._counts)
+        """Calls in progress."""
         self.stored_messages: dict[str, Sequence[Message]] = {}
         """Messages up to each response of the Responses API, by its id."""
-        self.clock = AgentClock()
-        """Time of the agent."""
         self._tool_clock = ToolClock()
         self._call_ids = CallIds()
         self._runs: tuple[AgentRun, ...] = ()
@@ -197,10 +184,7 @@ class Episode:
     async def respond(
         self, read: Callable[[], AgentRequest], *, digest: bytes = b"", is_trained: bool = True, session: str = ""
     ) -> AgentResponse:
-        """Return the policy's response to a call.
-
-        A body that is sent again while its first call is in progress gets the same response. So does one whose first
-        response found no client to read it.
+        """Return the policy's response to a call; see ``RunningCalls.respond``.
 
         Args:
             read: Parses the body of the call. Runs in a thread.
@@ -211,20 +195,8 @@ class Episode:
         Raises:
             CallError: The call is rejected, or the episode has ended.
         """
-        if digest in self._undelivered:
-            self._counts.repeated += 1
-            return self._undelivered.pop(digest)
-        task = self._running.get(digest)
-        if task is None:
-            task = asyncio.create_task(self._respond(read, is_trained=is_trained, session=session))
-            self._tasks.add(task)
-            if digest:
-                self._running[digest] = task
-            task.add_done_callback(lambda done: self._forget(done, digest))
-        else:
-            self._counts.repeated += 1
-        # The call goes on for a client that sends it again.
-        return await asyncio.shield(task)
+        process = partial(self._process, read, time.monotonic(), is_trained=is_trained, session=session)
+        return await self.calls.respond(process, digest)
 
     @property
     def max_tokens(self) -> int:
@@ -250,54 +222,6 @@ class Episode:
             return await self.loop.run_in_executor(
                 self.executor, partial(count_prompt_tokens, read, self._template, self._call_ids, self.max_tokens)
             )
-
-    def keep_undelivered(self, digest: bytes, response: AgentResponse) -> None:
-        """Keep a response whose client was gone, for the same body that is sent again."""
-        self._undelivered[digest] = response
-
-    def _forget(self, task: asyncio.Task[AgentResponse], digest: bytes) -> None:
-        self._tasks.discard(task)
-        self._running.pop(digest, None)
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved: all clients of the call may be gone
-
-    async def _respond(self, read: Callable[[], AgentRequest], *, is_trained: bool, session: str) -> AgentResponse:
-        task = asyncio.current_task()
-        assert task is not None
-        is_answered = False
-        self.clock.begin_call(task)
-        try:
-            response = await self._process(read, time.monotonic(), is_trained=is_trained, session=session)
-            is_answered = True
-            return response
-        except (CallError, asyncio.CancelledError):
-            raise
-        except TurnsStopped as error:
-            # The other calls in progress are being stopped too. Their tokens are kept only if nothing cancels them.
-            self._stop_error = error
-            if not self._num_sampling:
-                self._interrupt(error)
-            await asyncio.wait([self.interrupted])
-            raise CallError("the episode has ended", 503, "episode_over") from error
-        except BaseException as error:
-            self._interrupt(error)
-            raise CallError("the episode has ended", 503, "episode_over") from error
-        finally:
-            self.clock.end_call(task, is_answered=is_answered)
-
-    def _interrupt(self, error: BaseException) -> None:
-        """End the episode by an error that is the run's, not the agent's: ``run_with_time_limit`` raises it."""
-        if not self.interrupted.done():
-            self.interrupted.set_exception(error)
-
-    def close(self) -> None:
-        """Cancel the calls in progress."""
-        for task in self._tasks:
-            task.cancel()
-        if self.interrupted.done():
-            self.interrupted.exception()  # marks it as retrieved: asyncio reports an exception that is never read
-        else:
-            self.interrupted.cancel()
 
     async def finish(self, failure: str, counts: Mapping[str, float]) -> Completion:
         """Return the response, with all segments that are trained on.
@@ -370,8 +294,7 @@ class Episode:
     ) -> AgentResponse:
         # One call after the other finds its conversation, so that two calls cannot continue the same one.
         async with self._prepare_lock:
-            if self.interrupted.done():
-                raise CallError("the episode has ended", 503, "episode_over")
+            self.calls.check_interrupted()
             prepare = partial(
                 prepare_call,
                 read,
@@ -392,14 +315,11 @@ class Episode:
             self._is_too_long = False
             self._tool_clock.end_tools(prepared.request.messages, arrival)
             conversation.is_busy = True
-        self._num_sampling += 1
         try:
-            return await self._sample_response(prepared, conversation)
+            with self.calls.sampling():
+                return await self._sample_response(prepared, conversation)
         finally:
             conversation.is_busy = False
-            self._num_sampling -= 1
-            if not self._num_sampling and self._stop_error is not None:
-                self._interrupt(self._stop_error)
 
     async def _sample_response(self, prepared: PreparedCall, conversation: Conversation) -> AgentResponse:
         call = prepared.request

@@ -136,7 +136,7 @@ class AgentFunction:
             try:
                 agent_exit = await self._run_episode(prompt, episode)
             finally:
-                episode.close()
+                episode.calls.close()
             failure = self._failure(agent_exit, episode)
             completion = await episode.finish(failure, agent_exit.counts)
         self._failures = self._failures + 1 if completion.failure else 0

@@ -269,13 +269,13 @@ async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, se
     try:
         # Only the agent's own time counts, so the limit moves while the policy samples.
         while not task.done():
-            remaining = seconds - episode.clock.seconds()
+            remaining = seconds - episode.calls.clock.seconds()
             if remaining <= 0:
                 raise AgentTimeout
-            futures: set[asyncio.Future[Any]] = {task, episode.interrupted}
+            futures: set[asyncio.Future[Any]] = {task, episode.calls.interrupted}
             await asyncio.wait(futures, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
-            if episode.interrupted.done():
-                episode.interrupted.result()
+            if episode.calls.interrupted.done():
+                episode.calls.interrupted.result()
         return task.result()
     finally:
         task.cancel()
