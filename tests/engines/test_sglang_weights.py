@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.engines.serving.checks import fetch_versions
@@ -118,6 +119,22 @@ def test_a_server_on_a_cpu_has_no_nccl_to_compare(sglang: Engine) -> None:
 def test_an_update_without_a_pause_is_rejected(sglang: Engine) -> None:
     with pytest.raises(RuntimeError, match="begin_update without pause"):
         call(sglang, lambda server: server.begin_update())
+
+
+def test_a_paused_server_leaves_its_core_to_the_trainer(sglang: Engine) -> None:
+    def cpu_seconds() -> float:
+        program = psutil.Process(sglang.process.pid)
+        return sum(sum(each.cpu_times()[:2]) for each in (program, *program.children(recursive=True)))
+
+    async def use(server: InferenceServer) -> None:
+        await server.pause()
+        before = cpu_seconds()
+        await asyncio.sleep(1)
+        used = cpu_seconds() - before
+        await server.resume()
+        assert used < 0.4, used  # a scheduler that polls without a rest uses 1
+
+    call(sglang, use)
 
 
 def test_a_paused_request_can_be_aborted(sglang: Engine, old_model: Reference) -> None:

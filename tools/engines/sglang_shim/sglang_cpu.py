@@ -11,7 +11,7 @@ Three things are done, nothing else:
 1. Packages of ``STANDINS`` that are not installed become importable. What they hold can be named, decorated with and
    inherited from; launching a kernel raises. ``importlib.util.find_spec`` goes on to answer None for them, so that
    torch and transformers do not believe that they are there.
-2. Functions that call CUDA on any device do not (``_FIXES``).
+2. Functions that call CUDA on any device do not, and a paused scheduler leaves its core to the trainer (``_FIXES``).
 3. SGLang forks its processes where it would spawn them.
 """
 
@@ -230,9 +230,26 @@ def _gate_in_torch(module: Any) -> None:
     module._launch_fused_gate_sigmoid_mul = launch
 
 
+def _rest_while_paused(module: Any) -> None:
+    """Reason: a paused scheduler polls for requests without a rest, also with ``--sleep-on-idle``, and takes a core.
+
+    Affected: 0.5.20 and 0.5.23. Delete when: a paused server with ``--sleep-on-idle`` uses no CPU time.
+    """
+    process = module.Scheduler.process_input_requests
+
+    def process_and_rest(self: Any, requests: Any) -> None:
+        process(self, requests)
+        if self._engine_paused and self.idle_sleeper is not None:
+            # Ends with the next request. Not a second as when it is idle: a flush that waits is checked in this loop.
+            self.idle_sleeper.poller.poll(20)
+
+    module.Scheduler.process_input_requests = process_and_rest
+
+
 _FIXES: dict[str, Callable[[Any], None]] = {
     "sglang.kernels.ops.elementwise.elementwise": _gate_in_torch,
     "sglang.srt.lora.layers": _not_pinned,
+    "sglang.srt.managers.scheduler": _rest_while_paused,
     "sglang.srt.mem_cache.pool_host.common": _plain_host_buffer,
     "sglang.srt.utils.weight_checker": _no_synchronize,
 }
