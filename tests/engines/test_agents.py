@@ -38,7 +38,7 @@ def python() -> str:
 def test_a_tool_loop_and_a_second_question_form_one_sequence(framework: str, python: str, world: World) -> None:
     world.script = {f"1+2{ASK}": CALL, f"3</tool_response>{ASK}": "It is 3", f"Sure?{ASK}": "Yes, I am"}
     completion = world.play([python, program(framework)], 3000, reward="call")
-    assert not completion.failure and completion.reward == 2
+    assert not completion.failure and completion.reward == 3
     assert world.trained(completion) == [f"{part}<|im_end|>" for part in (CALL, "It is 3", "Yes, I am")]
     assert completion.counts["agent/calls"] == 3 and completion.counts["agent/sequences"] == 1
     first, remaining_turns = world.text(completion).split(f"1+2{ASK}")
@@ -81,7 +81,7 @@ def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, 
         assert 0.5 < step["rollout/given_token_fraction"] < 0.95
         assert step["train/abs_prob_diff"] < 1e-5 and abs(step["train/ratio"] - 1) < 1e-4
         assert step["train/router_missing"] == 0 and step["train/router_disagreement"] == 0
-        assert step["rollout/policy_age"] == 0 and step["rollout/reward"] > 0
+        assert step["rollout/policy_age"] == 0 and step["rollout/reward"] >= 1
 
 
 # The run above has an honest server, too.

@@ -45,7 +45,7 @@ def main() -> None:
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
         tokens = chunk.usage.completion_tokens if chunk.usage else tokens
     assert 0 < tokens <= 16, tokens
-    client.post("/reward", body={"reward": sum(letter in "aeiou" for letter in text)}, cast_to=object)
+    client.post("/reward", body={"reward": 1 + sum(letter in "aeiou" for letter in text)}, cast_to=object)
     print(text)
 
 

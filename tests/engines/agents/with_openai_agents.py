@@ -32,7 +32,7 @@ async def main() -> None:
     first = await Runner.run(agent, task["prompt"])
     second = await Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": "Sure?"}])
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    reward = {"reward": sum(letter in "aeiou" for letter in second.final_output)}
+    reward = {"reward": 1 + sum(letter in "aeiou" for letter in second.final_output)}
     url = os.environ["OPENAI_BASE_URL"] + "/reward"
     async with httpx2.AsyncClient() as client:
         (await client.post(url, json=reward, headers=headers)).raise_for_status()
