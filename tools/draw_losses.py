@@ -8,8 +8,8 @@ The factor of ``A grad log pi`` is taken from the gradient of ``losses.policy_lo
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,11 @@ def draw(entry: dict[str, Any], picture: Path) -> None:
         plt.close(figure)
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     """Draw all losses and write ``grids.json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     grids = {}
     for entry in entries():
         grids[entry["id"]] = numbers(LossConfig(**entry["config"]))
@@ -133,4 +136,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

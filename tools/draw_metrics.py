@@ -6,7 +6,7 @@ python tools/draw_metrics.py runs/demo docs/metrics     # after make demo
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,9 +87,13 @@ def file_name(metric: str) -> str:
     return metric.replace("/", "_") + ".svg"
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Draw all metrics of a demo's folder."""
-    demo_folder, target = map(Path, arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("demo", type=Path, help="folder of a finished make demo")
+    parser.add_argument("target", type=Path, help="folder of the pictures")
+    args = parser.parse_args()
+    demo_folder, target = args.demo, args.target
     store = Store(demo_folder)
     runs = [read_metrics(store.records(run) / "metrics.jsonl") for run in Demo().runs]
     if not all(runs):
@@ -101,4 +105,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -6,8 +6,8 @@ python tools/draw_overview.py [docs/real_model/rows.jsonl.xz] [docs/overview.png
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +39,11 @@ CURVES = (
 
 def main() -> None:
     """Write the picture."""
-    arguments = (*sys.argv[1:], "docs/real_model/rows.jsonl.xz", "docs/overview.png")
-    rows = [each.row for each in read_external_rows(Path(arguments[0])) if each.row["mismatch"] == CONDITION]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, nargs="?", default=Path("docs/real_model/rows.jsonl.xz"))
+    parser.add_argument("picture", type=Path, nargs="?", default=Path("docs/overview.png"))
+    args = parser.parse_args()
+    rows = [each.row for each in read_external_rows(args.rows) if each.row["mismatch"] == CONDITION]
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 12}):
         figure, axis = plt.subplots(figsize=(9, 4.4), layout="constrained")
         for curve in CURVES:
@@ -58,7 +61,7 @@ def main() -> None:
             fontsize=14,
             fontweight="bold",
         )
-        figure.savefig(Path(arguments[1]), dpi=130, bbox_inches="tight")
+        figure.savefig(args.picture, dpi=130, bbox_inches="tight")
         plt.close(figure)
 
 

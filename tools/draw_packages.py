@@ -6,7 +6,7 @@ Lines that follow from others are left out. The number is that of its modules.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,12 +27,15 @@ PARTS = {
 
 def main() -> None:
     """Draw each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", help="start of the pictures' paths")
+    out = parser.parse_args().out
     modules, packages = graphs(dict(sources(None)))
     sizes = Counter(_containing_package(name, packages) for name in modules if name and name not in packages)
     for part, tops in PARTS.items():
         names = {name for name in packages if name.split(".")[0] in tops}
         graph = {name: packages[name] & names for name in names}
-        draw(graph, sizes, Path(f"{sys.argv[1]}_{part}.png"))
+        draw(graph, sizes, Path(f"{out}_{part}.png"))
 
 
 def _containing_package(module: str, packages: Mapping[str, set[str]]) -> str:

@@ -6,7 +6,7 @@ python tools/draw_real_model.py [docs/real_model/rows.jsonl.xz] [docs/real_model
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,11 @@ EVAL_EVERY = 5
 
 def main() -> None:
     """Write the picture."""
-    rows, picture = (*sys.argv[1:], "docs/real_model/rows.jsonl.xz", "docs/real_model/losses.png")[:2]
-    rows_of_cell = cells(each.row for each in read_external_rows(Path(rows)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, nargs="?", default=Path("docs/real_model/rows.jsonl.xz"))
+    parser.add_argument("picture", type=Path, nargs="?", default=Path("docs/real_model/losses.png"))
+    args = parser.parse_args()
+    rows_of_cell = cells(each.row for each in read_external_rows(args.rows))
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 9}):
         figure, axes = plt.subplots(
@@ -59,7 +62,7 @@ def main() -> None:
         handles, names = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(LOSSES), frameon=False)
         figure.suptitle("SmolLM2-135M-Instruct learns sums on two CPU cores (mean and range over three seeds)")
-        figure.savefig(picture, dpi=110)
+        figure.savefig(args.picture, dpi=110)
         plt.close(figure)
 
 

@@ -7,10 +7,15 @@ python tools/make_task_model.py rare_words examples/rare_words/model
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from megatron_dppo.data.tasks import write_model_folder
 
 if __name__ == "__main__":
-    write_model_folder(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("head_dim", type=int, nargs="?", default=16)
+    args = parser.parse_args()
+    write_model_folder(args.task, args.folder, args.head_dim)

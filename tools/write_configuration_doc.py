@@ -5,8 +5,8 @@ python tools/write_configuration_doc.py docs/configuration.md
 
 from __future__ import annotations
 
+import argparse
 import inspect
-import sys
 import typing
 from pathlib import Path
 
@@ -142,4 +142,6 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(document(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.parse_args().page.write_text(document(), encoding="utf-8")

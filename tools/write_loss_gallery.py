@@ -11,10 +11,10 @@ experiment windtunnel`` and ``windtunnel3``.
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -206,4 +206,6 @@ def document(rows: Sequence[Row], third_rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(document(read_rows(ROWS), read_rows(THIRD_ROWS)), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.parse_args().page.write_text(document(read_rows(ROWS), read_rows(THIRD_ROWS)), encoding="utf-8")

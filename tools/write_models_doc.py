@@ -7,6 +7,7 @@ A cell says what a test shows; a dash means that the model has no such part, "no
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -134,11 +135,13 @@ def document(text: str) -> str:
     return pattern.sub(lambda _: "\n".join([BEGIN, "", *next(tables), "", END]), text)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Write the page."""
-    page = Path(argv[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    page = parser.parse_args().page
     page.write_text(document(page.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
