@@ -25,8 +25,6 @@ pytestmark = pytest.mark.parametrize("shared_sglang", ["0.5.23"], indirect=True)
 RULES = {"top_p": 0.8, "top_k": 60, "min_p": 0.01}
 TEMPERATURE = 0.2
 """A model of random weights is so flat that only a low one makes the filters differ from token to token."""
-ROUNDING = 1e-4
-"""Largest difference of log-probabilities in fp32: that of logits, up to 2e-6, divided by the temperature."""
 
 
 def test_sampling_masks_and_log_probabilities_equal_those_of_transformers(sglang: Engine, old_model: Reference) -> None:
@@ -45,10 +43,10 @@ def test_sampling_masks_and_log_probabilities_equal_those_of_transformers(sglang
         tokens = actual.token_ids.tolist()
         distributions = old_model.distributions(request.token_ids, tokens, TEMPERATURE)
         over = keep(distributions, actual.sampling_mask)
-        assert difference(actual.logprobs, over.gather(1, torch.tensor(tokens)[:, None])[:, 0]) < ROUNDING
+        assert difference(actual.logprobs, over.gather(1, torch.tensor(tokens)[:, None])[:, 0]) < 1e-5
         used = actual.topk_token_ids >= 0
         expected = over.gather(1, actual.topk_token_ids.clamp(min=0).long())
-        assert difference(torch.where(used, actual.topk_logprobs, 0.0), torch.where(used, expected, 0.0)) < ROUNDING
+        assert difference(torch.where(used, actual.topk_logprobs, 0.0), torch.where(used, expected, 0.0)) < 2e-5
         for row, ids in zip(
             distributions, actual.sampling_mask.ids.split(actual.sampling_mask.counts.tolist()), strict=True
         ):
@@ -67,7 +65,8 @@ def test_the_probe_passes_with_filters_and_detects_wrong_weights(
 ) -> None:
     expected = expectation(routing=ROUTING, temperature=TEMPERATURE, **RULES)
     result = run(sglang, expected, old_model)
-    assert result.logprobs.largest < ROUNDING and result.topk is not None and result.topk.largest < ROUNDING
+    # The temperature divides the rounding of fp32: a rare token was once off by 1.1e-5.
+    assert result.logprobs.largest < 2e-5 and result.topk is not None and result.topk.largest < 1e-4
     with pytest.raises(ServerError, match="wrong weights"):
         run(sglang, expected, new_model)
 
