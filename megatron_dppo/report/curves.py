@@ -31,7 +31,7 @@ def write_curves(metrics: Path, picture: Path, title: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    records = read_metrics(metrics)
+    records = read_metrics(metrics, skip_damaged=True)
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context({**style, "font.size": 10}):
         other_losses = sorted({k.split("/")[2] for r in records for k in r if k.startswith("train/counterfactual/")})

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import DataError
-from megatron_dppo.files import read_regular_file
+from megatron_dppo.files import read_regular_file, write_synced
 
 Record = dict[str, Any]
 """One line of a JSONL file of the run."""
+
+DAMAGED = ".damaged"
+"""End of the name of the file that gets the damaged lines."""
 
 RENAMED_METRICS: Mapping[str, str] = {
     "rollout/breaches": "rollout/invalid_responses",
@@ -26,51 +29,113 @@ RENAMED_METRICS: Mapping[str, str] = {
 """Name of each renamed metric, by its name in runs of older versions."""
 
 
-def read_records(path: Path) -> list[Record]:
+Check = Callable[[Record], str]
+"""Function that returns what is wrong with a record, or an empty text."""
+
+
+def _no_problem(record: Record) -> str:
+    return ""
+
+
+def metric_problem(record: Record) -> str:
+    """Return what is wrong with a record of ``metrics.jsonl``, or an empty text."""
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEP:
+        return f"expected an integer of at least 0 as step, got {step!r}"
+    for name, value in record.items():
+        # Also false for NaN, which Python's JSON reads.
+        if value is not None and not (isinstance(value, int | float) and abs(value) <= _MAX_VALUE):
+            return f"expected a finite number or null as {name}, got {value!r}"
+    return ""
+
+
+def read_records(path: Path, check: Check = _no_problem, *, skip_damaged: bool = False) -> list[Record]:
     """Return the objects of a file; none if the file does not exist. An incomplete last line is ignored.
 
+    Args:
+        path: File of JSON lines.
+        check: Test of each object.
+        skip_damaged: Leave lines out that are not such objects. A run reads its own logs this way, since a log must not
+            decide whether the run goes on.
+
     Raises:
-        DataError: The path is not a file, or a line is not a JSON object.
+        DataError: The path is not a file, or a line is not such an object and ``skip_damaged`` is false.
     """
-    return [record for _, record in _numbered(path)]
+    records, damaged = _read_lines(path, check)
+    if damaged and not skip_damaged:
+        number, _, problem = damaged[0]
+        raise DataError(
+            f"{path}, line {number}: {problem}. A run never writes such a line; fix or remove it, or move the file away"
+        )
+    return [record for _, record in records]
 
 
-def read_metrics(path: Path) -> list[Record]:
+def read_metrics(path: Path, *, skip_damaged: bool = False) -> list[Record]:
     """Return the records of a ``metrics.jsonl``, see ``read_records``. Renamed metrics have their current names.
 
     Raises:
         DataError: Also for a record without a step, or with values other than numbers and null.
     """
-    records = []
-    for number, record in _numbered(path):
-        step = record.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEP:
-            raise _damaged(path, number, f"expected an integer of at least 0 as step, got {step!r}")
-        for name, value in record.items():
-            # Also false for NaN, which Python's JSON reads.
-            if value is not None and not (isinstance(value, int | float) and abs(value) <= _MAX_VALUE):
-                raise _damaged(path, number, f"expected a finite number or null as {name}, got {value!r}")
-        records.append({RENAMED_METRICS.get(name, name): value for name, value in record.items()})
-    return records
+    return [
+        {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
+        for record in read_records(path, metric_problem, skip_damaged=skip_damaged)
+    ]
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield the records with their line numbers, from 1."""
+def set_damaged_lines_aside(path: Path, check: Check) -> str:
+    """Move the damaged lines of a file to the end of ``NAME.damaged``, so that a run can append to the file.
+
+    Args:
+        path: File of JSON lines; it may be missing.
+        check: Test of each object.
+
+    Returns:
+        A warning; empty if no line is damaged.
+
+    Raises:
+        DataError: The path is not a file.
+    """
+    records, damaged = _read_lines(path, check)
+    if not damaged:
+        return ""
+    aside = path.with_name(path.name + DAMAGED)
+    with aside.open("ab") as file:
+        file.write(b"".join(line + b"\n" for _, line, _ in damaged))
+        file.flush()
+        os.fsync(file.fileno())
+    write_synced(path, "".join(line.decode() + "\n" for line, _ in records))
+    number, _, problem = damaged[0]
+    return (
+        f"warning  {path} had {len(damaged)} damaged lines (line {number}: {problem}). The run continues without them; "
+        f"they are in {aside}"
+    )
+
+
+_Read = tuple[list[tuple[bytes, Record]], list[tuple[int, bytes, str]]]
+"""Lines with their objects, and number, line and problem of the damaged ones."""
+
+
+def _read_lines(path: Path, check: Check) -> _Read:
     try:
         content = read_regular_file(path, _MAX_BYTES)
     except FileNotFoundError:
-        return
+        return [], []
     except OSError as error:
         problem = f"cannot be read ({error.strerror})" if path.is_file() else "is not a file"
         raise DataError(f"{path} {problem}, but a run writes one with that name; move it away") from error
+    records: list[tuple[bytes, Record]] = []
+    damaged: list[tuple[int, bytes, str]] = []
     *lines, last = content.split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, _record(path, number, line)
-    # A complete line ends with a line break, so a bad last line was interrupted by a crash.
-    with suppress(DataError):
-        if last.strip():
-            yield len(lines) + 1, _record(path, len(lines) + 1, last)
+    for number, line in enumerate([*lines, last], start=1):
+        if not line.strip():
+            continue
+        record, problem = _parse(line, check)
+        if record is not None:
+            records.append((line, record))
+        # A complete line ends with a line break, so a bad last line was interrupted by a crash.
+        elif number <= len(lines):
+            damaged.append((number, line, problem))
+    return records, damaged
 
 
 _MAX_BYTES = 2**32
@@ -79,20 +144,15 @@ _MAX_VALUE = 1e300
 """Largest metric. The squares and sums of the charts stay finite numbers with far smaller ones."""
 
 
-def _record(path: Path, number: int, line: bytes) -> Record:
+def _parse(line: bytes, check: Check) -> tuple[Record | None, str]:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, number, f"not JSON: {str(error)[:100]}") from error
+        return None, f"not JSON: {str(error)[:100]}"
     if not isinstance(record, dict):
-        raise _damaged(path, number, f"expected a JSON object, got {type(record).__name__}")
-    return record
-
-
-def _damaged(path: Path, number: int, problem: str) -> DataError:
-    return DataError(
-        f"{path}, line {number}: {problem}. A run never writes such a line; fix or remove it, or move the file away"
-    )
+        return None, f"expected a JSON object, got {type(record).__name__}"
+    problem = check(record)
+    return (None, problem) if problem else (record, "")
 
 
 _WINDOW = 10
@@ -103,7 +163,7 @@ def summarize(
     folder: Path, *, world_size: int, layout: str, policy_updates: int, total_seconds: float
 ) -> dict[str, object]:
     """Write ``summary.json`` from the run's metrics and return it."""
-    records = read_metrics(folder / "metrics.jsonl")
+    records = read_metrics(folder / "metrics.jsonl", skip_damaged=True)
     steps = [r for r in records if "perf/step_seconds" in r]
     rewards = [r["rollout/reward"] for r in steps if r.get("rollout/reward") is not None]
     evaluations = [r["eval/accuracy"] for r in records if r.get("eval/accuracy") is not None]
@@ -139,7 +199,7 @@ def before_after_table(folder: Path, eval_score_name: str = "accuracy") -> str:
         folder: Output folder of the run.
         eval_score_name: Name of the mean over held-out prompts, ``accuracy`` or ``score``.
     """
-    records = read_metrics(folder / "metrics.jsonl")
+    records = read_metrics(folder / "metrics.jsonl", skip_damaged=True)
     rows = [
         (f"held-out {eval_score_name} (greedy)", "eval/accuracy"),
         ("training reward", "rollout/reward"),

@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.report.trackers import RunLabels, finite_values, open_trackers, require_trackers, run_id
+from megatron_dppo.report.logged_steps import LoggedSteps
+from megatron_dppo.report.trackers import (
+    RunLabels,
+    begin_new_runs,
+    finite_values,
+    open_trackers,
+    require_trackers,
+    run_id,
+)
 
 
 class Sink(Protocol):
@@ -114,6 +123,50 @@ class TrackerSink:
         self._tracker.finish()
 
 
+class ContinuedSink:
+    """A run in a tracker that gets each metric of a step once, also after a resume from an earlier step.
+
+    No tracker takes values back. So the steps between the checkpoint and the interruption keep the values of the
+    interrupted attempt; ``metrics.jsonl`` has those of the attempt that continued.
+
+    Args:
+        sink: The tracker's run.
+        name: Name of the tracker.
+        folder: Output folder of the run.
+        resumed_step: Step of the checkpoint. None at the beginning of a run.
+    """
+
+    def __init__(self, sink: Sink, name: str, folder: Path, resumed_step: int | None) -> None:
+        self.shows_tables = sink.shows_tables
+        self._sink = sink
+        self._logged = LoggedSteps(folder, run_id(folder, name))
+        if resumed_step is not None and self._logged.last > resumed_step:
+            print(
+                f"note     {name} keeps the interrupted attempt's values of steps {resumed_step + 1} to "
+                f"{self._logged.last}; {folder / 'metrics.jsonl'} gets those of this attempt",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add the values of one step that the tracker does not have."""
+        new = {name: value for name, value in values.items() if not self._logged.has(name, step)}
+        if new:
+            # Recorded first: a kill in between leaves a gap, never a step that is shown twice.
+            self._logged.add(new, step)
+            self._sink.log(new, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Show a table, unless the tracker has it."""
+        if not self._logged.has(name, step):
+            self._logged.add([name], step)
+            self._sink.log_table(name, columns, rows, step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._sink.finish()
+
+
 def open_sinks(
     folder: Path,
     config: Mapping[str, object],
@@ -132,10 +185,14 @@ def open_sinks(
     sinks: list[Sink] = []
     if tensorboard:
         sinks.append(TensorBoardSink(folder, resumed_step))
+    if resumed_step is None:
+        begin_new_runs(folder)
+    tracked: list[tuple[str, Sink]] = []
     if wandb_project:
-        sinks.append(WandbSink(wandb_project, folder, config, labels))
-    sinks.extend(TrackerSink(tracker) for tracker in open_trackers(trackers, folder, labels, config))
-    return sinks
+        tracked.append(("wandb", WandbSink(wandb_project, folder, config, labels)))
+    opened = open_trackers(trackers, folder, labels, config)
+    tracked.extend((name, TrackerSink(tracker)) for name, tracker in zip(trackers, opened, strict=True))
+    return sinks + [ContinuedSink(sink, name, folder, resumed_step) for name, sink in tracked]
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

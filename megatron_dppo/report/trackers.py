@@ -1,7 +1,7 @@
 """Experiment trackers: ids for Weights & Biases, and through ``accelerate`` MLflow, SwanLab, Trackio and Comet.
 
 Each output folder has one run in each tracker. Its id is stored in ``trackers.json``, so a resumed run continues the
-same curve.
+same curve (``report/logged_steps.py``). A run that begins again at step 0 begins a new curve.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import read_regular_file, write_synced
+from megatron_dppo.report.logged_steps import LoggedSteps
 
 IDS = "trackers.json"
 """File with the ids of the run."""
@@ -36,16 +37,24 @@ class RunLabels:
 def run_id(folder: Path, tracker: str) -> str:
     """Return the id of a folder's run in a tracker; create and store it at the first call.
 
-    Two folders ``a/run`` and ``b/run`` get different ids. A folder of an older version, which used its name as the id
-    in Weights & Biases, keeps that id.
+    Two folders ``a/run`` and ``b/run`` get different ids.
     """
-    path = folder / IDS
     ids = _read_ids(folder)
     if tracker not in ids:
-        is_older = tracker == "wandb" and (folder / "wandb").is_dir()
-        ids[tracker] = folder.name if is_older else uuid.uuid4().hex
-        write_synced(path, json.dumps(ids, indent=2) + "\n")
+        ids[tracker] = uuid.uuid4().hex
+        _write_ids(folder, ids)
     return ids[tracker]
+
+
+def begin_new_runs(folder: Path) -> None:
+    """Forget the ids of the runs that have values, for a run that begins again at step 0.
+
+    The values of the earlier attempt may be those of another configuration.
+    """
+    ids = _read_ids(folder)
+    unused = {tracker: value for tracker, value in ids.items() if LoggedSteps(folder, value).last < 0}
+    if unused != ids:
+        _write_ids(folder, unused)
 
 
 def _read_ids(folder: Path) -> dict[str, str]:
@@ -66,9 +75,8 @@ def _read_ids(folder: Path) -> dict[str, str]:
         raise ConfigError(f"{path} is damaged ({error}); delete it to begin new runs in the trackers") from error
 
 
-def _keep_id(folder: Path, tracker: str, tracker_id: str) -> None:
-    path = folder / IDS
-    write_synced(path, json.dumps(_read_ids(folder) | {tracker: tracker_id}, indent=2) + "\n")
+def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:
+    write_synced(folder / IDS, json.dumps(ids, indent=2) + "\n")
 
 
 def _swanlab(folder: Path, labels: RunLabels) -> dict[str, object]:
@@ -110,6 +118,8 @@ def require_trackers(names: Sequence[str]) -> None:
 def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config: Mapping[str, object]) -> list[Any]:
     """Start or continue the folder's run in each tracker; the results have ``log`` and ``finish``.
 
+    ``run_id`` has the id of each afterwards.
+
     Args:
         names: Some of ``mlflow``, ``swanlab``, ``trackio``, ``comet_ml``.
         folder: Output folder of the run, where the ids are stored.
@@ -127,7 +137,7 @@ def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config:
         known = _read_ids(folder)
         tracker.start()
         if name == "mlflow" and "mlflow" not in known:
-            _keep_id(folder, "mlflow", tracker.tracker.info.run_id)
+            _write_ids(folder, known | {"mlflow": tracker.tracker.info.run_id})
             tracker.store_init_configuration(flatten(config))  # MLflow's parameters cannot change.
         elif name != "mlflow":
             tracker.store_init_configuration(flatten(config))

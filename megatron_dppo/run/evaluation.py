@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.prompts import PromptDataset
-from megatron_dppo.errors import DataError
 from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import run_on_leader
@@ -25,6 +24,9 @@ from megatron_dppo.rollout.pending import Submission
 from megatron_dppo.rollout.request_scheduler import sampling_params
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams
+
+SAMPLES = "samples.jsonl"
+"""File with some responses of each evaluation."""
 
 
 class SampleResponse(TypedDict):
@@ -232,9 +234,11 @@ def write_sample_responses(
     def write() -> None:
         if dist.get_rank():
             return
-        target = _samples_file(folder)
+        target = folder / SAMPLES
         # A run that was killed may have left responses of later steps.
-        earlier = [record for record in read_sample_records(target) if record["step"] < step]
+        earlier = [
+            record for record in read_records(target, sample_problem, skip_damaged=True) if record["step"] < step
+        ]
         records = [*earlier, *({"step": step, **response} for response in responses)]
         with disk_errors(target, "the answers"):
             write_synced(target, "".join(json.dumps(record) + "\n" for record in records))
@@ -245,27 +249,14 @@ def write_sample_responses(
 
 def read_sample_responses(folder: Path) -> list[SampleResponse]:
     """Return the responses of the last evaluation in ``samples.jsonl``."""
-    records = read_sample_records(_samples_file(folder))
+    records = read_records(folder / SAMPLES, sample_problem, skip_damaged=True)
     last = [record for record in records if record["step"] == records[-1]["step"]]
     return cast(list[SampleResponse], last[-_NUM_SHOWN:])
 
 
-def read_sample_records(file: Path) -> list[Record]:
-    """Return the records of ``samples.jsonl``.
-
-    Raises:
-        DataError: A record is not such as a run writes.
-    """
-    records = read_records(file)
-    for number, record in enumerate(records, start=1):
-        texts = (record.get("prompt"), record.get("label"), record.get("response"))
-        numbers = (type(record.get("step")) is int, type(record.get("reward")) in (int, float))
-        if not all(numbers) or not all(isinstance(text, str) for text in texts):
-            raise DataError(
-                f"{file}, record {number}: expected step, prompt, label, response and reward; move the file away"
-            )
-    return records
-
-
-def _samples_file(folder: Path) -> Path:
-    return folder / "samples.jsonl"
+def sample_problem(record: Record) -> str:
+    """Return what is wrong with a record of ``samples.jsonl``, or an empty text."""
+    texts = (record.get("prompt"), record.get("label"), record.get("response"))
+    numbers = (type(record.get("step")) is int, type(record.get("reward")) in (int, float))
+    is_right = all(numbers) and all(isinstance(text, str) for text in texts)
+    return "" if is_right else "expected step, prompt, label, response and reward"

@@ -106,7 +106,7 @@ def find_resume_point(
         None if there is no checkpoint at all.
 
     Raises:
-        DataError: ``metrics.jsonl``, which the run appends to, is damaged.
+        DataError: ``metrics.jsonl``, which the run appends to, is not a file.
         CheckpointError: There are checkpoints but none is usable. Or the usable one has another model, seed or data, a
             layout that Megatron cannot reshard from, or other settings (``run/changes.py``).
     """
@@ -115,9 +115,9 @@ def find_resume_point(
 
     if config.checkpoint.resume != "auto":
         return None
-    # Damaged metrics end the start here, before any checkpoint is renamed or pruned.
+    # A folder of that name ends the start here, before any checkpoint is renamed or pruned.
     metrics = Path(config.run.output_dir) / "metrics.jsonl"
-    run_on_leader(lambda: len(read_metrics(metrics)), _world())
+    run_on_leader(lambda: len(read_metrics(metrics, skip_damaged=True)), _world())
     folder = checkpoints_folder(Path(config.run.output_dir))
     chosen, skipped_checkpoints = find_usable_checkpoint(folder, accept_unverified=config.checkpoint.accept_unverified)
     is_fork = chosen is None and config.checkpoint.fork_from is not None

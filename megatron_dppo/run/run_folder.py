@@ -41,8 +41,10 @@ RUN_FILES = (
     "starts.jsonl",
     "metrics.jsonl",
     "metrics.jsonl.partial",
+    "metrics.jsonl.damaged",
     "samples.jsonl",
     "samples.jsonl.partial",
+    "samples.jsonl.damaged",
     "summary.json",
     "curves.png",
     "report.html",
@@ -59,6 +61,8 @@ RUN_FILES = (
     "wandb",
     "swanlab",
     "trackers.json",
+    "tracker_steps.json",
+    "tracker_steps.json.partial",
 )
 """Names that a run writes, besides the marker, the lock and ``old``.
 

@@ -26,7 +26,7 @@ from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader, run_on_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.report.console import Console
-from megatron_dppo.report.records import read_metrics
+from megatron_dppo.report.records import metric_problem, read_metrics, set_damaged_lines_aside
 from megatron_dppo.report.steps.files import delete_steps_after
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import RankColumns
@@ -43,7 +43,7 @@ from megatron_dppo.run.engines import (
     open_scorer,
     rollout_sampling_params,
 )
-from megatron_dppo.run.evaluation import Evaluator
+from megatron_dppo.run.evaluation import SAMPLES, Evaluator, sample_problem
 from megatron_dppo.run.export import export_hf
 from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
 from megatron_dppo.run.guard_state import GuardState
@@ -115,6 +115,8 @@ class Session:
         folder = Path(self.config.run.output_dir)
         say = self.records.console.print
         self.trainer.check_can_save()
+        for note in run_on_leader(lambda: _set_damaged_logs_aside(folder), dist.group.WORLD):
+            say(note)
         if point is not None:
             self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
             if note := _missing_records(folder, self.state.step):
@@ -253,6 +255,12 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         console.finish()
         parts.close()
         setup.shutdown_megatron()
+
+
+def _set_damaged_logs_aside(folder: Path) -> list[str]:
+    """Take damaged lines out of the run's logs, and return warnings."""
+    checks = {"metrics.jsonl": metric_problem, SAMPLES: sample_problem}
+    return [note for name, check in checks.items() if (note := set_damaged_lines_aside(folder / name, check))]
 
 
 def _missing_records(folder: Path, step: int) -> str:

@@ -1,28 +1,19 @@
-"""The live view, the alarms, and what trackers are told; the trackers' packages are stand-ins that note their calls."""
+"""The live view, the learning warnings, and the warnings of other packages."""
 
 from __future__ import annotations
 
 import io
-import json
-import math
 import os
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_dppo.config.reward import RewardConfig
-from megatron_dppo.errors import ConfigError
-from megatron_dppo.report import sinks
 from megatron_dppo.report.console import Console, format_step_line, idle_fraction, live_rows
 from megatron_dppo.report.findings import LearningWarnings
-from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.page.charts import build_charts
-from megatron_dppo.report.sinks import require_sinks
-from megatron_dppo.report.trackers import RunLabels, flatten, open_trackers, run_id
 
 VALUES = {
     "rollout/reward": 0.25,
@@ -109,102 +100,6 @@ def test_missing_signal_and_a_constant_reward_are_reported_once() -> None:
     assert not any(alarms.check_step({"rollout/reward": 0.1 * (i % 10 == 9)}) for i in range(30))
     taught = LearningWarnings(has_reward_signal=False)
     assert not any(taught.check_step(silent | {"rollout/reward": 0.0}) for _ in range(30))
-
-
-def test_each_folder_has_a_stable_tracker_id(tmp_path: Path) -> None:
-    a, b = tmp_path / "a/run", tmp_path / "b/run"
-    for folder in (a, b):
-        folder.mkdir(parents=True)
-    first = run_id(a, "wandb")
-    assert first == run_id(a, "wandb") != run_id(b, "wandb") and first.isalnum() and len(first) == 32
-    assert run_id(a, "comet_ml") != first
-    older = tmp_path / "older"
-    (older / "wandb").mkdir(parents=True)
-    assert run_id(older, "wandb") == "older"
-
-
-def test_wandb_receives_id_name_group_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
-    wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
-    monkeypatch.setattr(sinks, "require_wandb", lambda project: wandb)
-    labels = RunLabels(project="p", name="n", group="g", tags=("x", "y"), offline=True)
-    for step in (None, 3):
-        MetricsWriter(
-            tmp_path, {"a": 1}, tensorboard=False, wandb_project="p", resumed_step=step, labels=labels
-        ).close()
-    assert calls[0] == calls[1], "a resumed run goes on in the same curve"
-    own = {key: calls[0][key] for key in ("project", "name", "group", "tags", "mode", "resume")}
-    assert own == {"project": "p", "name": "n", "group": "g", "tags": ["x", "y"], "mode": "offline", "resume": "allow"}
-    assert calls[0]["id"] == run_id(tmp_path, "wandb") != tmp_path.name
-
-
-def stand_in(name: str, calls: list[tuple[str, Any]]) -> ModuleType:
-    """What accelerate calls of a tracker's package; the call names are those of the released packages."""
-    module = ModuleType(name)
-
-    def note(what: str, result: Any = None) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            calls.append((what, options | ({"args": args} if args else {})))
-            return result
-
-        return call
-
-    names = ("log", "finish", "log_metric", "log_metrics", "set_step", "log_parameters", "end", "set_name", "add_tags")
-    run = SimpleNamespace(**{each: note(each) for each in names}, info=SimpleNamespace(run_id="given by mlflow"))
-    module.__dict__.update(
-        init=note("init", run), start=note("start", run), config=SimpleNamespace(update=note("config"))
-    )
-    module.__dict__.update(search_experiments=note("search", []), create_experiment=note("create", "7"))
-    module.__dict__.update(start_run=note("start_run", run), log_params=note("log_params"), end_run=note("end_run"))
-    module.__dict__.update(log_metrics=note("log_metrics"), __version__="3.50.0", __spec__=object())
-    limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
-    module.__dict__.update(utils=SimpleNamespace(validation=limits))
-    return module
-
-
-@pytest.mark.parametrize("name", ["trackio", "comet_ml", "mlflow"])
-def test_trackers_are_started_once_and_continued(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
-    calls: list[tuple[str, Any]] = []
-    monkeypatch.setitem(sys.modules, name, stand_in(name, calls))
-    labels = RunLabels(project="p", name="n", group="g", tags=("x",))
-    begins = {"trackio": "init", "comet_ml": "start", "mlflow": "start_run"}[name]
-    for step in (None, 1):
-        sink = MetricsWriter(
-            tmp_path,
-            {"loss": {"topk": 20}},
-            tensorboard=False,
-            wandb_project=None,
-            resumed_step=step,
-            trackers=[name],
-            labels=labels,
-        )
-        sink.write(step or 0, {"a/b": 0.5, "nan": math.nan})
-        sink.close()
-    started = [options for what, options in calls if what == begins]
-    assert len(started) == 2
-    ids = json.loads((tmp_path / "trackers.json").read_text())
-    if name == "trackio":
-        assert started[0] == started[1] and started[0]["project"] == "p" and started[0]["resume"] == "allow"
-        assert started[0]["name"] == f"n-{ids['trackio'][:8]}" and started[0]["group"] == "g"
-    elif name == "comet_ml":
-        assert started[0] == started[1] and started[0]["experiment_key"] == ids["comet_ml"]
-    else:
-        assert [s["run_id"] for s in started] == [None, "given by mlflow"] and started[0]["run_name"] == "n"
-        assert [what for what, _ in calls].count("log_params") == 1, "MLflow refuses to change a parameter"
-    logged = str([options for what, options in calls if what.startswith("log")])
-    assert "a/b" in logged and "nan" not in logged
-
-
-def test_missing_packages_are_named_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"log.trackers = \['swanlab'\] needs swanlab: pip install swanlab"):
-        require_sinks(tensorboard=False, wandb_project=None, trackers=["swanlab"])
-    assert open_trackers([], Path("."), RunLabels(project="p", name="n"), {}) == []
-
-
-def test_a_configuration_is_flattened_to_one_table() -> None:
-    assert flatten({"a": {"b": 1, "c": None, "d": [1, 2]}, "e": True}) == {"a.b": 1, "a.d": "[1, 2]", "e": True}
 
 
 def test_megatron_warnings_are_silent_unless_enabled_and_others_are_shown() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.errors import CheckpointError, ConfigError, DataError
+from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.files import read_regular_file
 from megatron_dppo.mcore.checkpoint.folder import read_state
 from megatron_dppo.report.trackers import IDS, run_id
@@ -78,8 +78,7 @@ def test_other_state_files_name_the_file(tmp_path: Path) -> None:
     good = {"step": 1, "prompt": "a", "label": "b", "response": "c", "reward": 1.0}
     for key in good:
         (tmp_path / "samples.jsonl").write_text(json.dumps(good | {key: None}) + "\n")
-        with pytest.raises(DataError, match=r"samples\.jsonl, record 1"):
-            read_sample_responses(tmp_path)
+        assert read_sample_responses(tmp_path) == []
     for text in ("NaN", '{"step": NaN}', "[]", "{" * 9, '{"step": ' + "9" * 5000 + "}"):
         (tmp_path / "state.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"state\.json"):
