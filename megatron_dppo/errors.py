@@ -136,6 +136,12 @@ class TrainingStopped(UserError):
     exit_code = 3
 
 
+class RendezvousError(UserError):
+    """Ranks that cannot meet. The exit code is that of a run that hangs."""
+
+    exit_code = 4
+
+
 class DiskError(UserError):
     """A file that cannot be written: a full or read-only disk, missing rights, a failing device."""
 

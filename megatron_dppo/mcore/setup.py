@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.network import choose_interface, connection_limit
+from megatron_dppo.parallel.network import connection_limit
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.parallel.rendezvous import join_ranks
 from megatron_dppo.parallel.shared_mesh import MessageTag, new_shared_mesh_group
 
 
@@ -122,36 +121,6 @@ def _new_host_group(ranks: tuple[int, ...], tag: MessageTag, world: dist.Process
     # ``new_group`` is a collective of all ranks, members or not, so all create all groups in one order.
     groups = {members: new_shared_mesh_group(members, world, tag) for members in sorted(set(requested) - {everyone})}
     return world if ranks == everyone else groups[ranks]
-
-
-def join_ranks(timeout_minutes: float, other_hosts: Sequence[str] = ()) -> Store | None:
-    """Wait for the processes that torchrun or Slurm started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
-
-    Also chooses the network interface of the groups that are created later (``choose_interface``). Without these
-    variables it joins one process on the loopback interface.
-
-    Args:
-        timeout_minutes: Limit for the last rank to come; rank 0 may read data before.
-        other_hosts: See ``choose_interface``.
-
-    Returns:
-        Store of all ranks. None if the default group exists already.
-    """
-    if dist.is_initialized():
-        return None
-    # Port 0: the system chooses a free one.
-    single_process = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in single_process.items():
-        os.environ.setdefault(name, value)
-    limit = timedelta(minutes=timeout_minutes)
-    store, rank, world_size = next(rendezvous("env://", timeout=limit))
-    store.set_timeout(limit)
-    store = PrefixStore("megatron_dppo", store)
-    choose_interface(store, rank, world_size, other_hosts)
-    if store.add("joined", 1) == world_size:
-        store.set("complete", "")
-    store.wait(["complete"], limit)
-    return store
 
 
 def start_process_group(platform: Platform, timeout_minutes: float, store: Store | None = None) -> None:

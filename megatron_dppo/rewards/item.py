@@ -125,8 +125,8 @@ class SlimeSample:
 
 
 _SCORES = ("score", "reward")
-_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
-"""Advantages are computed in float32."""
+MAX_REWARD = 1e30
+"""Largest reward. Advantages are float32, and sums over groups and tokens of larger ones may be infinite."""
 _MAX_ERROR_LENGTH = 2000
 MAX_PARTS = 256
 """Named parts of one reward, and of all rewards of a step: each is a metric of every step."""
@@ -138,7 +138,7 @@ def read_reward(value: object) -> tuple[float, dict[str, float]]:
     Parts that are not numbers are dropped: verl's functions also return the extracted answer.
 
     Raises:
-        TypeError, ValueError: The value is no number, not finite in float32, or a table without exactly one of
+        TypeError, ValueError: The value is no number, beyond ``MAX_REWARD``, or a table without exactly one of
             ``score`` and ``reward``.
     """
     if not isinstance(value, Mapping):
@@ -234,6 +234,6 @@ def _finite(what: str, value: Any) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{what} must be a finite number, got {short_repr(value)}")
-    if abs(number) > _MAX_FLOAT32:
-        raise ValueError(f"{what} must fit into float32 (up to {_MAX_FLOAT32:.7g}), got {number:g}")
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{what} must be between {-MAX_REWARD:g} and {MAX_REWARD:g}, got {number:g}")
     return number

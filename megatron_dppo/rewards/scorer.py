@@ -11,7 +11,7 @@ from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, CodeOptions, n
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
-from megatron_dppo.rewards.item import RewardItem, RewardResult, Shaping
+from megatron_dppo.rewards.item import MAX_REWARD, RewardItem, RewardResult, Shaping
 from megatron_dppo.rewards.pool import FunctionPool, score_concurrently
 from megatron_dppo.rewards.scoring import ScoringOutcome
 from megatron_dppo.rewards.signatures import RunInfo
@@ -148,6 +148,9 @@ class RewardScorer:
         parts |= extra
         score = sum(function.weight * each.score for function, each in pairs)
         reward = score + sum(extra.values())
+        if abs(reward) > MAX_REWARD:
+            problem = f"the weighted sum must be between {-MAX_REWARD:g} and {MAX_REWARD:g}, got {reward:g}"
+            return RewardResult(reward=0.0, failed=True, error=problem, eval_score=eval_score)
         return RewardResult(reward=reward, parts={"score": score, **parts} if parts else {}, eval_score=eval_score)
 
     def close(self) -> None:

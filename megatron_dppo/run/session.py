@@ -25,6 +25,7 @@ from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader, run_on_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
+from megatron_dppo.parallel.rendezvous import join_ranks, open_store
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import metric_problem, read_metrics, set_damaged_lines_aside
 from megatron_dppo.report.steps.files import delete_steps_after
@@ -155,6 +156,9 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     """
     started = time.time()
 
+    # The store is open before any rank reads data, so that ranks which cannot meet end within minutes.
+    store = open_store()
+
     # Preflight. With several ranks the problems are reported after the process group exists, by one rank for all.
     start = Start(config, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")))
     errors = find_problems(start)
@@ -171,7 +175,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
 
     # NCCL reads them when the first communicator is created.
     os.environ.update(transfer_variables(config.rollout, os.environ))
-    store = setup.join_ranks(config.run.wait_minutes, server_network(config.rollout))
+    store = join_ranks(config.run.wait_minutes, server_network(config.rollout), store)
     console = Console(enabled=start.rank == 0 and config.log.progress, eval_score_name=config.reward.eval_score_name)
     watchdog = Watchdog(config.run)
     # Closed in the reverse order, so that every writer to the run's folder is closed before its lock is released.

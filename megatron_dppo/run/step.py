@@ -151,7 +151,7 @@ def update_policy(
 def compute_group_advantages(
     groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, penalties: Tensor | None = None
 ) -> Tensor:
-    """Return the advantages ``[groups, samples]`` of ``train.advantage``.
+    """Return the advantages of ``train.advantage``, float32 ``[groups, samples]``.
 
     Args:
         groups: Scored groups, all of the same size.
@@ -162,7 +162,7 @@ def compute_group_advantages(
     rewards = _rewards(groups)
     if penalties is not None:
         rewards = rewards - penalties
-    return advantages_by(
+    advantages = advantages_by(
         train.advantage,
         rewards,
         _is_scored(groups),
@@ -170,6 +170,7 @@ def compute_group_advantages(
         groups=groups,
         weights=reward.part_weights,
     )
+    return advantages.float()
 
 
 def refine_advantages(
@@ -295,8 +296,8 @@ def _with_advantages(sample: TrainingSample, values: Tensor, is_scored: bool) ->
 
 
 def _rewards(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return the rewards ``[groups, samples]``."""
-    return torch.tensor([[r.reward for r in group.rollouts] for group in groups])
+    """Return the rewards, float64 ``[groups, samples]``: in float32 large ones that differ could be equal."""
+    return torch.tensor([[r.reward for r in group.rollouts] for group in groups], dtype=torch.float64)
 
 
 def _is_scored(groups: Sequence[RolloutGroup]) -> Tensor:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.parallel import network
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.parallel.rendezvous import join_ranks
 
 index, cases, folder = int(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
@@ -35,7 +36,7 @@ from megatron_dppo.mcore import setup
 def rank_main(rank, case):
     os.environ.update(case["env"], RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
     network._CONNECT_SECONDS = case["limit"]
-    store = setup.join_ranks(0.5)
+    store = join_ranks(0.5)
     setup.start_process_group(platform, 1.0, store)
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=setup.new_host_world(1.0))

@@ -103,7 +103,7 @@ def _call_user_function(
         options = {**options, "groups": groups}
     try:
         # Clones: a function that writes to its arguments must not change the rewards that are logged and recorded.
-        result = function.function(rewards.clone(), valid.clone(), **options)
+        result = function.function(rewards.float().clone(), valid.clone(), **options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

@@ -35,7 +35,7 @@ def agent_advantages(groups: Sequence[RolloutGroup], name: str) -> list[float]:
     for group in groups:
         advantages: dict[tuple[int, int], float] = {}
         for rewards in agent_rewards(group).values():
-            row = torch.tensor([list(rewards.values())])
+            row = torch.tensor([list(rewards.values())], dtype=torch.float64)
             if name != "none":
                 row = group_relative_advantages(row, cast(Literal["mean", "std", "leave_one_out"], name))
             advantages |= zip(rewards, row[0].tolist(), strict=True)

@@ -43,9 +43,9 @@ def decoupled_advantages(parts: Mapping[str, Tensor], weights: Mapping[str, floa
 
 
 def reward_parts(groups: Sequence[RolloutGroup], names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the named parts of all rewards, float32 ``[groups, samples]`` each; NaN where the reward failed."""
+    """Return the named parts of all rewards, float64 ``[groups, samples]`` each; NaN where the reward failed."""
 
     def values(name: str) -> list[list[float]]:
         return [[r.reward_parts.get(name, torch.nan) for r in group.rollouts] for group in groups]
 
-    return {name: torch.tensor(values(name)) for name in names}
+    return {name: torch.tensor(values(name), dtype=torch.float64) for name in names}

@@ -39,7 +39,7 @@ def greedy_advantages(rewards: Tensor, baselines: Tensor, baseline_valid: Tensor
 
 
 def greedy_rewards(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
-    """Return the rewards of the greedy responses, float32 ``[groups]``, and False where one failed, bool ``[groups]``.
+    """Return the rewards of the greedy responses, float64 ``[groups]``, and False where one failed, bool ``[groups]``.
 
     Raises:
         ValueError: A group has no greedy response.
@@ -52,4 +52,4 @@ def greedy_rewards(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
             "Fix: set RolloutGroup.greedy"
         )
     is_scored = [not response.reward_failed for response in greedy if response is not None]
-    return torch.tensor(rewards), torch.tensor(is_scored, dtype=torch.bool)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(is_scored, dtype=torch.bool)

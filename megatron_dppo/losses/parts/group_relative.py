@@ -43,25 +43,26 @@ def group_relative_advantages(
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     if valid.shape != rewards.shape or valid.dtype != torch.bool:
         raise ValueError(f"expected valid as bool {tuple(rewards.shape)}, got {valid.dtype} {tuple(valid.shape)}")
-    # A failed reward may be NaN, which a product with 0 would not remove.
-    known = torch.where(valid, rewards, 0.0)
+    # A failed reward may be NaN, which a product with 0 would not remove. In float64 large rewards that differ little
+    # keep the signs of their differences, and squares of large ones stay finite.
+    known = torch.where(valid, rewards, 0.0).double()
     if not bool(known.isfinite().all()):
         raise ValueError("a reward is not finite; mark the sample as failed in `valid`, or return a finite reward")
     # A group whose rewards all failed has count 0; its advantages are 0, not 0 / 0.
     count = valid.sum(1, keepdim=True).clamp(min=1)
     centred = torch.where(valid, known - known.sum(1, keepdim=True) / count, 0.0)
     # The mean of equal numbers may be off by one rounding; a group without spread must give 0, not noise.
-    lowest = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
-    highest = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
+    lowest = torch.where(valid, known, torch.inf).amin(1, keepdim=True)
+    highest = torch.where(valid, known, -torch.inf).amax(1, keepdim=True)
     centred = torch.where(highest > lowest, centred, 0.0)
     if mode == "mean":
-        return centred
+        return centred.to(rewards.dtype)
     if mode == "leave_one_out":
         # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
-        return centred * count / (count - 1).clamp(min=1)
+        return (centred * count / (count - 1).clamp(min=1)).to(rewards.dtype)
     # Divided by n - 1, as in the GRPO code of TRL and verl (``torch.std``). A single valid sample gives 0.
     variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt() + _DEVIATION_FLOOR)
+    return (centred / (variance.sqrt() + _DEVIATION_FLOOR)).to(rewards.dtype)
 
 
 def reward_scales(name: str, rewards: Tensor, valid: Tensor) -> Tensor:
@@ -85,9 +86,9 @@ def reward_scales(name: str, rewards: Tensor, valid: Tensor) -> Tensor:
     if is_function_name(name):
         raise ValueError(f"train.advantage = {name!r} has no known scale; expected mean, std, leave_one_out or none")
     mode = cast(Literal["mean", "std", "leave_one_out"], name)
-    centred = group_relative_advantages(rewards, "mean", valid)
-    scaled = group_relative_advantages(rewards, mode, valid)
+    centred = group_relative_advantages(rewards.double(), "mean", valid)
+    scaled = group_relative_advantages(rewards.double(), mode, valid)
     # The scale is the same for all samples of a group. The sums of squares also work where one sample is at the mean.
     norm = centred.square().sum(1, keepdim=True)
     scale = (scaled.square().sum(1, keepdim=True) / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sqrt()
-    return scale.expand_as(rewards).contiguous()
+    return scale.to(rewards.dtype).expand_as(rewards).contiguous()

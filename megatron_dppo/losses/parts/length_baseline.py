@@ -32,13 +32,13 @@ def length_weighted_advantages(rewards: Tensor, lengths: Tensor, valid: Tensor) 
         ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples and for groups without spread.
         verl gives a group of one sample its reward; here it has no spread.
     """
-    known = torch.where(valid, rewards, 0.0)
-    weights = torch.where(valid, lengths, 0).to(rewards.dtype)
+    known = torch.where(valid, rewards, 0.0).double()
+    weights = torch.where(valid, lengths, 0)
     baseline = (known * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
     # A baseline of equal rewards may be off by one rounding.
-    lowest = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
-    highest = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
-    return torch.where(valid & (highest > lowest), known - baseline, 0.0)
+    lowest = torch.where(valid, known, torch.inf).amin(1, keepdim=True)
+    highest = torch.where(valid, known, -torch.inf).amax(1, keepdim=True)
+    return torch.where(valid & (highest > lowest), known - baseline, 0.0).to(rewards.dtype)
 
 
 def sampled_lengths(groups: Sequence[RolloutGroup]) -> Tensor:

@@ -47,20 +47,30 @@ def returns_to_go(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums for the mean and the deviation of a batch; ranks add them up."""
+    """Mean and squared deviations of a batch; ranks add them up (Chan, Golub and LeVeque 1983, equation 2.1).
+
+    A difference of two sums, of the squares and of the squared mean, would lose small deviations of large values.
+    """
 
     count: float
-    total: float
-    squares: float
+    mean: float
+    squared_deviations: float
 
     @classmethod
     def of(cls, values: Tensor) -> Moments:
         """Return the moments of ``[N]`` values, in float64."""
         wide = values.double()
-        return cls(len(values), float(wide.sum()), float(wide.square().sum()))
+        mean = float(wide.mean()) if len(values) else 0.0
+        return cls(len(values), mean, float((wide - mean).square().sum()))
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+        count = self.count + other.count
+        if not count:
+            return self
+        step = other.mean - self.mean
+        between = step * step * self.count * other.count / count
+        deviations = self.squared_deviations + other.squared_deviations + between
+        return Moments(count, self.mean + step * other.count / count, deviations)
 
     def whiten(self, values: Tensor) -> Tensor:
         """Return ``(values - mean) / deviation``; 0 if there is no spread. The variance is Bessel-corrected, plus 1e-8.
@@ -69,7 +79,5 @@ class Moments:
         """
         if self.count < 2:
             return torch.zeros_like(values)
-        mean = self.total / self.count
-        # A difference of two sums, which rounding may take below 0.
-        variance = max(0.0, self.squares - self.count * mean * mean) / (self.count - 1)
-        return ((values.double() - mean) / math.sqrt(variance + _VARIANCE_FLOOR)).to(values.dtype)
+        variance = self.squared_deviations / (self.count - 1)
+        return ((values.double() - self.mean) / math.sqrt(variance + _VARIANCE_FLOOR)).to(values.dtype)

@@ -255,7 +255,7 @@ ATTACKS = [
     Attack("many results of tools", lambda a: a.post({"messages": [{"role": "tool"}] * 90_000}), 400, "context_length"),
     Attack("many messages", lambda a: a.post({"messages": [{"role": "user"}] * 90_000}), 400, "context_length"),
     # With a key: rewards.
-    Attack("a reward beyond float32", lambda a: a.post({"reward": 1e39}, path="/reward"), 400, "fit into float32"),
+    Attack("a reward of 1e39", lambda a: a.post({"reward": 1e39}, path="/reward"), 400, "between -1e+30 and"),
     Attack("a reward of 400 digits", lambda a: a.post({"reward": DIGITS}, path="/reward"), 400, "finite number"),
     Attack("a reward of 5,000 digits", lambda a: a.post(b'{"reward": ' + b"9" * 5000 + b"}", path="/reward"), 400),
     Attack("an infinite reward", lambda a: a.post(b'{"reward": 1e999}', path="/reward"), 400, "too large"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import advantages_by, group_relative_advantages
 from megatron_dppo.losses.parts.returns import Moments
+from megatron_dppo.rewards.item import MAX_REWARD, read_reward
 from megatron_dppo.rollout.batch import has_signal
 from megatron_dppo.run.run_records import rollout_metrics
-from megatron_dppo.run.step import make_samples
+from megatron_dppo.run.step import make_samples, refine_advantages
 from megatron_dppo.types import Completion, FinishReason, GreedyResponse, Metric, Prompt, Rollout, RolloutGroup
 from tests.unit import configs
 
@@ -234,3 +237,53 @@ def test_remax_refuses_what_needs_more_of_the_greedy_response(
     with pytest.raises(ConfigError, match=text):
         configs.config(train={"advantage": "remax"}, **settings)
     configs.config(train={"advantage": "remax", "max_staleness": 2}, rollout={"dynamic_sampling": True})
+
+
+EXTREMES = {
+    "the largest": [MAX_REWARD, -MAX_REWARD, MAX_REWARD, 0.0],
+    "large, close together": [1e8, 1e8 + 1, 1e8 + 2, 1e8 + 0.5],
+    "equal in float32": [2.0**25, 2.0**25 + 1, 2.0**25 + 2, 2.0**25],
+    "the smallest": [1e-30, -1e-30, 2e-30, 0.0],
+    "of many sizes": [1e20, 1.0, -1e-3, 1e9],
+    "almost the mean": [1.0, 0.0, 0.5 + 1e-9, 0.5 - 1e-9],
+}
+
+
+def exact_advantage(name: str, rewards: Sequence[Fraction], lengths: Sequence[int], index: int) -> Fraction:
+    """Return an advantage up to a positive factor, by definition and without rounding."""
+    if name == "none":
+        return rewards[index]
+    if name == "leave_one_out":
+        return rewards[index] - (sum(rewards) - rewards[index]) / (len(rewards) - 1)
+    if name == "opo":
+        return rewards[index] - sum(r * n for r, n in zip(rewards, lengths, strict=True)) / sum(lengths)
+    return rewards[index] - sum(rewards) / len(rewards)
+
+
+@pytest.mark.parametrize("normalization", ["none", "batch"])
+@pytest.mark.parametrize("name", ["mean", "std", "leave_one_out", "opo", "none"])
+def test_advantages_of_accepted_rewards_are_finite_and_keep_their_signs(name: str, normalization: str) -> None:
+    """Rewards as functions may return them, among them some that random numbers of ten sizes give."""
+    chance = random.Random(1)
+    rows = list(EXTREMES.values())
+    rows += [[chance.choice((-1, 1)) * 10 ** chance.uniform(-25, 25) for _ in range(4)] for _ in range(200)]
+    lengths = (30, 10, 9, 50)
+    train = TrainConfig(advantage=name, advantage_normalization=normalization)
+    for rewards in rows:
+        assert [read_reward(reward)[0] for reward in rewards] == rewards
+        group = group_of(rewards, lengths, (None,) * 4)
+        samples = make_samples([group], train, RewardConfig())
+        exact = [exact_advantage(name, [Fraction(r) for r in rewards], lengths, i) for i in range(4)]
+        if normalization == "batch":
+            samples = refine_advantages(samples, [group], train, RewardConfig(), group=None)
+            # Minus the mean over all tokens: of what the samples have before, which float32 rounds.
+            before = [Fraction(float(s.advantages[0])) for s in make_samples([group], train, RewardConfig())]
+            mean = sum(a * n for a, n in zip(before, lengths, strict=True)) / sum(lengths)
+            exact = [each - mean for each in before]
+        got = [float(sample.advantages[0]) for sample in samples]
+        assert all(math.isfinite(each) for each in got), (rewards, got)
+        scale = max(abs(Fraction(reward)) for reward in rewards)
+        for value, right in zip(got, exact, strict=True):
+            # Below float64's rounding of the largest reward, a sign may be lost but not turned.
+            if abs(right) > scale * Fraction(1e-12):
+                assert math.copysign(1, value) == math.copysign(1, right) and value != 0, (rewards, got)

@@ -162,6 +162,17 @@ def test_the_reward_is_the_weighted_sum_with_the_shaping_once_and_all_is_logged(
     )
 
 
+def test_a_weighted_sum_beyond_the_largest_reward_fails(file: str) -> None:
+    settings = several(
+        file,
+        first={"function": "own", "weight": 1.0, "options": {"factor": 5e29}},
+        second={"function": "own", "weight": -1.5, "options": {"factor": 0.0, "offset": -5e29}},
+    )
+    inside, beyond = scored(settings, "", "1").rollouts
+    assert (inside.reward, inside.reward_failed) == (pytest.approx(7.5e29), False)
+    assert beyond.reward_failed and beyond.reward == 0.0
+
+
 def test_evaluation_uses_the_sum_or_the_function_marked_eval(file: str) -> None:
     functions = {"math": {"function": "math"}, "fragile": {"function": "right", "weight": 0.5}}
     texts = (r"\boxed{12}", "fails", "12", r"\boxed{11}")
