@@ -44,7 +44,9 @@ def open_store(start_seconds: float | None = None) -> Store | None:
     for name, value in _SINGLE_PROCESS.items():
         os.environ.setdefault(name, value)
     limit = START_SECONDS if start_seconds is None else start_seconds
-    rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     # torchrun's own process has the store, and keeps it when it restarts the ranks. Otherwise rank 0 opens it.
     is_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix = f"/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/megatron_dppo"
