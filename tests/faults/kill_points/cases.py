@@ -13,6 +13,7 @@ from tests.faults.kill_points import launcher, verify
 from tests.faults.kill_points.launcher import Change, Ended, Kill
 from tests.faults.kill_points.sglang_stub import stub_server
 from tests.faults.kill_points.variants import VARIANTS, Variant
+from tests.reference_run import assert_trains
 
 MODES = {
     "node": Kill(),
@@ -82,9 +83,11 @@ def reference(variant: Variant, root: Path) -> Reference:
 
     Raises:
         RuntimeError: it does not even run.
+        AssertionError: nothing in it moves, so that every other run would equal it.
     """
     with _place(variant, root, "reference") as folder:
         ended = _checked(launcher.start(variant, folder, Kill()))
+        assert_trains(folder / "run")
         files = verify.left_behind(folder / "run")
     resume_points = {}
     for pattern in ENTRIES:
