@@ -168,6 +168,7 @@ wheel: .venv-docs/.installed
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \
+		$$python tools/check_tests.py && \
 		PATH=$$($$python -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH \
 		shellcheck .ci/run launch/*.sh tools/*.sh tools/engines/*.sh tests/gpu/*.sh
 

@@ -43,6 +43,7 @@ from tests.distributed.parity import (
     use_small_chunks,
 )
 from tests.distributed.plain_losses import plain_loss
+from tests.reference_run import assert_gradient
 from tests.unit.head.test_distillation_head import plain
 
 DPPO = {"divergence_threshold_low": 0.04, "divergence_threshold_high": 0.04}
@@ -152,6 +153,7 @@ def make_expected(lecture: Lecture, samples: list[TrainingSample]) -> Expected:
     total = loss + divergence.coef * taught
     student.zero_grad()
     total.backward()
+    assert_gradient(parameter.grad for parameter in student.parameters())
     holder = build_hf_model(student.config, torch.float64)
     for target, source in zip(holder.parameters(), student.parameters(), strict=True):
         target.data = torch.zeros_like(source) if source.grad is None else source.grad.clone()

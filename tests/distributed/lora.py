@@ -38,6 +38,7 @@ from tests.distributed.parity import (
     samples,
     worst,
 )
+from tests.reference_run import assert_gradient
 
 RANK, ALPHA, TOLERANCE = 4, 6.0, 1e-5
 PREFIX = "base_model.model."
@@ -155,6 +156,7 @@ def make_reference(case: Case, targets: tuple[str, ...]) -> Reference:
     for _ in range(UPDATES):
         optimizer.zero_grad()
         side.loss().backward()
+        assert_gradient(leaf.grad for leaf in leaves)
         zeros = {name: torch.zeros_like(value) for name, value in side.adapters.items()}
         result.gradients.append(
             {n: zeros[n] if value.grad is None else value.grad.clone() for n, value in side.adapters.items()}

@@ -36,6 +36,7 @@ from tests.distributed.parity import (
 )
 from tests.distributed.plain_losses import plain_loss
 from tests.distributed.sampling_masks import keep, top_p
+from tests.reference_run import assert_gradient
 
 SAMPLES, TOPK, TEMPERATURE, HORIZON = 12, 6, 0.7, 9
 SHARPNESS = 4.0
@@ -270,6 +271,7 @@ class ReferenceModel:
         self._model.zero_grad()
         loss = plain_loss(self._inputs, reference_config(variant))[0]
         loss.backward(retain_graph=True)
+        assert_gradient(parameter.grad for parameter in self._model.parameters())
         self._known.losses[variant] = float(loss.detach())
         holder = build_hf_model(self._model.config, torch.float64)
         for target, source in zip(holder.parameters(), self._model.parameters(), strict=True):

@@ -24,6 +24,7 @@ from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import TrainingSample
 from tests.distributed.families import family_config, in_float64
+from tests.reference_run import assert_gradient
 
 STEPS, SAMPLES = 3, 16
 UPDATES = int(os.environ.get("MEGATRON_DPPO_TEST_UPDATES", STEPS))
@@ -170,6 +171,7 @@ class HFSide:
                 tensor.copy_(weights[name])
 
     def step(self) -> float:
+        assert_gradient(parameter.grad for parameter in self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         return float(norm)

@@ -33,6 +33,7 @@ from tests.distributed.parity import (
     on_cpu,
     samples,
 )
+from tests.reference_run import assert_gradient
 
 TOLERANCE = 2e-5
 
@@ -163,6 +164,7 @@ def make_reference(case: Case, *, weights: bool) -> Reference:
         weight = (logprobs.detach() - sample.rollout_logprobs).exp()
         total = total - (weight * sample.advantages * logprobs)[sample.loss_mask].sum() / tokens
     total.backward()
+    assert_gradient(parameter.grad for parameter in model.parameters())
     num_layers = len(forced.live)
     rows = sum(s.num_tokens for s in batch) * num_layers
     holder = build_hf_model(model.config, torch.float64)

@@ -27,6 +27,7 @@ from tests.distributed.families import in_float64 as family_in_float64
 from tests.distributed.objective import in_float64
 from tests.distributed.parity import LOSS, Case, build_trainer, gradient_reader, hf_reference, on_cpu, worst
 from tests.distributed.spawn import run_distributed
+from tests.reference_run import assert_gradient
 
 pytestmark = pytest.mark.distributed
 
@@ -80,6 +81,7 @@ def reference(lengths: str, z_coefficient: float) -> tuple[dict[str, Tensor], fl
             loss = loss + COEFFICIENT * aux * count + z_coefficient * rows.logsumexp(-1).square().sum()
             balance += float(aux.detach()) / (MICRO_BATCHES * len(routers))
     (loss / num_tokens).backward()
+    assert_gradient(parameter.grad for parameter in model.parameters())
     holder = build_hf_model(model.config, torch.float64)
     for target, source in zip(holder.parameters(), model.parameters(), strict=True):
         target.data = torch.zeros_like(source) if source.grad is None else source.grad.clone()

@@ -32,6 +32,7 @@ from tests.distributed.objective import (
 from tests.distributed.parity import Case, build_trainer, config_for, cosine, gradient_reader, on_cpu, use_small_chunks
 from tests.distributed.plain_losses import plain_loss
 from tests.distributed.spawn import run_distributed
+from tests.reference_run import assert_gradient
 
 pytestmark = pytest.mark.distributed
 
@@ -53,6 +54,7 @@ def gradients(model: Any, samples: list[Any], variant: str) -> dict[str, Tensor]
     model.zero_grad()
     loss, _ = plain_loss(statistics(model, samples), loss_config(variant))
     loss.backward()
+    assert_gradient(parameter.grad for parameter in model.parameters())
     holder = build_hf_model(model.config, torch.float32)
     for target, source in zip(holder.parameters(), model.parameters(), strict=True):
         target.data = torch.zeros_like(target) if source.grad is None else source.grad.float()

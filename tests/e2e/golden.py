@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.runs import command, environment, flags, records
+from tests.reference_run import assert_trains
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
 STEPS = 20
@@ -70,6 +71,7 @@ def run_golden(folder: Path, processes: int) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert_trains(folder)
     steps = [record for record in records(folder) if record["step"]]
     return {
         "steps": [{name: record[name].hex() for name in VALUES} for record in steps],

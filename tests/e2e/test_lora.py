@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_dppo.hf.weight_files import FolderWeights
 from tests.e2e.runs import ROOT, environment, flags, from_base, step_records, train, without_timings
+from tests.reference_run import assert_trains
 
 pytestmark = pytest.mark.e2e
 RANK, ALPHA = 4, 16.0
@@ -44,6 +45,7 @@ def folder(run_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     target = tmp_path_factory.mktemp("lora") / "run"
     result = train([*run_flags, *flags(run__output_dir=target)], processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert_trains(target)
     return target
 
 

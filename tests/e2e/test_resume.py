@@ -16,6 +16,7 @@ import torch
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.hf.weight_files import FolderWeights
 from tests.e2e.runs import CONFIG, command, environment, flags, from_base, train, without_timings
+from tests.reference_run import assert_different_folders, assert_trains
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +53,8 @@ def uninterrupted(run_flags: list[str], tmp_path_factory: pytest.TempPathFactory
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:
+    assert_trains(expected)
+    assert_different_folders(actual, expected)
     assert without_timings(actual) == without_timings(expected)
     weights, reference = FolderWeights(actual / "hf"), FolderWeights(expected / "hf")
     assert weights.names() == reference.names()

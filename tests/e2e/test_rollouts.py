@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.recorded import check_agreement, rows_of
 from tests.e2e.runs import flags, train
+from tests.reference_run import assert_trains
 
 pytestmark = pytest.mark.e2e
 
@@ -37,6 +38,7 @@ def test_a_resumed_run_writes_later_steps_again_and_no_step_twice(short_run: lis
     folder = tmp_path / "run"
     long = [*short_run, *RECORDED, *flags(run__num_steps=3, checkpoint__save_every=2)]
     assert train(long).returncode == 0
+    assert_trains(folder)
     before = [rows_of(folder, step) for step in (1, 2, 3)]
     (folder / "rollouts/step_000009.parquet").write_bytes(b"of a start that was cut off later")
     (folder / "checkpoints/step_000003").rename(folder / "checkpoints/kept_aside")

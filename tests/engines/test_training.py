@@ -29,6 +29,7 @@ from tests.engines.lies import generation_lie, nan_logprobs, shifted_topk
 from tests.engines.proxy import Proxy
 from tests.engines.runs import arguments
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
+from tests.reference_run import assert_trains
 
 MODEL = CONFIG.parent / "model"
 
@@ -68,6 +69,7 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(
     folder = tmp_path / method
     result = train(arguments(pair, folder, rollout__weight_sync__method=method, **more), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert_trains(folder)
     steps = step_records(folder)
     assert len(steps) == 4
     for step in steps:
@@ -90,6 +92,7 @@ def test_stopped_responses_continue_in_the_next_step_with_new_weights(pair: list
     }
     result = train(arguments(pair, folder, **more), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert_trains(folder)
     steps = step_records(folder)
     assert len(steps) == 6
     assert sum(step["rollout/carried_groups"] for step in steps) > 0
@@ -115,6 +118,7 @@ def test_rollouts_continue_with_new_weights_while_the_policy_trains_and_is_evalu
     folder = tmp_path / "run"
     result = train(arguments(pair, folder, **more), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert_trains(folder)
     steps = step_records(folder)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert 0 < max(step["rollout/policy_age_max"] for step in steps) <= 2
@@ -139,6 +143,7 @@ def test_a_run_continues_without_a_server_that_becomes_corrupt_and_reports_it(
         result = train(arguments([liar, pair[1]], tmp_path / "run", **more), processes=2)
         output = result.stdout + result.stderr
         assert result.returncode == 0, output
+        assert_trains(tmp_path / "run")
         steps = step_records(tmp_path / "run")
         assert len(steps) == 3 and sum(step["rollout/invalid_responses"] for step in steps) >= 2, output
         assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in steps)
@@ -182,6 +187,7 @@ def test_a_trainer_killed_during_a_sync_leaves_no_partial_version_and_can_be_res
     resumed = train(arguments(pair, folder, **longer), processes=2)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed" in resumed.stdout
+    assert_trains(folder)
     assert [step["step"] for step in step_records(folder)] == list(range(1, done + 3))
     assert all(step["train/abs_prob_diff_first"] < 1e-5 for step in step_records(folder))
     (first, one), (second, other) = map(query_server, pair)
@@ -235,6 +241,7 @@ def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tm
     wait_for(lambda: num_running(pair[0]) >= 4, run, tmp_path / "out")  # the probe is one
     kill(pair[0].process)
     assert run.wait(300) == 0, (tmp_path / "out").read_text()
+    assert_trains(folder)
     steps = step_records(folder)
     assert len(steps) == 8
     for step in steps:

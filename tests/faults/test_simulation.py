@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.mutants.__main__ import ROOT
 from tests.faults.mutants.patches import PATCHES
-from tests.faults.simulation.faults import ALL_SPOILS, BY_HAND, SPOILS, Fault, Plan, draw
+from tests.faults.simulation.faults import ALL_SPOILS, BY_HAND, SPOILS, TWO_LIVES, Fault, Plan, draw
 from tests.faults.simulation.mutations import MUTATIONS, OLD_WEIGHTS_AGAIN, Mutation
 from tests.faults.simulation.outcome import Outcome
 from tests.faults.simulation.run import run_many, shrunk
@@ -24,22 +24,6 @@ from tests.faults.simulation.world import simulate
 SCHEDULES = int(os.environ.get("SCHEDULES", "1000"))
 MOST = 150
 """Schedules within which a mechanism that was taken out has to show."""
-
-TWO_LIVES = Plan(
-    seed=1,
-    servers=2,
-    steps=3,
-    prompts=3,
-    new_tokens=10,
-    token_seconds=1.0,
-    train_seconds=20.0,
-    save_every=3,
-    health_seconds=2.0,
-    latency=0.05,
-    max_in_flight=2,
-    faults=(Fault("kill_trainer", 0, 108.6, 1, 0), Fault("partition", 1, 108.5, 96.6, 0)),
-)
-"""A server is out of reach from the end of one life of the trainer until the next has a version of the same number."""
 
 
 @pytest.fixture(autouse=True)

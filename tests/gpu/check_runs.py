@@ -148,7 +148,7 @@ def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> floa
         print(f"runs: {len(kept[0])} and {len(kept[1])} steps, numbers of one alone: {unlike}", file=sys.stderr)
         return float("nan")
     pairs = [(a[k], b[k]) for a, b in zip(*kept, strict=True) for k in a]
-    numbers = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and x == x]
+    numbers = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and not math.isnan(x)]
     return max(abs(x - y) / max(1.0, abs(x)) for x, y in numbers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import re
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kill_points_") as place:
         root = Path(place)
         names = options.variant or (["plain"] if options.mutations else list(VARIANTS))
-        references = {name: reference(VARIANTS[name], root / name) for name in names}
+        references = find_references(names, root, options.jobs)
         for name, known in references.items():
             print(
                 f"{name:10}{len(known.points):6} points, {sum(map(len, known.resume_points.values()))} of resumptions"
@@ -57,6 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = report(results)
     print(f"{len(results)} of {len(cases)} cases in {(time.monotonic() - started) / 60:.1f} minutes, {failed} failed")
     return 1 if failed else 0
+
+
+def find_references(names: Sequence[str], root: Path, jobs: int) -> dict[str, Reference]:
+    """Run the variants undisturbed, in ``jobs`` processes that are forked from this one."""
+
+    def work(job: int) -> int:
+        launcher.adopt_orphans()
+        for name in names[job::jobs]:
+            (root / f"{name}.pickle").write_bytes(pickle.dumps(reference(VARIANTS[name], root / name)))
+        return 0
+
+    pids = [launcher.fork(lambda job=job: work(job)) for job in range(jobs)]  # type: ignore[misc]
+    if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        raise RuntimeError("a run that nobody disturbs failed, or does not train: see above")
+    return {name: pickle.loads((root / f"{name}.pickle").read_bytes()) for name in names}
 
 
 def find_mutations(expected: Reference, root: Path) -> bool:

@@ -13,6 +13,7 @@ from tests.faults.kill_points import launcher, verify
 from tests.faults.kill_points.launcher import Change, Ended, Kill
 from tests.faults.kill_points.sglang_stub import stub_server
 from tests.faults.kill_points.variants import VARIANTS, Variant
+from tests.reference_run import assert_trains
 
 MODES = {
     "node": Kill(),
@@ -82,10 +83,12 @@ def reference(variant: Variant, root: Path) -> Reference:
 
     Raises:
         RuntimeError: it does not even run.
+        AssertionError: nothing in it moves, so that every other run would equal it.
     """
     with _place(variant, root, "reference") as folder:
         ended = _checked(launcher.start(variant, folder, Kill()))
-        files = verify.left_behind(folder / "run")
+        assert_trains(folder / "run")
+        files = verify.left_behind(folder / "run", is_evidence_timed=variant.is_evidence_timed)
     resume_points = {}
     for pattern in ENTRIES:
         entry = next(point for point in ended.trace if re.search(pattern, point))
@@ -123,11 +126,14 @@ def run_case(case: Case, expected: Reference, root: Path, change: Change | None 
             ended = launcher.start(variant, folder, Kill(point, kill.whole_tree, kill.lose_writes), change)
             done = max(done, verify.completed_step(ended.trace))
         last = launcher.start(variant, folder, Kill(), change)
-        problems = _problems(folder / "run", ended, last, done, expected)
+        files = verify.left_behind(folder / "run", is_evidence_timed=variant.is_evidence_timed)
+        problems = _problems(folder / "run", files, ended, last, done, expected)
     return Result(ended.was_killed, problems)
 
 
-def _problems(run: Path, killed: Ended, last: Ended, done: int, expected: Reference) -> list[str]:
+def _problems(
+    run: Path, files: dict[str, str], killed: Ended, last: Ended, done: int, expected: Reference
+) -> list[str]:
     if not killed.was_killed and any(killed.codes):
         return [f"the run failed before the point: {killed.codes} {_end(killed)}"]
     if last.codes != [0] * len(last.codes) or not last.codes:
@@ -135,7 +141,7 @@ def _problems(run: Path, killed: Ended, last: Ended, done: int, expected: Refere
     problems = []
     if (went_on := verify.resumed_step(last)) < done:
         problems.append(f"went on from step {went_on}, though step {done} was complete")
-    problems += verify.differences(verify.left_behind(run), expected.files)
+    problems += verify.differences(files, expected.files)
     problems += verify.manifest_problems(run)
     if left := launcher.left_alive(15.0):
         problems.append(f"{len(left)} processes live on")

@@ -18,10 +18,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
 
 from tests.faults.kill_points import awaits, files
 from tests.faults.kill_points.points import Points, descendants, kill
 from tests.faults.kill_points.variants import Variant
+
+if TYPE_CHECKING:
+    from megatron_dppo.rewards.item import RewardItem
 
 LIMIT_SECONDS = 240.0
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1
@@ -187,10 +192,14 @@ def _without_workers() -> None:
     """The reward has workers, which import for seconds and touch no file of the run: here it is a value of the
     characters, so that groups carry signal and evaluations differ.
     """
-    from megatron_dppo.rewards.scorer import RewardScorer
+    from megatron_dppo.rewards.pool import FunctionPool
     from megatron_dppo.rewards.scoring import ScoringOutcome
 
-    RewardScorer._quick = lambda self, item: ScoringOutcome(sum(map(ord, item.completion)) % 7 / 7)  # type: ignore[method-assign]
+    def score(self: FunctionPool, item: RewardItem) -> ScoringOutcome:
+        return ScoringOutcome(sum(map(ord, item.completion)) % 7 / 7)
+
+    # An error if the class has no such method any more: then nothing would call this one.
+    mock.patch.object(FunctionPool, "_quick", score).start()
 
 
 def die_with_parent() -> None:

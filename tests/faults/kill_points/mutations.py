@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ def _no_fsync() -> None:
     """Whatever we write stays in memory; Megatron's own shards are synced."""
     for name in ("files", "report.metrics", "mcore.checkpoint.manifest"):
         module = sys.modules[f"megatron_dppo.{name}"]
-        module.os = types.SimpleNamespace(**{**vars(os), "fsync": lambda file: None})  # type: ignore[attr-defined]
+        mock.patch.object(module, "os", types.SimpleNamespace(**{**vars(os), "fsync": lambda file: None})).start()
 
 
 def _in_place() -> None:

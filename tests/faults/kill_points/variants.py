@@ -41,6 +41,16 @@ class Variant:
     method: str = ""
     """of the weight sync with a server; empty = the local engine"""
 
+    @property
+    def is_evidence_timed(self) -> bool:
+        """Whether the evidence of the sampling test depends on the clock.
+
+        It counts responses as they arrive, also those that no step trains on: those that come first are the short ones,
+        so their tokens alone would be no sample. Where servers sample ahead, a step counts what of the next one has
+        arrived by then.
+        """
+        return bool(self.method) and self.changes.get("train", {}).get("max_staleness", 0) > 0
+
     def prepare(self, folder: Path, port: int = 0) -> None:
         """Write model and configuration to a new folder, where the run is started."""
         shutil.copytree(_MODEL, folder / "model")
@@ -73,5 +83,6 @@ VARIANTS = {
         Variant("background", {"checkpoint": {"async_save": True}}),
         Variant("disk", method="disk"),
         Variant("ipc", method="ipc"),
+        Variant("disk-stale", {"train": {"max_staleness": 1}}, method="disk"),
     )
 }

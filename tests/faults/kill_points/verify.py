@@ -19,21 +19,29 @@ _ADDRESS = re.compile(rb"127\.0\.0\.1:\d+")
 _RESUMED = re.compile(r"resumed  \S+ \(step (\d+),")
 
 
-def left_behind(run: Path) -> dict[str, str]:
-    """Each file of a run's folder and the digest of its content."""
-    return {
-        path.relative_to(run).as_posix(): _content(path, run) for path in sorted(run.rglob("*")) if not path.is_dir()
-    } | {path.relative_to(run).as_posix() + "/": "" for path in run.rglob("*") if path.is_dir()}
+def left_behind(run: Path, *, is_evidence_timed: bool = False) -> dict[str, str]:
+    """Each file of a run's folder and the digest of its content; ``is_evidence_timed``: see ``Variant``."""
+    files = [path for path in sorted(run.rglob("*")) if not path.is_dir()]
+    return {path.relative_to(run).as_posix(): _content(path, run, is_evidence_timed) for path in files} | {
+        path.relative_to(run).as_posix() + "/": "" for path in run.rglob("*") if path.is_dir()
+    }
 
 
-def _content(path: Path, run: Path) -> str:
+def _content(path: Path, run: Path, is_evidence_timed: bool) -> str:
     name = path.relative_to(run).as_posix()
     if path.name in _CLOCK:
         return ""
     if name == "metrics.jsonl":
         records = [_untimed(json.loads(line)) for line in path.read_text().splitlines()]
         return _digest(json.dumps(records).encode())
-    content = _ADDRESS.sub(b"server", path.read_bytes())
+    data = path.read_bytes()
+    if path.name == "state.json" and is_evidence_timed:
+        # Its servers and statistics are compared, the sums are not.
+        state = json.loads(data)
+        evidence = state["guard"]["evidence"]
+        state["guard"]["evidence"] = {server: sorted(statistics) for server, statistics in evidence.items()}
+        data = json.dumps(state).encode()
+    content = _ADDRESS.sub(b"server", data)
     # Each case runs in a folder of its own, and a run records absolute paths.
     return _digest(content.replace(str(run.parent).encode(), b"folder"))
 

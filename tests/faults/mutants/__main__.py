@@ -72,11 +72,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=3000, help="schedules within which a change has to show")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--name", default="", help="only changes whose name has this text")
+    parser.add_argument("--name", default="", help="only changes whose name has this regular expression")
     parser.add_argument("--every", type=int, default=1, help="only every n-th of them")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of them")
     options = parser.parse_args()
-    patches = [patch for patch in PATCHES if options.name in patch.name][options.skip :: options.every]
+    patches = [patch for patch in PATCHES if re.search(options.name, patch.name)][options.skip :: options.every]
     survived = 0
     with tempfile.TemporaryDirectory(prefix="megatron_dppo-mutants-") as name:
         folder = Path(name)

@@ -120,6 +120,10 @@ class Chaos:
         node.server.stuck_label = True
         self._later(fault, partial(setattr, node.server, "stuck_label", False))
 
+    def _silent_ranks(self, fault: Fault, node: Node) -> None:
+        node.server.silent_ranks = True
+        self._later(fault, partial(setattr, node.server, "silent_ranks", False))
+
     def _spoil_tensor(self, fault: Fault, node: Node) -> None:
         # Drawn choices have 16 bits.
         spoils = SPOILS[:2] if fault.choice < ALL_SPOILS else SPOILS

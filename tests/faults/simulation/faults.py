@@ -62,6 +62,8 @@ LIES = (
 OUTSIDE = ("abort_all", "kill_trainer")
 KINDS = (*PROCESS, *WIRE, *WEIGHTS, *(f"lie:{name}" for name in LIES), *OUTSIDE)
 STATUSES = (400, 408, 425, 429, 500, 502, 503, 504)
+RETRY_AFTER = ("", "", "2", "86400")
+"""Seconds that a server asks for beside a status"""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,51 @@ ABORTED_LIES = Plan(
 )
 """Three answers come at one moment: two break the contract, so that the server is given up, and one is right."""
 
-BY_HAND = (ABORTED_LIES,)
+TWO_LIVES = Plan(
+    seed=1,
+    servers=2,
+    steps=3,
+    prompts=3,
+    new_tokens=10,
+    token_seconds=1.0,
+    train_seconds=20.0,
+    save_every=3,
+    health_seconds=2.0,
+    latency=0.05,
+    max_in_flight=2,
+    faults=(Fault("kill_trainer", 0, 108.6, 1, 0), Fault("partition", 1, 108.5, 96.6, 0)),
+)
+"""A server is out of reach from the end of one life of the trainer until the next has a version of the same number."""
+
+SILENT_RANKS = Plan(seed=2, servers=1, steps=1, faults=(Fault("silent_ranks", 0, at=0.0, span=1e6, choice=0),))
+"""A server answers the question for its checksums without a rank."""
+
+SPOILED_RETRY = Plan(
+    seed=3,
+    servers=1,
+    steps=2,
+    method="disk",
+    probe_every=9,
+    checksum_every=9,
+    faults=(
+        Fault("skip_update", 0, at=0.0, span=1e-3, choice=0, on="/update_weights_from_disk", nth=2),
+        Fault("spoil_tensor", 0, at=0.0, span=1.0, choice=ALL_SPOILS, on="/update_weights_from_disk", nth=3),
+    ),
+)
+"""A sync that a sample would prove fails; in its second attempt another tensor than those of the sample is wrong."""
+
+ONE_OF_TWO = Plan(
+    seed=4,
+    servers=2,
+    steps=2,
+    method="disk",
+    probe_every=9,
+    checksum_every=9,
+    faults=(Fault("spoil_tensor", 0, at=0.0, span=1.0, choice=ALL_SPOILS, on="/update_weights_from_disk", nth=2),),
+)
+"""One of two servers has a wrong tensor, which only the comparison with the other server shows."""
+
+BY_HAND = (ABORTED_LIES, TWO_LIVES, SILENT_RANKS, SPOILED_RETRY, ONE_OF_TWO)
 """Schedules that few seeds give: seed -1, -2, ..."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.rollout.server import Generation
+from megatron_dppo.rollout.store import StoredRollouts
 from megatron_dppo.types import Completion, Prompt, RolloutGroup
 from tests.faults.simulation import model
 from tests.faults.simulation.trainer import reward_of
@@ -162,6 +163,43 @@ def check_selection(sampled: Sequence[RolloutGroup], count: int, selected: Seque
     chosen = [g.prompt.prompt_id for g in sampled if g.prompt.prompt_id in right]
     if [g.prompt.prompt_id for g in selected] != chosen:
         yield f"groups {[g.prompt.prompt_id for g in selected]} are selected, by the rule {chosen}"
+
+
+def check_surplus(collected: CollectedRollouts, plan: Any) -> Iterator[str]:
+    """Whether a step that samples no more groups than it needs has left none out."""
+    if plan.oversample == 1 and not (plan.stopping or plan.dynamic) and any(collected.dropped_groups.values()):
+        yield f"a step of {plan.prompts} groups left out {dict(collected.dropped_groups)}"
+
+
+def held_tokens(contents: Mapping[int, StoredRollouts]) -> dict[str, list[list[int]]]:
+    """Tokens of each response of a checkpoint by the prompt's id, siblings in their order."""
+    result = {}
+    for stored in contents.values():
+        content = stored.content
+        responses = [r.completion for r in content.rollouts] if isinstance(content, RolloutGroup) else content or ()
+        result[stored.prompt.prompt_id] = [response.token_ids.tolist() for response in responses]
+    return result
+
+
+def check_continued(group: RolloutGroup, held: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[str]:
+    """Whether responses go on after the tokens that a checkpoint holds of them."""
+    for rollout, tokens in zip(group.rollouts, held.get(group.prompt.prompt_id, ()), strict=False):
+        result = rollout.completion.token_ids.tolist()
+        if result[: len(tokens)] != tokens:
+            yield f"a response has the tokens {result}, and the checkpoint holds {tokens} of it"
+
+
+def check_pool(pool: Any, now: float) -> Iterator[str]:
+    """Whether requests wait for a server that is given up, and for how long a server gets none by its own wish."""
+    for server in pool._servers:
+        if server.problem is not None and any(not (task.done() or task.cancelling()) for task in server.in_flight):
+            yield f"{server.url} is given up, and a request still waits for it"
+        if server.back_off_until - now > _LONGEST_REST:
+            yield f"{server.url} gets no request for {server.back_off_until - now:.0f} s"
+
+
+_LONGEST_REST = 31.0
+"""Seconds that a server gets no request, whatever it asks for (docs/engine_details.md)"""
 
 
 def check_order(trained: Sequence[int], stream: SchedulerState) -> Iterator[str]:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from tests.faults.simulation.broadcast import Broadcasts
-from tests.faults.simulation.faults import STATUSES, Fault
+from tests.faults.simulation.faults import RETRY_AFTER, STATUSES, Fault
 from tests.faults.simulation.server import DONE, SimServer
 from tests.faults.simulation.watch import Watch
 
@@ -38,11 +38,13 @@ class Life:
 class Answer:
     """What a caller waits for."""
 
-    __slots__ = ("deadline", "future", "life", "timer")
+    __slots__ = ("deadline", "future", "life", "retry_after", "timer")
 
     def __init__(self, future: asyncio.Future[Any], deadline: float, life: Life | None = None) -> None:
         self.future, self.deadline, self.life = future, deadline, life
         self.timer: asyncio.TimerHandle | None = None
+        self.retry_after = ""
+        """of the answer's header"""
 
     def arm(self) -> None:
         """It may come too late, or never."""
@@ -109,8 +111,8 @@ class Network:
 
     async def call(
         self, life: Life, method: str, url: str, body: Any, limits: aiohttp.ClientTimeout
-    ) -> tuple[int, bytes]:
-        """Status and content, or the exceptions that aiohttp raises."""
+    ) -> tuple[int, bytes, str]:
+        """Status, content and ``Retry-After``, or the exceptions that aiohttp raises."""
         parts = urlsplit(url)
         node = self._nodes[parts.netloc]
         if life.dead:
@@ -122,7 +124,7 @@ class Network:
         try:
             status, content = await answer.future
             life.watch.answered(parts.netloc, parts.path, body, status, content)
-            return status, content
+            return status, content, answer.retry_after
         finally:
             if answer.timer is not None:
                 answer.timer.cancel()
@@ -184,6 +186,7 @@ class Network:
                 self._later(fault.span, self._deliver_late, node.births, node, path, body, answer)
             case "status":
                 status = STATUSES[fault.choice % len(STATUSES)]
+                answer.retry_after = RETRY_AFTER[fault.choice // len(STATUSES) % len(RETRY_AFTER)]
                 self._later(self._way(), answer.give, (status, b'{"error": {"message": "not now"}}'))
             case "junk":
                 self._later(self._way(), answer.give, (200, JUNK[fault.choice % len(JUNK)]))
@@ -267,7 +270,8 @@ class Exchange(AbstractAsyncContextManager["Exchange"]):
         self._content = b""
 
     async def __aenter__(self) -> Exchange:
-        self.status, self._content = await self._call
+        self.status, self._content, retry_after = await self._call
+        self.headers = {"Retry-After": retry_after} if retry_after else {}
         return self
 
     async def __aexit__(self, *_: object) -> None:

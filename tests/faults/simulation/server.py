@@ -39,7 +39,7 @@ class SimServer:
     ) -> None:
         self.url, self.version = url, version
         self.lie: Callable[[Columns, SimServer], Any] | None = None
-        self.skip_update = self.stuck_label = False
+        self.skip_update = self.stuck_label = self.silent_ranks = False
         self.spoil: str | None = None
         """what happens to the next tensor that arrives: one of ``SPOILS``"""
         self.slow = 1.0
@@ -104,6 +104,8 @@ class SimServer:
     def _on_weights_checker(self, body: Any) -> Any:
         if "weights" in self.released:
             self.die("a checksum of weights without memory")
+        if self.silent_ranks:
+            return {"success": True, "ranks": []}
         sums = {name: hashlib.sha256(data).hexdigest()[:32] for name, data in self.weights.items()}
         place = {"rank": 0, "tp_rank": 0}
         place_of_version: Any = [place] if self._sessions else place

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,11 @@ import numpy as np
 
 from tests.faults.simulation import model
 from tests.faults.simulation.faults import Plan
+from tests.faults.simulation.invariants import check_pool
 
+_USES = ("/generate", "/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_disk")
+_USES += ("/init_weights_update_group", "/update_weights_from_distributed")
+"""Calls that a server gets which the run uses."""
 PROMPT_TOKENS = 5
 """Tokens of each prompt of the stream; the requests of a probe have other prompts."""
 _EXACT = 1e-3
@@ -37,6 +41,8 @@ class _Server:
     """Name of the last probe of this publish that it answered."""
     probe_errors: list[str] = field(default_factory=list)
     """Differences between the answers to that probe and the trainer's weights."""
+    is_probed_last: bool = False
+    """That probe belongs to the last attempt of the publish."""
 
 
 class Watch:
@@ -47,18 +53,33 @@ class Watch:
         trainer: whose weights the servers should have.
         names: of all requests of the run so far; no two are alike, whichever life sent them.
         violations: gets what is wrong.
+        now: virtual time.
     """
 
-    def __init__(self, plan: Plan, trainer: Any, names: set[str], violations: list[str]) -> None:
+    def __init__(
+        self, plan: Plan, trainer: Any, names: set[str], violations: list[str], now: Callable[[], float]
+    ) -> None:
+        self._now = now
         self._plan, self._trainer, self._names, self._violations = plan, trainer, names, violations
         self._servers: dict[str, _Server] = {}
         self._seeds: dict[int, dict[str, tuple[int, ...]]] = {}
         """Prompt of each request by seed and name."""
         self._clashes = 0
+        self._excluded: dict[str, str] = {}
+        """What the probe saw of servers that must not be used again in this life, by host."""
+        self._reported: set[str] = set()
+        self.pool: Any = None
+        """Of the trainer's engine."""
+        self.is_last_attempt = False
         self._num_published = 0
 
     def sent(self, host: str, path: str, body: Any) -> None:
         """Look at a call when the trainer makes it."""
+        if host in self._excluded and path in _USES:
+            self._report_once(f"server {host} gets {path} after the probe saw: {self._excluded[host]}")
+        if self.pool is not None:
+            for text in check_pool(self.pool, self._now()):
+                self._report_once(text)
         if path == "/continue_generation" and self._server(host).proof != "read":
             self._report(f"server {host} is to generate before the checksums of its weights were read")
 
@@ -93,6 +114,7 @@ class Watch:
             name = body["rid"].rpartition("-")[0]
             if server.probe != name:
                 server.probe, server.probe_errors = name, []
+                server.is_probed_last = self.is_last_attempt
             server.probe_errors += check_answer(content, body, self._trainer.digest, self._plan.topk)
 
     def begin_publish(self) -> None:
@@ -122,8 +144,17 @@ class Watch:
             elif is_due and server.probe_errors:
                 self._report(f"server {host} is used, and the probe saw: {server.probe_errors[0]}")
 
+        for host, server in self._servers.items():
+            if host not in hosts and server.is_probed_last and server.probe_errors:
+                self._excluded.setdefault(host, server.probe_errors[0])
+
     def _server(self, host: str) -> _Server:
         return self._servers.setdefault(host, _Server())
+
+    def _report_once(self, text: str) -> None:
+        if text.partition(" for ")[0] not in self._reported:
+            self._reported.add(text.partition(" for ")[0])
+            self._report(text)
 
     def _report(self, text: str) -> None:
         self._violations.append(text)

@@ -98,6 +98,7 @@ class _Run:
         self.digests: dict[int, int] = {}
         self.trained: dict[int, list[int]] = {}
         self.left_out: dict[int, int] = {}
+        self.held: dict[str, list[list[int]]] = {}
         self.saved = Saved(0, initial)
         self.names: set[str] = set()
         self.published: dict[int, float] = {}
@@ -186,7 +187,7 @@ class _Run:
     def _live(self) -> None:
         saved, plan, config = self.saved, self.plan, self.config
         trainer = SimTrainer(dict(saved.weights), saved.step)
-        watch = Watch(plan, trainer, self.names, self.outcome.violations)
+        watch = Watch(plan, trainer, self.names, self.outcome.violations, self.loop.time)
         seams.NOW.life = Life(watch)
         seams.NOW.trainer = trainer
         self.digests = {v: d for v, d in self.digests.items() if v < saved.step} | {saved.step: trainer.digest}
@@ -202,6 +203,7 @@ class _Run:
         stream = stream_of(config, _INPUTS.train_prompts, SimTrainer.groups, 0, 1, engine, Scorer())
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
+        self.held = invariants.held_tokens(saved.contents)
         gpus = build_gpus(config, trainer, publisher)
         self._publish(gpus.for_sampling())
         for step in range(saved.step, plan.steps):
@@ -216,7 +218,12 @@ class _Run:
 
     def _watch_publish(self, publisher: Any, engine: Any, trainer: SimTrainer, watch: Watch) -> None:
         """Have each publish watched, from its first call to the servers that it lets sample."""
-        publish = publisher.publish
+        publish, attempt = publisher.publish, publisher._attempt
+        watch.pool = engine._pool
+
+        def attempt_watched(*args: Any, is_last: bool, **options: Any) -> Any:
+            watch.is_last_attempt = is_last
+            return attempt(*args, is_last=is_last, **options)
 
         def publish_watched() -> list[str]:
             watch.begin_publish()
@@ -227,7 +234,7 @@ class _Run:
             watch.end_publish([url.removeprefix("http://") for url in synced])
             return notes
 
-        publisher.publish = publish_watched
+        publisher.publish, publisher._attempt = publish_watched, attempt_watched
 
     def _publish(self, notes: Sequence[str]) -> None:
         for text in notes:
@@ -307,5 +314,7 @@ class _Run:
                 for text in invariants.check_completion(group.prompt, rollout.completion, self.digests, versions, plan):
                     wrong.append(f"step {step}, prompt {group.prompt.prompt_id}: {text}")
             self.outcome.violations += invariants.check_scores(group)
+            self.outcome.violations += invariants.check_continued(group, self.held)
         self.outcome.violations += invariants.check_ages(collected, step)
+        self.outcome.violations += invariants.check_surplus(collected, plan)
         return wrong

@@ -176,7 +176,8 @@ def test_micro_batches_are_built_on_access_and_the_last_one_is_cached() -> None:
 
     batches = MicroBatches(3, make)
     assert len(batches) == 3 and made == []
-    assert batches[1] is batches[1] and made == [1]
+    first = batches[1]
+    assert batches[1] is first and made == [1]
     assert [len(batch.tokens) for batch in batches] == [1, 2, 3] and made == [1, 0, 1, 2]
     assert [len(batch.tokens) for batch in batches[1:]] == [2, 3] and len(batches[-1].tokens) == 3
     twice = batches.map(lambda batch: replace(batch, num_padding=7))

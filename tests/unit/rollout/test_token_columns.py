@@ -75,7 +75,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             wider = make_dataclass(
                 cls.__name__, [(name, Any, field(default=None))], bases=(cls,), frozen=True, kw_only=True
             )
-            monkeypatch.setattr(cls, name, None, raising=False)
+            monkeypatch.setattr(cls, name, None, raising=False)  # creates: a column that no class has yet
             monkeypatch.setattr(cls, "__init__", wider.__init__)
             monkeypatch.setattr(cls, "__dataclass_fields__", wider.__dataclass_fields__)  # type: ignore[attr-defined]
     TOKEN_COLUMNS.append(MARGINS)

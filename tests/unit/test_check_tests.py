@@ -1,0 +1,104 @@
+"""The check of tests that test nothing: it finds each form of them, and lets what is right pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import check_tests
+
+pytest_plugins = ["pytester"]
+
+IMPORTS = """
+import importlib, json, sys, types
+import unittest.mock as mock
+from pathlib import Path
+from megatron_dppo.rewards import pool
+from megatron_dppo.rewards.pool import FunctionPool as Pool
+"""
+
+BAD_PATCHES = {
+    "a class": "Pool.quick = None",
+    "a class in a module": "pool.FunctionPool.quick = None",
+    "a module": "pool.replaced = None",
+    "an inner import": "def test():\n    from megatron_dppo import rewards\n    rewards.scorer = rewards.scored = None",
+    "several targets": "usual, pool.replaced = 1, 2",
+    "another name of it": "def test():\n    cls = Pool\n    cls.quick = None",
+    "a loop over modules": "def test():\n    for each in (json, pool):\n        each.loads = None",
+    "a loop over names": "def test():\n    for name in ('begin', 'quick'):\n        setattr(Pool, name, None)",
+    "imported by name": "importlib.import_module('megatron_dppo.rewards.pool').replaced = 1",
+    "of the loaded modules": "sys.modules['megatron_dppo.rewards.pool'].replaced = 1",
+    "setattr": "setattr(Pool, 'quick', None)",
+    "monkeypatch": "def test(monkeypatch):\n    monkeypatch.setattr(Pool, 'quick', None, raising=False)",
+    "monkeypatch by a string": "def test(monkeypatch):\n    monkeypatch.setattr('megatron_dppo.rewards.pool.Pool', 1)",
+    "monkeypatch of a computed one": "def test(monkeypatch, cls):\n    monkeypatch.setattr(cls, 'a', 1, raising=False)",
+    "mock.patch": "mock.patch('megatron_dppo.rewards.pool.FunctionPool.quick', create=True).start()",
+    "mock.patch.object": "mock.patch.object(Pool, 'quick', create=True).start()",
+    "a decorator": "@mock.patch('megatron_dppo.rewards.gone.Pool')\ndef test(): pass",
+    "a class that has moved": "from megatron_dppo.rewards import Pool\nPool.begin = 1",
+    "a standard library's": "json.load_all = None",
+}
+GOOD_PATCHES = {
+    "a method": "Pool._quick = None",
+    "a module's name": "pool.wait = None",
+    "an instance": "def test():\n    one = types.SimpleNamespace()\n    one.quick = None",
+    "a parameter of the same name": "def test(Pool):\n    Pool.quick = None",
+    "a class of the test": "class Own: pass\nOwn.quick = None",
+    "by name": "def test(monkeypatch):\n    monkeypatch.setattr('megatron_dppo.rewards.pool.FunctionPool._quick', 1)",
+    "a package that is not here": "import no_such_package\nno_such_package.x = 1",
+    "on purpose": "Pool.quick = None  # creates: a name for the test",
+    "an annotation": "from megatron_dppo.types import Metric\nMetric.numerator = 1",
+}
+BAD_COMPARISONS = {
+    "equal": "assert x == x",
+    "identical": "assert x.a[0] is x.a[0]",
+    "a chain": "assert y == x.a == x.a",
+    "tensors": "assert torch.equal(x.weight, x.weight)",
+    "runs": "assert_same_run(path / 'run', path / 'run')",
+    "close": "torch.testing.assert_close(x, x, rtol=0)",
+}
+GOOD_COMPARISONS = {
+    "two": "assert x == y",
+    "twice computed": "assert draw(1) == draw(1)",
+    "not a number": "assert x != x",
+    "two runs": "assert_same_run(path / 'run', path / 'other')",
+}
+
+
+@pytest.mark.parametrize("text", [*BAD_PATCHES.values(), *BAD_COMPARISONS.values()])
+def test_what_tests_nothing_is_found(text: str) -> None:
+    assert len(list(check_tests.findings(IMPORTS + text))) >= 1
+
+
+@pytest.mark.parametrize("text", [*GOOD_PATCHES.values(), *GOOD_COMPARISONS.values()])
+def test_what_is_right_passes(text: str) -> None:
+    assert list(check_tests.findings(IMPORTS + text)) == []
+
+
+def test_the_patch_of_the_kill_drill_as_it_was_is_found() -> None:
+    text = "from megatron_dppo.rewards.scorer import RewardScorer\n\nRewardScorer._quick = lambda self, item: None\n"
+    (finding,) = check_tests.findings(text)
+    assert finding == (3, "megatron_dppo.rewards.scorer.RewardScorer._quick does not exist before: nothing reads it")
+
+
+def test_a_parametrization_without_a_case_is_an_error(pytester: pytest.Pytester) -> None:
+    pyproject = check_tests.ROOT / "pyproject.toml"
+    assert check_tests.setting_problems(pyproject) == []
+    settings = pyproject.read_text().partition("[tool.pytest.ini_options]")[2].partition("\n[")[0]
+    pytester.makepyprojecttoml(f"[tool.pytest.ini_options]{settings}")
+    pytester.makepyfile("import pytest\n@pytest.mark.parametrize('x', [])\ndef test(x): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    assert result.ret and "Empty parameter set" in result.stdout.str()
+    without = pytester.path / "other.toml"
+    without.write_text("[tool.pytest.ini_options]\n")
+    assert check_tests.setting_problems(without) != []
+
+
+def test_the_exit_code_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("def test():\n    x = 1\n    assert x == x\n")
+    assert check_tests.main([str(file)]) == 1
+    assert f"{file}:3: x is compared with itself" in capsys.readouterr().out
+    file.write_text("assert 1 == 2\n")
+    assert check_tests.main([str(file)]) == 0

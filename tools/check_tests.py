@@ -1,0 +1,253 @@
+"""Find tests that test nothing: ``python tools/check_tests.py [PATH ...]``; part of ``make lint``.
+
+Each finding is printed as ``file:line: text``; the exit code is 1 if there is one.
+
+- *Patches without a target*: an assignment to an attribute of a module or class that does not exist before, such as a
+  method that has moved: nothing reads the new attribute. The same for ``setattr``, for ``monkeypatch.setattr`` and
+  ``mock.patch``, also by a name in a string. The target is imported and looked at. What cannot be decided (a name that
+  is computed) is passed over, unless the patch says that a missing target is no error (``raising=False``,
+  ``create=True``). ``# creates: why`` at the end of the line allows one.
+- *Comparisons that cannot differ*: of an expression with itself, in ``==`` and in calls such as ``torch.equal`` and
+  ``assert_same_run``. A call may differ from its repetition, so that this is not one.
+- *Parametrizations without a case* fail when pytest collects them: this checks the setting in ``pyproject.toml``.
+
+Runs that stand still, and so equal every other, are the matter of ``tests/reference_run.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("tests", "benchmarks", "tools")
+OURS = ("megatron_dppo", *FOLDERS)
+ALLOWED = "# creates:"
+COMPARING = frozenset({"equal", "allclose", "isclose", "array_equal", "assert_close", "assert_allclose"}) | frozenset(
+    {"assert_array_equal", "assert_equal", "assert_same_run", "assert_different_folders", "array_equiv"}
+)
+"""Last parts of the names of functions that compare their first two arguments."""
+_UNKNOWN = "?"
+
+
+class Finding(NamedTuple):
+    """A statement that tests nothing."""
+
+    line: int
+    text: str
+
+
+class Scope:
+    """Names of a module or function: each with the dotted names and strings that it may stand for.
+
+    Args:
+        body: Statements of the scope.
+        parameters: Names that a caller binds.
+        outer: Scope around it.
+    """
+
+    def __init__(self, body: Sequence[ast.stmt], parameters: Sequence[str], outer: Scope | None) -> None:
+        self._outer = outer
+        self._values: dict[str, list[str]] = {name: [_UNKNOWN] for name in parameters}
+        for statement in body:
+            self._bind(statement)
+
+    def resolve(self, node: ast.expr) -> list[str]:
+        """Return the dotted names that an expression may stand for; none if that cannot be decided."""
+        match node:
+            case ast.Name(id=name):
+                values = self._values.get(name)
+                if values is None:
+                    return [] if self._outer is None else self._outer.resolve(node)
+                return [] if _UNKNOWN in values else values
+            case ast.Attribute(value=value, attr=attr):
+                return [f"{base}.{attr}" for base in self.resolve(value)]
+            case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]):
+                return [name]
+            case ast.Subscript(value=ast.Attribute(attr="modules"), slice=ast.Constant(value=str(name))):
+                return [name]
+        return []
+
+    def strings(self, node: ast.expr) -> list[str]:
+        """Return the strings that an expression may be; none if that cannot be decided."""
+        if isinstance(node, ast.Constant):
+            return [node.value] if isinstance(node.value, str) else []
+        values = self._values.get(node.id) if isinstance(node, ast.Name) else None
+        if values is None and isinstance(node, ast.Name) and self._outer is not None:
+            return self._outer.strings(node)
+        return [value[1:] for value in values or () if value.startswith("=")]
+
+    def _bind(self, node: ast.AST) -> None:
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    self._add(alias.asname or alias.name.partition(".")[0], [alias.name if alias.asname else ""])
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                for alias in names:
+                    self._add(alias.asname or alias.name, [f"{module}.{alias.name}"])
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self._add(name, self.resolve(value) or [_UNKNOWN])
+            case ast.For(target=ast.Name(id=name), iter=ast.Tuple(elts=parts) | ast.List(elts=parts)):
+                self._add(name, [value for part in parts for value in self._constant(part)])
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                self._add(name, [_UNKNOWN])
+                return
+            case ast.Lambda():
+                return
+            case ast.Name(id=name, ctx=ast.Store()):
+                self._add(name, [])
+                if name not in self._values:
+                    self._values[name] = [_UNKNOWN]
+        for child in ast.iter_child_nodes(node):
+            self._bind(child)
+
+    def _constant(self, node: ast.expr) -> list[str]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return [f"={node.value}"]
+        return self.resolve(node) or [_UNKNOWN]
+
+    def _add(self, name: str, values: list[str]) -> None:
+        known = self._values.setdefault(name, []) if values else self._values.get(name, [])
+        known += [value or name for value in values]
+
+
+def findings(source: str) -> Iterator[Finding]:
+    """Return what tests nothing in the text of a file."""
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    for finding in _walk(tree.body, Scope(tree.body, (), None)):
+        if ALLOWED not in lines[finding.line - 1]:
+            yield finding
+
+
+def _walk(body: Sequence[ast.AST], scope: Scope) -> Iterator[Finding]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            statements = node.body if isinstance(node.body, list) else [ast.Expr(node.body)]
+            parameters = [each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+            outside = [] if isinstance(node, ast.Lambda) else node.decorator_list
+            yield from _walk(outside, scope)
+            yield from _walk(statements, Scope(statements, parameters, scope))
+            continue
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from _missing(node, scope.resolve(node.value), [node.attr])
+        elif isinstance(node, ast.Call):
+            yield from _check_patch(node, scope)
+            yield from _check_call(node)
+        elif isinstance(node, ast.Compare):
+            yield from _check_comparison(node)
+        yield from _walk(list(ast.iter_child_nodes(node)), scope)
+
+
+def _check_patch(node: ast.Call, scope: Scope) -> Iterator[Finding]:
+    """Check the targets of ``setattr``, ``monkeypatch.setattr``, ``mock.patch`` and ``mock.patch.object``."""
+    called = ast.unparse(node.func)
+    is_patch = called.endswith(("patch", "patch.object"))
+    if not (called == "setattr" or called.endswith(".setattr") or is_patch) or not node.args:
+        return
+    options = {each.arg: each.value for each in node.keywords}
+    text = scope.strings(node.args[0])
+    if text and all("." in each for each in text):
+        owners = [each.rpartition(".")[0] for each in text]
+        names = [each.rpartition(".")[2] for each in text]
+        for owner, name in zip(owners, names, strict=True):
+            yield from _missing(node, [owner], [name])
+        return
+    owners = scope.resolve(node.args[0])
+    names = scope.strings(node.args[1]) if len(node.args) > 1 else []
+    yield from _missing(node, owners, names)
+    is_lenient = any(
+        isinstance(value := options.get(key), ast.Constant) and value.value is wanted
+        for key, wanted in (("raising", False), ("create", True))
+    )
+    if is_lenient and not (owners and names):
+        yield Finding(node.lineno, f"{ast.unparse(node.args[0])}: a missing target is no error here")
+
+
+def _missing(node: ast.expr, owners: Sequence[str], names: Sequence[str]) -> Iterator[Finding]:
+    for dotted in (f"{owner}.{name}" for owner in owners for name in names):
+        if missing := missing_part(dotted):
+            yield Finding(node.lineno, f"{missing} does not exist before: nothing reads it")
+
+
+def missing_part(dotted: str) -> str:
+    """Return the first part of a dotted name that a module or class lacks.
+
+    Returns:
+        Empty if there is none, or if that cannot be decided: below an instance, or in a package that is not installed.
+    """
+    parts = dotted.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            target: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        # Modules of other packages differ between their versions; ours must exist.
+        if parts[0] not in OURS and count < len(parts) - 1 and not hasattr(target, parts[count]):
+            return ""
+        for index in range(count, len(parts)):
+            if not (inspect.ismodule(target) or inspect.isclass(target)):
+                return ""
+            if not has_attribute(target, parts[index]):
+                return ".".join(parts[: index + 1])
+            target = getattr(target, parts[index], None)
+        return ""
+    return dotted if parts[0] in OURS else ""
+
+
+def has_attribute(target: Any, name: str) -> bool:
+    """Return True if a module or class has an attribute, or declares one."""
+    if inspect.isclass(target):
+        return any(name in vars(each) or name in vars(each).get("__annotations__", {}) for each in target.__mro__)
+    return hasattr(target, name) or name in getattr(target, "__annotations__", {})
+
+
+def _check_comparison(node: ast.Compare) -> Iterator[Finding]:
+    sides = [node.left, *node.comparators]
+    for operator, left, right in zip(node.ops, sides, sides[1:], strict=False):
+        if isinstance(operator, ast.Eq | ast.Is | ast.LtE | ast.GtE) and is_same(left, right):
+            yield Finding(node.lineno, f"{ast.unparse(left)} is compared with itself")
+
+
+def _check_call(node: ast.Call) -> Iterator[Finding]:
+    name = ast.unparse(node.func).rpartition(".")[2]
+    if name in COMPARING and len(node.args) > 1 and is_same(node.args[0], node.args[1]):
+        yield Finding(node.lineno, f"{ast.unparse(node.args[0])} is compared with itself")
+
+
+def is_same(left: ast.expr, right: ast.expr) -> bool:
+    """Return True if two expressions have the same value whatever happens: the same text, and nothing is called."""
+    changing = (ast.Call, ast.Await, ast.Yield, ast.NamedExpr)
+    return ast.dump(left) == ast.dump(right) and not any(isinstance(each, changing) for each in ast.walk(left))
+
+
+def setting_problems(pyproject: Path) -> list[str]:
+    """Return what is wrong with pytest's settings: a parametrization without a case must be an error."""
+    settings = tomllib.loads(pyproject.read_text())["tool"]["pytest"]["ini_options"]
+    is_set = settings.get("empty_parameter_set_mark") == "fail_at_collect"
+    return [] if is_set else [f'{pyproject.name}: expected empty_parameter_set_mark = "fail_at_collect"']
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the findings of the given files and folders; 1 if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path, help="files or folders; default: tests, benchmarks and tools")
+    paths = parser.parse_args(arguments).paths or [ROOT / name for name in FOLDERS]
+    sys.path.insert(0, str(ROOT))
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    problems = setting_problems(ROOT / "pyproject.toml")
+    for file in files:
+        problems += [f"{file}:{line}: {text}" for line, text in findings(file.read_text("utf-8"))]
+    print("\n".join(problems) or f"{len(files)} files: each patch has a target, nothing is compared with itself")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
