@@ -143,6 +143,9 @@ def test_the_age_of_a_token_counts_the_updates_since_its_weights() -> None:
     spans = (VersionSpan(3, 1, 2), VersionSpan(5, 2, 4))
     assert token_ages(spans, 4, 7).tolist() == [0.0, 4.0, 2.0, 2.0]
     assert token_ages((), 2, 7).tolist() == [0.0, 0.0]
+    # The first token of a sequence is no label: a span that begins with it begins at label 0.
+    assert token_ages((VersionSpan(3, -1, 2), VersionSpan(5, 2, 4)), 4, 7).tolist() == [4.0, 4.0, 2.0, 2.0]
+    assert token_ages((VersionSpan(3, -1, 4),), 4, 7).tolist() == [4.0] * 4
 
 
 def test_the_scale_is_the_median_over_the_loss_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
