@@ -188,9 +188,10 @@ def _sources(completion: Completion, num_labels: int) -> tuple[VersionSpan, ...]
     """Return the completion's spans as positions of the labels: the last label is the last token."""
     length = len(completion.token_ids)
     spans = version_spans(completion.policy_versions, completion.policy_version, length)
-    # Labels begin with those of the prompt: a response token is ``shift`` labels further on.
+    # Labels begin with those of the prompt: a response token is ``shift`` labels further on. Without a prompt that is
+    # -1, and the first token is no label: a span may not begin before the labels, where a slice counts from their end.
     shift = num_labels - length
-    return tuple(span._replace(start=span.start + shift, end=span.end + shift) for span in spans)
+    return tuple(span._replace(start=max(span.start + shift, 0), end=span.end + shift) for span in spans)
 
 
 def _given_first(completion: Completion) -> int:

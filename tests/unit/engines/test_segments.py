@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss import Aggregation, LossConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.training_samples import RowShape, group_segments, to_samples, with_episode_tokens
@@ -514,36 +515,65 @@ def completion(prompt: list[int], response: list[int], more: list[int] | None = 
 
 EPISODE = [completion([1, 2], [3, 4, 5], [6]), completion([2], [7, 8])]
 SINGLE = completion([4], [5, 6, 7])
-ADVANTAGES = (0.5, -1.5)
-# Tokens that are trained: (token before, token), of each segment of each episode.
-TRAINED = [[[(2, 3), (3, 4), (4, 5), (6, 9)], [(2, 7), (7, 8)]], [[(4, 5), (5, 6), (6, 7)]]]
+UNKNOWN = replace(completion([1], [9, 3]), logprobs=torch.tensor([0.0, -math.inf, -math.inf]))
+"""A sequence without a token in the loss: nothing is known of how its tokens were sampled."""
+Trained = list[list[list[tuple[int, int]]]]
+"""Tokens that are trained: (token before, token), of each segment of each episode."""
+FULL: Trained = [[[(2, 3), (3, 4), (4, 5), (6, 9)], [(2, 7), (7, 8)]], [[(4, 5), (5, 6), (6, 7)]]]
+EPISODES: dict[str, tuple[list[list[Completion]], Trained]] = {
+    "all full": ([EPISODE, [SINGLE]], FULL),
+    **{
+        f"segment {index} empty": (
+            [[*EPISODE[:index], UNKNOWN, *EPISODE[index:]], [SINGLE]],
+            [[*FULL[0][:index], [], *FULL[0][index:]], FULL[1]],
+        )
+        for index in range(3)
+    },
+    **{
+        f"sequence {index} empty": (
+            [*[EPISODE, [SINGLE]][:index], [UNKNOWN], *[EPISODE, [SINGLE]][index:]],
+            [*FULL[:index], [[]], *FULL[index:]],
+        )
+        for index in range(3)
+    },
+    "an episode of empty segments": ([EPISODE, [UNKNOWN, UNKNOWN], [SINGLE]], [FULL[0], [[], []], FULL[1]]),
+}
 
 
-def by_hand(loss: str, theta: torch.Tensor, *, equal_segments: bool) -> torch.Tensor:
-    """The loss in float64, from the definitions: the episode is the sequence."""
+def by_hand(
+    loss: str, theta: torch.Tensor, trained: Trained, advantages: list[float], *, equal_segments: bool
+) -> torch.Tensor:
+    """The loss in float64, from the definitions: the episode is the sequence, and what is empty counts nowhere."""
     table = theta.log_softmax(-1)
-    num_tokens = sum(len(segment) for episode in TRAINED for segment in episode)
+    num_tokens = sum(len(segment) for episode in trained for segment in episode)
+    num_sequences = sum(any(episode) for episode in trained)
     total = torch.zeros((), dtype=torch.float64)
-    for episode, advantage in zip(TRAINED, ADVANTAGES, strict=True):
-        length = sum(map(len, episode))
+    for episode, advantage in zip(trained, advantages, strict=True):
+        segments = [segment for segment in episode if segment]
+        if not segments:
+            continue
+        length = sum(map(len, segments))
         weights = [
-            [length / (len(episode) * len(segment)) if equal_segments else 1.0] * len(segment) for segment in episode
+            [length / (len(segments) * len(segment)) if equal_segments else 1.0] * len(segment) for segment in segments
         ]
         flat = [w for row in weights for w in row]
-        logs = torch.stack([table[before, token] for segment in episode for before, token in segment])
+        logs = torch.stack([table[before, token] for segment in segments for before, token in segment])
         ratios = (logs - MU).exp()
         if loss == "gspo":
             # One ratio an episode; its value is that of the mean over all tokens, its gradient is weighed by segment.
             value = (logs - MU).mean().exp().detach()
             terms = [value * (1 + log - log.detach()) for log in logs]
-            total = total - advantage * sum(w * t for w, t in zip(flat, terms, strict=True)) / length / len(TRAINED)
-        elif loss == "token_mean":
-            total = total - advantage * sum(w * r for w, r in zip(flat, ratios, strict=True)) / num_tokens
-        elif loss == "seq_mean_token_mean":
-            total = total - advantage * sum(w * r for w, r in zip(flat, ratios, strict=True)) / length / len(TRAINED)
+            total = total - advantage * sum(w * t for w, t in zip(flat, terms, strict=True)) / length / num_sequences
         else:
-            assert loss == "seq_mean_token_sum_norm"
-            total = total - advantage * sum(w * r for w, r in zip(flat, ratios, strict=True)) / 8 / len(TRAINED)
+            divisor = {
+                "token_mean": num_tokens,
+                "token_sum": 1,
+                "token_sum_norm": 8,
+                "seq_mean_token_sum": num_sequences,
+                "seq_mean_token_mean": length * num_sequences,
+                "seq_mean_token_sum_norm": 8 * num_sequences,
+            }[loss]
+            total = total - advantage * sum(w * r for w, r in zip(flat, ratios, strict=True)) / divisor
     return total
 
 
@@ -570,9 +600,10 @@ def gradient(samples: list[TrainingSample], loss: LossConfig, theta: torch.Tenso
 
 
 @pytest.mark.parametrize("equal_segments", [False, True])
-@pytest.mark.parametrize("loss", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "gspo"])
-def test_the_gradient_of_an_episode_in_two_segments_is_that_by_hand(
-    loss: str, equal_segments: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("loss", [*get_args(Aggregation), "gspo"])
+@pytest.mark.parametrize("name", EPISODES)
+def test_the_gradient_of_episodes_in_segments_is_that_by_hand(
+    name: str, loss: str, equal_segments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_module, "all_gather_integers", lambda values, group: torch.tensor([values]))
     wide = {"clip_ratio_low": 0.999, "clip_ratio_high": 1e6}
@@ -583,17 +614,21 @@ def test_the_gradient_of_an_episode_in_two_segments_is_that_by_hand(
         else LossConfig(name="ppo_clip", aggregation=loss, **wide, **norm)
     )
     theta = torch.randn(10, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
-    rollouts = tuple(Rollout(prompt=TASK, completion=each, reward=0.0) for each in (join_segments(EPISODE, 1), SINGLE))
-    samples = to_samples([RolloutGroup(prompt=TASK, rollouts=rollouts)], [list(ADVANTAGES)])
-    assert group_segments(samples) == [[0, 1], [2]]
+    episodes, trained = EPISODES[name]
+    advantages = [0.5, -1.5, 0.75][: len(episodes)]
+    completions = [join_segments(episode, len(episode) - 1) for episode in episodes]
+    rollouts = tuple(Rollout(prompt=TASK, completion=each, reward=0.0) for each in completions)
+    samples = to_samples([RolloutGroup(prompt=TASK, rollouts=rollouts)], [advantages])
+    assert [len(indices) for indices in group_segments(samples)] == [len(episode) for episode in episodes]
     samples = with_episode_tokens(samples, equal_segments=equal_segments)
-    (expected,) = torch.autograd.grad(by_hand(loss, theta, equal_segments=equal_segments), theta)
+    hand = by_hand(loss, theta, trained, advantages, equal_segments=equal_segments)
+    (expected,) = torch.autograd.grad(hand, theta)
     # All in one row; and the segments of the episode apart, where the loss allows it.
     for budget in (100, 5):
         result = gradient(samples, settings, theta, budget)
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
     if loss == "token_mean" and not equal_segments:
-        # As three rows of a token mean: segments need nothing.
+        # As rows of a token mean: segments need nothing.
         rows = [replace(each, segment=0, episode_loss_tokens=None) for each in samples]
         torch.testing.assert_close(gradient(rows, settings, theta, 100), expected, rtol=1e-6, atol=1e-9)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import adapted_limits, policy_loss
+from megatron_dppo.losses.parts.tokens import prepare
 from megatron_dppo.policy import update
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import LossInputs, TrainingSample, VersionSpan, token_ages
@@ -96,6 +97,26 @@ def test_tokens_within_the_knee_and_fresh_tokens_keep_their_thresholds() -> None
         assert torch.equal(a.loss_sum, b.loss_sum) and torch.equal(a.keep_mask, b.keep_mask)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-7, 1e-6, 1e-5, 1e-3, 1e-2, 0.3])
+def test_the_knee_is_in_units_of_the_scale_however_small_it_is(scale: float) -> None:
+    """Real scales are 1e-3 to 1e-2. Below 1e-6 pi and mu differ by rounding, and the unit stays 1e-6."""
+    moved = [factor * max(scale, 1e-6) for factor in (-9.0, -2.1, 0.0, 0.5, 1.9, 2.1, 3.0, 100.0)]
+    log_mu = torch.full((len(moved),), -1.0, dtype=torch.float64)
+    inputs = LossInputs(
+        logprobs=log_mu + torch.tensor(moved, dtype=torch.float64),
+        rollout_logprobs=log_mu,
+        advantages=torch.ones(len(moved)),
+        loss_mask=torch.ones(len(moved), dtype=torch.bool),
+        mismatch_scale=torch.full((len(moved),), scale, dtype=torch.float64),
+    )
+    config = LossConfig(threshold_knee=2.0, threshold_floor=0.3)
+    limits = adapted_limits((0.1, 0.2), prepare(inputs, config), config)  # type: ignore[arg-type]
+    factors = [max(0.3, min(1.0, 2.0 / f)) for f in (9.0, 2.1, 1e-9, 0.5, 1.9, 2.1, 3.0, 100.0)]
+    for limit, column in zip((0.1, 0.2), limits, strict=True):
+        assert isinstance(column, Tensor)
+        assert column.tolist() == pytest.approx([limit * factor for factor in factors], rel=1e-6)
+
+
 def test_missing_inputs_are_named_with_their_key() -> None:
     for column, keys in (("ages", {"threshold_age": 1.0}), ("mismatch_scale", {"threshold_knee": 2.0})):
         with pytest.raises(ValueError, match=rf"needs {column} because of loss\.{next(iter(keys))}"):
@@ -122,6 +143,9 @@ def test_the_age_of_a_token_counts_the_updates_since_its_weights() -> None:
     spans = (VersionSpan(3, 1, 2), VersionSpan(5, 2, 4))
     assert token_ages(spans, 4, 7).tolist() == [0.0, 4.0, 2.0, 2.0]
     assert token_ages((), 2, 7).tolist() == [0.0, 0.0]
+    # The first token of a sequence is no label: a span that begins with it begins at label 0.
+    assert token_ages((VersionSpan(3, -1, 2), VersionSpan(5, 2, 4)), 4, 7).tolist() == [4.0, 4.0, 2.0, 2.0]
+    assert token_ages((VersionSpan(3, -1, 4),), 4, 7).tolist() == [4.0] * 4
 
 
 def test_the_scale_is_the_median_over_the_loss_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

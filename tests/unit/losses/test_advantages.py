@@ -16,6 +16,7 @@ from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import advantages_by, group_relative_advantages
+from megatron_dppo.losses.parts.length_baseline import length_weighted_advantages
 from megatron_dppo.losses.parts.returns import Moments
 from megatron_dppo.rewards.item import MAX_REWARD, read_reward
 from megatron_dppo.rollout.batch import has_signal
@@ -142,6 +143,21 @@ def test_opo_weighs_the_baseline_by_the_sampled_tokens() -> None:
         advantages_by("opo", torch.ones(1, 4), valid)
 
 
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7, -1.3, 1e6 + 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_of_any_lengths_have_no_advantage_at_all(reward: float, dtype: torch.dtype) -> None:
+    """Not even the rounding of their weighted mean; the groups have 2 to 17 responses, the first of which failed."""
+    noise = 0.0
+    for count in range(2, 18):
+        lengths = torch.tensor([[7 * i * i + 3 for i in range(count)]])
+        valid = torch.tensor([[i > 0 for i in range(count)]])
+        rewards = torch.full((1, count), reward, dtype=dtype)
+        weighted = (rewards * lengths * valid).sum() / (lengths * valid).sum()
+        noise = max(noise, abs(float(weighted - rewards[0, 0])))
+        assert length_weighted_advantages(rewards, lengths, valid).tolist() == [[0.0] * count]
+    assert noise > 0 or reward == 1e6 + 0.1, "the mean of some group is off by its rounding"
+
+
 FUNCTIONS = {
     "right": {"function": "math"},
     "terse": {"function": "words", "weight": 0.25},
@@ -180,6 +196,20 @@ def test_gdpo_normalizes_each_part_of_a_reward_by_itself() -> None:
     assert has_signal(groups[0], list(reward.part_weights)) and not has_signal(groups[0])
     assert has_signal(groups[1], list(reward.part_weights))
     assert not has_signal(groups[2], ["right"])
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_gdpo_refuses_a_reward_without_one_of_its_parts_unless_it_failed(failed: bool) -> None:
+    """A missing part is no part of 0: 0 would be a value below or above its siblings' by chance."""
+    parts: list[dict[str, float]] = [{"a": 1.0, "b": 2.0}, {"a": 0.0}, {"a": 1.0, "b": 4.0}, {"a": 0.5, "b": 0.0}]
+    group = group_of([1.0, math.nan if failed else 0.0, 2.0, 3.0], (1, 1, 1, 1), (None,) * 4, parts)
+    rewards, valid = torch.zeros(1, 4), torch.tensor([[True, not failed, True, True]])
+    if failed:
+        result = advantages_by("gdpo", rewards, valid, groups=[group], weights={"b": 1.0})
+        assert result.tolist() == [pytest.approx([0.0, 0.0, 1.0, -1.0], abs=1e-3)]
+    else:
+        with pytest.raises(ValueError, match="not finite"):
+            advantages_by("gdpo", rewards, valid, groups=[group], weights={"b": 1.0})
 
 
 @pytest.mark.parametrize(

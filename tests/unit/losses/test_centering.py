@@ -128,7 +128,9 @@ def positions(seed: int, count: int = 40, spread: float = 0.5) -> tuple[Tensor, 
     return mu + spread * torch.randn(count, V, generator=generator, dtype=torch.float64), mu.softmax(-1)
 
 
-def every_sample(logits: Tensor, mu: Tensor, advantage: float, config: LossConfig, k: int) -> tuple[Tensor, Tensor]:
+def every_sample(
+    logits: Tensor, mu: Tensor, advantage: float, config: LossConfig, k: int, **columns: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradient by the logits where each id is the sampled one, ``[positions, id, logit]``, and the keep mask."""
     count = len(logits)
     leaf = logits.repeat_interleave(V, 0).requires_grad_()
@@ -143,6 +145,7 @@ def every_sample(logits: Tensor, mu: Tensor, advantage: float, config: LossConfi
         rollout_logprobs=of_mu.gather(-1, sampled[:, None])[:, 0].log(),
         vocab_size=V,
         **fields,
+        **columns,
     )
     output = policy_loss(inputs, config)
     output.loss_sum.backward()

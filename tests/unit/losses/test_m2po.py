@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.losses import largest_square, policy_loss
+from megatron_dppo.losses import largest_square, policy_loss, select_squares
 from megatron_dppo.policy import update
+from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import LossInputs, TrainingSample
 from tests.unit.configs import config
 
@@ -73,6 +74,63 @@ def test_the_mask_and_the_gradient_by_hand() -> None:
     assert float(output.num_tokens) == 5, "masked tokens stay in the denominator"
     everywhere = policy_loss(inputs, LossConfig(name="m2po", second_moment_tokens="all"))
     assert everywhere.keep_mask.tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("quiet", [(0.0, 1.0), (0.0, -1.0), (0.3, 0.0), (-0.3, 0.0), (0.3, -1.0), (-0.3, 1.0)])
+def test_tokens_that_lead_nowhere_do_not_lower_the_moment(quiet: tuple[float, float]) -> None:
+    """Log r and A of ten tokens that have not moved, have no advantage, or lead back: two others decide alone."""
+    log_ratio = torch.tensor([0.1, -0.5, *[quiet[0]] * 10])
+    advantages = torch.tensor([1.0, -1.0, *[quiet[1]] * 10])
+    squares = select_squares(log_ratio, advantages, "outward")
+    assert squares.tolist() == pytest.approx([0.01, 0.25])
+    # The mean of both is 0.13; among twelve it would be below the limit.
+    assert largest_square(squares, 0.05) == pytest.approx(0.13)
+    assert len(select_squares(log_ratio, advantages, "all")) == 12
+
+
+def test_each_mini_batch_has_a_moment_of_its_own_by_the_weights_of_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two mini-batches, and the first update moves pi: log r of sample i is (i + 1) / 10, then 1.5 times that."""
+    trainer = SimpleNamespace(
+        groups=SimpleNamespace(dp=None), updates=0, accumulate=lambda *_: {}, policy_version=0, is_last_stage=True
+    )
+    updater = update.Updater(trainer, TrainConfig(mini_batches=2), LossConfig(name="m2po"))  # type: ignore[arg-type]
+
+    def sample(number: int) -> TrainingSample:
+        return TrainingSample(
+            tokens=torch.zeros(1, dtype=torch.int64),
+            labels=torch.zeros(1, dtype=torch.int64),
+            loss_mask=torch.tensor([True]),
+            advantages=torch.tensor([1.0]),
+            rollout_logprobs=torch.tensor([-3.0]),
+            number=number,
+        )
+
+    def recompute(samples: list[TrainingSample], *_: object, **__: object) -> list[TrainingSample]:
+        moved = [(each.number + 1) * (1 + trainer.updates / 2) / 10 for each in samples]
+        return [
+            replace(each, recomputed_logprobs=torch.tensor([-3.0 + m])) for each, m in zip(samples, moved, strict=True)
+        ]
+
+    def apply(metrics: object) -> int:
+        trainer.updates += 1
+        return trainer.updates
+
+    trainer.apply = apply
+    limits: list[set[float]] = []
+
+    def pack(samples: list[TrainingSample]) -> tuple[list[TrainingSample], object]:
+        assert all(each.largest_square is not None for each in samples)
+        limits.append({round(float(each.largest_square), 6) for each in samples})  # type: ignore[arg-type]
+        return samples, SimpleNamespace(totals=SimpleNamespace(num_tokens=1), batches=[])
+
+    monkeypatch.setattr(updater, "_recompute", recompute)
+    monkeypatch.setattr(updater, "_pack", pack)
+    monkeypatch.setattr(updater, "_add_token_weights", lambda packed: packed.batches)
+    monkeypatch.setattr(update, "all_gather_objects", lambda local, group: [local])
+    split = [[0, 1, 2], [0, 1, 3]]
+    assert list(updater.run([sample(n) for n in range(4)], 0, Clock(), split=lambda epoch: split)) == [1, 2]
+    # Squares .01, .04, .09 (means .01, .025, .047), and .0225, .09, .36 (means .0225, .056).
+    assert limits == [{0.065}, {0.05625}]
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [("outward", [0.04, 0.3]), ("all", [0.04, 0.3, 0.5, 0.1])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,12 @@ def drpo_paper(log_pi: Tensor) -> Tensor:
     return sum(token[one].sum() / HORIZON for one in sequences()) / 3  # type: ignore[return-value]
 
 
+def drpo_sides(log_pi: Tensor) -> Tensor:
+    r = log_pi.exp() / MU
+    delta = torch.where(SIGNS > 0, 0.5, 2.0)
+    return ((SIGNS.abs() * MU * (r - 1) ** 2 / (2 * delta) - SIGNS * r)[MASK]).mean()
+
+
 def vespo(log_pi: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for one in sequences():
@@ -61,6 +68,11 @@ def gmpo(log_pi: Tensor) -> Tensor:
 FORMS: dict[str, tuple[dict[str, Any], Objective, bool]] = {
     "spo": ({"name": "spo", "ratio_range": 0.3}, spo, False),
     "spo, its value": ({"name": "spo", "ratio_range": 0.3, "form": "ratio"}, spo, True),
+    "drpo, a delta for each sign": (
+        {"name": "drpo", "form": "ratio", "divergence_threshold_low": 2.0, "divergence_threshold_high": 0.5},
+        drpo_sides,
+        True,
+    ),
     "drpo/paper": ({"name": "drpo/paper", "horizon": HORIZON}, drpo_paper, True),
     "vespo": ({"name": "vespo"}, vespo, True),
     "gmpo": ({"name": "gmpo", "log_clip_low": 0.3, "log_clip_high": 0.4}, gmpo, True),
@@ -135,3 +147,57 @@ def test_extreme_ratios_stay_finite_in_fp32(name: str, advantage: float) -> None
         output = policy_loss(inputs, LossConfig(name=name))
         output.loss_sum.backward()
         assert leaf.grad is not None and bool(leaf.grad.isfinite()) and bool(output.loss_sum.isfinite())
+
+
+def one_token(log_r: float, advantage: float, keys: dict[str, Any]) -> tuple[float, float]:
+    """Value and gradient of a loss of one token with log mu = -30."""
+    leaf = torch.tensor([log_r - 30], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        logprobs=leaf,
+        rollout_logprobs=torch.tensor([-30.0], dtype=torch.float64),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        loss_mask=torch.tensor([True]),
+        sequence_ids=torch.tensor([0]),
+        token_weights=torch.ones(1),
+    )
+    output = policy_loss(inputs, LossConfig(**keys))
+    output.loss_sum.backward()
+    assert leaf.grad is not None
+    return float(output.loss_sum.detach()), float(leaf.grad)
+
+
+LOG_RATIOS = (-25.0, -19.0, -18.0, -5.0, 1.9, 2.1, 5.0, 19.0, 21.0, 25.0)
+"""Both sides of each limit that a loss has."""
+
+
+@pytest.mark.parametrize("advantage", [2.0, -0.5])
+@pytest.mark.parametrize("log_r", LOG_RATIOS)
+def test_ratios_are_limited_where_the_published_code_limits_them_and_nowhere_else(
+    log_r: float, advantage: float
+) -> None:
+    r, sign = math.exp(min(max(log_r, -20), 20)), math.copysign(1, advantage)
+    value, gradient = one_token(log_r, advantage, {"name": "spo", "form": "ratio"})
+    assert value == pytest.approx(abs(advantage) * (r - 1) ** 2 / 0.4 - advantage * r, rel=1e-9)
+    assert gradient == pytest.approx(-advantage * r * (1 - sign * (r - 1) / 0.2), rel=1e-9)
+    # A decay this small leaves the power visible up to the limit.
+    power, decay = (1.5, 2e-9) if advantage > 0 else (2.5, 1e-9)
+    keys = {"weight_power_high": 1.5, "weight_decay_high": 2e-9, "weight_power_low": 2.5, "weight_decay_low": 1e-9}
+    log_s = min(max(log_r, math.log(1e-8)), 20)
+    _, gradient = one_token(log_r, advantage, {"name": "vespo", **keys})
+    assert gradient == pytest.approx(-advantage * math.exp(power * log_s + decay * (1 - math.exp(log_s))), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gmpo", "grpo", "ppo_clip", "dppo_binary_tv", "m2po", "gspo"])
+def test_a_token_without_advantage_is_kept_however_far_it_moved(name: str) -> None:
+    """It has no gradient, and is no masked token of the metrics."""
+    for log_r in (-25.0, 0.0, 25.0):
+        inputs = LossInputs(
+            logprobs=torch.tensor([log_r - 30]),
+            rollout_logprobs=torch.tensor([-30.0]),
+            advantages=torch.zeros(1),
+            loss_mask=torch.tensor([True]),
+            sequence_ids=torch.tensor([0]),
+            token_weights=torch.ones(1),
+            largest_square=torch.full((1,), 0.1),
+        )
+        assert policy_loss(inputs, LossConfig(name=name)).keep_mask.tolist() == [True]
