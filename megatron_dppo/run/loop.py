@@ -80,6 +80,7 @@ def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
         # Train: one optimizer update per mini-batch. `collect` may already sample the next step beside it.
         with clock.part("publish"):
             records.show_servers(gpus.for_training())
+        state.guard.history.probed |= gpus.probed
         record = recorder.begin(state.step + 1)
         results = update_policy(
             trainer,

@@ -271,8 +271,14 @@ def test_in_the_first_step_the_best_server_is_the_measure() -> None:
     history = GuardHistory()
     sums = {TokenSource("http://a", False): HONEST, TokenSource("http://b", False): penalised}
     assert list(replace(guard(), history=history)(METRICS, sums)) == ["http://b"]
-    # By itself it is below the limit of bf16.
-    assert replace(guard(), history=history)(METRICS, {TokenSource("http://b", False): penalised}) == {}
+    # By itself it is below the limit of bf16: then the probe's measure of this server counts, and the dtype's.
+    noisier = sums_of(LOG_MU, noisy(0.25))
+    alone = {TokenSource("http://b", False): noisier}
+    with pytest.raises(TrainingStopped, match=r"allows 0\.02 \(5 times what the probe has measured"):
+        replace(guard(), history=GuardHistory(probed={"http://b": 0.002}))(METRICS, alone)
+    assert replace(guard(), history=GuardHistory(probed={"http://b": 0.02}))(METRICS, alone) == {}
+    # The engine in this process cannot lie.
+    assert replace(guard(), history=GuardHistory())(METRICS, {TokenSource("", False): noisier}) == {}
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.004, 0.05, 0.2])
