@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -105,10 +105,17 @@ class ServerSums(Sums):
 
 
 SumsBySource = Mapping[TokenSource, ServerSums]
+_NO_TOKENS = ServerSums(
+    **{f.name: 0.0 for f in fields(ServerSums) if f.name != "routes"}  # type: ignore[arg-type]
+)
 
 
 def sum_by_server(
-    samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord], policy_version: int
+    samples: Sequence[TrainingSample],
+    packed: PackedBatch,
+    rows: Sequence[RowRecord],
+    policy_version: int,
+    differences: Sequence[Tensor] = (),
 ) -> dict[TokenSource, ServerSums]:
     """Return the sums of each source over the tokens that this rank trains on.
 
@@ -117,22 +124,32 @@ def sum_by_server(
         packed: Packing of these samples.
         rows: Record of each micro-batch before the update. Empty on all but the last pipeline stage.
         policy_version: Version of the policy before the update.
+        differences: ``PolicyTrainer.route_differences`` of each micro-batch. Empty without routes.
     """
     result: dict[TokenSource, ServerSums] = {}
-    for i, where, number in packed.positions(samples) if rows else ():
+    for i, where, number in packed.positions(samples) if rows or differences else ():
         for span in samples[i].sources:
-            sums = _sum_span(samples[i], rows[number], slice(span.start, span.end), where.start)
+            if not bool(samples[i].loss_mask[span.start : span.end].any()):
+                continue
+            source = TokenSource(span.server, span.policy_version != policy_version)
+            sums = _sum_span(samples[i], rows[number], slice(span.start, span.end), where.start) if rows else None
             if sums is not None:
-                add_by_key(result, {TokenSource(span.server, span.policy_version != policy_version): sums})
+                add_by_key(result, {source: sums})
+            if differences:
+                # The first token of a span is read by whoever sampled the tokens before it.
+                in_row = slice(where.start + span.start + 1, where.start + span.end)
+                known, differ = differences[number][in_row].sum(0).T.tolist()
+                add_by_key(result, {source: replace(_NO_TOKENS, routes=LayerCounts(tuple(known), tuple(differ)))})
     return result
 
 
-def gather_sums(local: SumsBySource, groups: ParallelGroups, *, is_last_stage: bool) -> dict[TokenSource, ServerSums]:
+def gather_sums(local: SumsBySource, groups: ParallelGroups) -> dict[TokenSource, ServerSums]:
     """Add the sums of all ranks; a collective. The result is bit-identical on every rank.
 
-    Tensor- and context-parallel ranks have the same records, so the first of them contributes.
+    Tensor- and context-parallel ranks have the same records, so the first of them contributes. Each pipeline stage has
+    the routes of its layers, and the last one the tokens.
     """
-    contributes = is_last_stage and all(is_leader(group) for group in (groups.tp, groups.cp))
+    contributes = all(is_leader(group) for group in (groups.tp, groups.cp))
     total: dict[TokenSource, ServerSums] = {}
     for part in all_gather_objects(dict(local) if contributes else {}, groups.world):
         add_by_key(total, part)

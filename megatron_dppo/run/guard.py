@@ -254,7 +254,7 @@ class FirstUpdateGuard:
         """
         step = self._step_problems(metrics) + self._overall_problems(metrics)
         by_server = {} if sums is None else self._server_problems(sums)
-        good = {source: each for source, each in (sums or {}).items() if source.server not in by_server}
+        good = {source: each for source, each in (sums or {}).items() if each.tokens and source.server not in by_server}
         # "" stands for an engine without servers, which cannot be left out.
         if by_server and good and "" not in by_server:
             # The step is checked once more without them: a problem of the whole step may be theirs.

@@ -54,7 +54,7 @@ class ProbeFindings(NamedTuple):
 
     def merged(self, other: ProbeFindings) -> ProbeFindings:
         """Return the findings of two probes."""
-        return ProbeFindings(other.wrong | self.wrong, other.silent | self.silent, other.differences | self.differences)
+        return ProbeFindings(other.wrong | self.wrong, other.silent | self.silent, other.differences + self.differences)
 
 
 class Probe:
