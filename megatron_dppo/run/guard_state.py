@@ -14,7 +14,7 @@ from megatron_dppo.report.metrics import reduce_over_samples
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardEvidence, GuardHistory, count_nonfinite_tokens
-from megatron_dppo.run.sampling_test import SamplingTest, SelectionShares
+from megatron_dppo.run.sampling_test import GREEDY, SamplingTest, SelectionShares
 from megatron_dppo.types import DropReason, FinishReason, Metric
 from megatron_dppo.types.sums import add_by_key
 
@@ -130,7 +130,11 @@ class GuardState:
         for rank_part, repeat_part in all_gather_objects(local, groups.world):
             add_by_key(all_ranks, rank_part)
             add_by_key(all_repeats, repeat_part)
-        problems = test.add_repeats(all_repeats) | test.add_ranks(all_ranks)
+        problems = test.add_ranks(all_ranks)
+        for server, problem in test.add_repeats(all_repeats).items():
+            # Copies are no independent samples of the ranks, which call them a filter. Greedy decoding makes copies.
+            if not problems.get(server, "").startswith(GREEDY):
+                problems[server] = problem
         if problems:
             self.exclude(problems, frozenset(all_repeats) | frozenset(all_ranks))
 

@@ -32,8 +32,10 @@ _SURPRISE_TOLERANCE = 0.02, 0.002
 """Difference of surprise and entropy that is no lie: a share of the entropy, and nats a token."""
 _RATIO_TOLERANCE = 0.002
 """Mean of pi / mu - 1 that is no lie, for the same reasons."""
-_MIN_RARE = 5.0
-"""Expected number of rare tokens that tells a filter from a lower temperature."""
+_MIN_RARE = 60.0
+"""Expected number of rare tokens that tells a filter from a lower temperature: at temperature .5 a twentieth comes."""
+GREEDY = "greedy decoding"
+"""Beginning of the cause of a server that always gives the most probable token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,16 +158,17 @@ def describe_ranks(ranks: RankSums, *, is_low: bool) -> str:
         f"probability is {ranks.best_expected / ranks.tokens:.1%} ({ranks.tokens:g} tokens)"
     )
     if not is_low:
-        return f"a higher temperature than it reports: {numbers}. {_SETTINGS}"
-    if ranks.best == ranks.tokens:
-        return f"greedy decoding: {numbers}. {_SETTINGS}"
-    if ranks.rare_expected >= _MIN_RARE:
-        rare = (
-            f"where another token had less than 10 %, it came {ranks.rare:g} times instead of {ranks.rare_expected:.3g}"
+        return (
+            "a higher temperature than it reports, or log-probabilities over fewer tokens than it samples from (a "
+            f"smaller vocabulary, a filter that only they have): {numbers}. {_SETTINGS}"
         )
-        cause = "a lower temperature than it reports" if ranks.rare else "a filter (top-p, top-k, min-p)"
-        return f"{cause}: {numbers}; {rare}. {_SETTINGS}"
-    return f"a filter (top-p, top-k, min-p) or a lower temperature than it reports: {numbers}. {_SETTINGS}"
+    if ranks.best == ranks.tokens:
+        return f"{GREEDY}: {numbers}. {_SETTINGS}"
+    if ranks.rare_expected < _MIN_RARE:
+        return f"a filter (top-p, top-k, min-p) or a lower temperature than it reports: {numbers}. {_SETTINGS}"
+    rare = f"where another token had less than 10 %, it came {ranks.rare:g} times instead of {ranks.rare_expected:.3g}"
+    cause = "a lower temperature than it reports, or a wide filter" if ranks.rare else "a filter (top-p, top-k, min-p)"
+    return f"{cause}: {numbers}; {rare}. {_SETTINGS}"
 
 
 def describe_surprise(tokens: ServerSums) -> str:

@@ -64,6 +64,12 @@ def greedy(random: np.random.Generator, p: Floats) -> NDArray[np.int64]:
     return np.zeros(len(p), np.int64)
 
 
+def smaller_vocabulary(random: np.random.Generator, p: Floats) -> NDArray[np.int64]:
+    """Tokens of a flatter distribution than the reported one, which leaves out what is rare."""
+    other = 0.7 * p + 0.3 / VOCAB
+    return draw(random, other)
+
+
 LIES: dict[str, tuple[Sampler, str]] = {
     "greedy": (greedy, "greedy decoding"),
     "top_p .9": (top_p(0.9), "filter"),
@@ -71,6 +77,7 @@ LIES: dict[str, tuple[Sampler, str]] = {
     "min_p .3": (min_p(0.3), "filter"),
     "temperature .8": (tempered(0.8), "a lower temperature"),
     "temperature .5": (tempered(0.5), "lower temperature"),
+    "a smaller vocabulary": (smaller_vocabulary, "fewer tokens than it samples from"),
     "temperature 1.3": (tempered(1.3), "a higher temperature"),
 }
 
