@@ -174,9 +174,16 @@ def _sum_span(sample: TrainingSample, row: RowRecord, span: slice, start: int) -
         # float64, because many small differences are added up.
         return column[mask].double()
 
-    log_mu = select(sample.rollout_logprobs[span])
-    log_pi = select(row.logprobs[in_row])
-    entropy = select(row.entropy[in_row])
+    return sum_tokens(
+        select(sample.rollout_logprobs[span]),
+        select(row.logprobs[in_row]),
+        entropy=select(row.entropy[in_row]),
+        divergence=select(row.divergence[in_row]),
+    )
+
+
+def sum_tokens(log_mu: Tensor, log_pi: Tensor, *, entropy: Tensor, divergence: Tensor) -> ServerSums:
+    """Return the sums of one response, each argument float64 ``[num_tokens]``."""
     log_ratio = log_pi - log_mu
     difference = log_ratio.clamp(-LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
     prob_diff = (log_pi.exp() - log_mu.exp()).abs()
@@ -191,7 +198,7 @@ def _sum_span(sample: TrainingSample, row: RowRecord, span: slice, start: int) -
         log_diff=float(difference.sum()),
         abs_log_diff=float(difference.abs().sum()),
         log_diff_square=float(difference.square().sum()),
-        divergence=float(select(row.divergence[in_row]).sum()),
+        divergence=float(divergence.sum()),
         surprise=float(surprise.sum()),
         surprise_square=float(surprise.square().sum()),
         entropy=float(entropy.sum()),

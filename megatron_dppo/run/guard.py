@@ -49,6 +49,8 @@ _MAX_TOPK_DIVERGENCE = 0.15
 """Limit of the mean Top-K divergence of an on-policy update: the default threshold of the mask."""
 _MAX_LAYER_DISAGREEMENT = {"fp32": 0.1, "fp16": 0.35, "bf16": 0.5}
 """Limit of the share of tokens in one layer whose live experts differ from the replayed ones."""
+_FEW_DEVIATIONS = 3.0
+"""Standard errors by which a mean must exceed the limit of the dtype: nine tokens with another expert are no lie."""
 _DEVIATIONS = 6.0
 """Standard errors by which a mean must exceed a limit that follows from the run itself."""
 _HISTORY = 32
@@ -252,7 +254,7 @@ class FirstUpdateGuard:
             TrainingStopped: A limit is exceeded, and no server without a problem is left. The message names the
                 numbers, the limits and likely causes.
         """
-        step = self._step_problems(metrics) + self._overall_problems(metrics)
+        step = self._step_problems(metrics) + self._overall_problems(metrics, sums)
         by_server = {} if sums is None else self._server_problems(sums)
         good = {source: each for source, each in (sums or {}).items() if each.tokens and source.server not in by_server}
         # "" stands for an engine without servers, which cannot be left out.
@@ -269,13 +271,25 @@ class FirstUpdateGuard:
         is_suspect = self.history.evidence.is_suspect(source.server)
         return is_suspect or (self.sampling is not None and self.sampling.is_suspect(source.server))
 
-    def _overall_problems(self, metrics: Mapping[str, float]) -> list[str]:
+    def _overall_problems(self, metrics: Mapping[str, float], sums: SumsBySource | None) -> list[str]:
         """Return what is wrong with the mean over all servers: the only number without sums by server."""
         difference = metrics.get("abs_prob_diff")
         if not self.is_on_policy or self.max_prob_diff is None or difference is None:
             return []
+        allowed = self.max_prob_diff + self._slack(list((sums or {}).values()))
         # Written as `not a <= b` so that NaN counts as exceeded, as in all checks below.
-        return [] if difference <= self.max_prob_diff else [self._difference_problem(difference, self.max_prob_diff)]
+        return [] if difference <= allowed else [self._difference_problem(difference, self.max_prob_diff)]
+
+    def _slack(self, sums: Sequence[ServerSums]) -> float:
+        """Return by how much the mean |pi - mu| of tokens may exceed the limit of the dtype by chance.
+
+        A limit that the user has set, and that of batch-invariant engines, are as they are.
+        """
+        tokens = sum(each.tokens for each in sums)
+        if not self.follows_run or not self.max_prob_diff or not tokens:
+            return 0.0
+        slack = _FEW_DEVIATIONS * math.sqrt(sum(each.prob_diff_square for each in sums)) / tokens
+        return slack if math.isfinite(slack) else 0.0
 
     def _step_problems(self, metrics: Mapping[str, float]) -> list[str]:
         """Return what is wrong with the step whatever server sent it."""
@@ -332,9 +346,9 @@ class FirstUpdateGuard:
             return None
         difference = tokens.mean("prob_diff")
         # ``not <=``, because NaN is a problem, too.
-        if not difference <= self.max_prob_diff:
+        if not difference <= self.max_prob_diff + self._slack([tokens]):
             return self._difference_problem(difference, self.max_prob_diff)
-        if not self.follows_run:
+        if not self.follows_run or not self.max_prob_diff:
             return None
         problem = self._evidence_problem(server, current) if is_new else None
         if problem is not None:
@@ -376,22 +390,24 @@ class FirstUpdateGuard:
 
     def _usual_limit(self, server: str, current: Mapping[str, ServerSums]) -> tuple[float, str]:
         """Return the limit of the expected |pi - mu| that follows from the run, and where it comes from."""
-        usual = _USUAL_PROB_DIFF[self.dtype]
-        best_other = self._best_other(server, current)
-        origin = f"{_USUAL_FACTOR:g} times the median of this run's last steps, and at least {usual:g}"
-        if self.history.usual is not None:
-            return max(usual, _USUAL_FACTOR * self.history.usual), origin
-        if best_other is not None:
-            origin = f"{_USUAL_FACTOR:g} times the mean of the best server in this first step, and at least {usual:g}"
-            return max(usual, _USUAL_FACTOR * best_other), origin
         assert self.max_prob_diff is not None
-        # Nobody but the server itself has said what is usual: the engine in this process cannot lie, and the others
-        # were measured by the probe, in few tokens.
-        if not server:
-            return max(self.max_prob_diff, usual), "train.max_first_prob_diff"
-        probed = max(usual, self.history.probed.get(server, 0.0))
-        origin = f"{_USUAL_FACTOR:g} times what the probe has measured of this server, and of at least {usual:g}"
-        return _USUAL_FACTOR * probed, origin
+        least = _USUAL_PROB_DIFF[self.dtype]
+        usual = self.history.usual
+        best_other = self._best_other(server, current)
+        if usual is not None:
+            origin = f"times the median of this run's last steps, and at least {least:g}"
+        elif best_other is not None:
+            usual = best_other
+            origin = f"times the mean of the best server in this first step, and at least {least:g}"
+        elif not server:
+            # The engine in this process cannot lie.
+            return self.max_prob_diff, "train.max_first_prob_diff"
+        else:
+            # Nobody but the server itself has shown what is usual, and the probe has measured it in few tokens.
+            usual = max(least, self.history.probed.get(server, 0.0))
+            origin = f"times what the probe has measured of this server, and of at least {least:g}"
+        limit = min(max(least, _USUAL_FACTOR * usual), self.max_prob_diff)
+        return limit, f"{_USUAL_FACTOR:g} {origin}"
 
     def _best_other(self, server: str, current: Mapping[str, ServerSums]) -> float | None:
         """Return the mean |pi - mu| of the best other server in this step that is not under suspicion."""
