@@ -393,10 +393,9 @@ class FirstUpdateGuard:
         assert self.max_prob_diff is not None
         least = _USUAL_PROB_DIFF[self.dtype]
         usual = self.history.usual
-        best_other = self._best_other(server, current)
         if usual is not None:
             origin = f"times the median of this run's last steps, and at least {least:g}"
-        elif best_other is not None:
+        elif (best_other := self._best_other(server, current)) is not None:
             usual = best_other
             origin = f"times the mean of the best server in this first step, and at least {least:g}"
         elif not server:

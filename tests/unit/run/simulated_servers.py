@@ -6,7 +6,7 @@ tokens go to another expert, which moves their logits by nats.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -169,13 +169,18 @@ LIES: dict[str, Lie] = {
 }
 
 
+def probe(random: np.random.Generator, rounding: Rounding, count: int) -> list[float]:
+    """Return what the probes of honest servers measure."""
+    return [sample(random, 1, PROBE_TOKENS, rounding).sums().mean("prob_diff") for _ in range(count)]
+
+
 class SimulatedRun:
     """The guard of a run over simulated servers, of which the first may lie; the probe is always told the truth."""
 
-    def __init__(self, random: np.random.Generator, rounding: Rounding, num_servers: int) -> None:
+    def __init__(self, rounding: Rounding, probes: Sequence[float]) -> None:
+        num_servers = len(probes)
         self._rounding = rounding
         self._urls = [f"http://{i}" for i in range(num_servers)]
-        probes = [sample(random, 1, PROBE_TOKENS, rounding).sums().mean("prob_diff") for _ in self._urls]
         self.history = GuardHistory(
             probed=dict(zip(self._urls, probes, strict=True)), evidence=GuardEvidence(num_servers)
         )
@@ -226,7 +231,7 @@ def step_of_stop(
         length: Tokens of each.
     """
     random = np.random.default_rng(seed)
-    run = SimulatedRun(random, rounding, num_servers)
+    run = SimulatedRun(rounding, probe(random, rounding, num_servers))
     for number in range(1, steps + 1):
         honest = [sample(random, responses // num_servers, length, rounding) for _ in range(num_servers)]
         reported = lie(random, honest[0])
@@ -254,8 +259,9 @@ def count_false_alarms(
         steps: Steps of each.
     """
     alarms = 0
+    probes = np.array(probe(random, rounding, 200))
     for _ in range(runs):
-        run = SimulatedRun(random, rounding, num_servers)
+        run = SimulatedRun(rounding, random.choice(probes, num_servers).tolist())
         alarms += any(run.step([pool[i] for i in random.integers(len(pool), size=num_servers)]) for _ in range(steps))
     return alarms
 
