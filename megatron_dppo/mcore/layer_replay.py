@@ -38,6 +38,8 @@ class ReplayCounts:
         differs. Shape [L, 3]."""
         self.weights = torch.zeros(2, dtype=torch.float64, device=device)
         """Sum of ``|replayed - live|`` over all weights of the routes, and the number of these weights."""
+        self.keeps_tokens = False
+        """True keeps the counts of each token, too, in ``LayerReplay.differences``."""
 
     def clear(self) -> None:
         """Set all counts to 0."""
@@ -57,6 +59,8 @@ class LayerReplay(RouterReplay):
     Attributes:
         experts: Experts ``[num_local_tokens, top_k]`` of the current micro-batch's routes. None without routes.
         num_recomputed: Backward recomputations during the current run of the schedule.
+        differences: Tokens of the current micro-batch with a route, and those whose live choice differs from it, as
+            booleans ``[num_local_tokens, 2]``. None if they are not kept.
     """
 
     def __init__(self, layer: int, shape: RoutingShape, *, is_recomputed: bool, counts: ReplayCounts) -> None:
@@ -66,6 +70,7 @@ class LayerReplay(RouterReplay):
         self.layer = layer
         self.experts: Tensor | None = None
         self.num_recomputed = 0
+        self.differences: Tensor | None = None
         self._shape = shape
         self._dtype = shape.dtype
         self._missing = MISSING_EXPERT[shape.dtype]
@@ -90,7 +95,7 @@ class LayerReplay(RouterReplay):
 
     def clear(self) -> None:
         """Drop all routes and stop replaying."""
-        self.experts = self._replayed_weights = self._used = self._live_weights = None
+        self.experts = self._replayed_weights = self._used = self._live_weights = self.differences = None
         self._weights_backward = []
         self.clear_indices()
         self.clear_router_replay_action()
@@ -141,6 +146,8 @@ class LayerReplay(RouterReplay):
         routed = routed.long()
         differs = [known & ~_equal_sets(routed, chosen) for chosen in (live, used)]
         self._counts.rows[self.layer] += torch.stack([known, *differs]).sum(1)
+        if self._counts.keeps_tokens:
+            self.differences = torch.stack([known, differs[0]], 1)
 
     def replay_weights(self, _router: Any, _inputs: Any, output: _Routed) -> _Routed | None:
         """Replace the router's probabilities ``[num_local_tokens, num_experts]`` by the weights of the routes.

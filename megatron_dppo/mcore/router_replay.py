@@ -81,6 +81,8 @@ class ReplayDriver:
         """Index of the micro-batch that each chunk runs next."""
         self._recorded: list[dict[int, Tensor]] = []
         """Recorded routes of each micro-batch, by layer."""
+        self._differences: list[dict[int, Tensor]] = []
+        """``LayerReplay.differences`` of each micro-batch, by layer."""
 
     def _attach(self, model: GPTModel, is_recomputed: bool) -> list[LayerReplay]:
         replays = []
@@ -104,8 +106,15 @@ class ReplayDriver:
         return replays
 
     @contextmanager
-    def run(self, batches: Sequence[MicroBatch], mode: ReplayMode) -> Iterator[Sequence[MicroBatch]]:
+    def run(
+        self, batches: Sequence[MicroBatch], mode: ReplayMode, *, by_token: bool = False
+    ) -> Iterator[Sequence[MicroBatch]]:
         """Replay routes during one run of Megatron's schedule over ``batches``.
+
+        Args:
+            batches: Micro-batches with their routes.
+            mode: What to do with them.
+            by_token: Keep which tokens' live experts differ, for ``live_differences``.
 
         Yields:
             The micro-batches without their routes, which stay in host memory until their chunk runs.
@@ -118,6 +127,8 @@ class ReplayDriver:
         self._reset()
         self._next_batch = [0] * len(self._models)
         self._recorded = [{} for _ in batches]
+        self._differences = [{} for _ in batches]
+        self._counts.keeps_tokens = by_token
         handles = []
         for chunk, model in enumerate(self._models):
             handles.append(model.register_forward_pre_hook(partial(self._begin, chunk, batches, mode)))
@@ -159,6 +170,8 @@ class ReplayDriver:
         for router in self._chunks[chunk]:
             if mode == "record":
                 self._recorded[self._next_batch[chunk]][router.layer] = router.recorded_routes()
+            elif router.differences is not None:
+                self._differences[self._next_batch[chunk]][router.layer] = router.differences
             # From here on this router only runs again when the backward pass recomputes activations.
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         self._next_batch[chunk] += 1
@@ -206,6 +219,23 @@ class ReplayDriver:
                 layers = sorted(by_layer)
                 routes[:, layers] = self._gather(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
             result.append(routes)
+        return result
+
+    def live_differences(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the tokens with a route, and those whose live experts differ, of the last run with ``by_token``.
+
+        A collective over tensor and context parallelism.
+
+        Returns:
+            Booleans ``[T, L, 2]`` of each micro-batch, in host memory; False in layers of other pipeline stages.
+        """
+        result = []
+        for batch, by_layer in zip(batches, self._differences, strict=True):
+            differences = torch.zeros(len(batch.tokens), self._shape.num_layers, 2, dtype=torch.bool)
+            if by_layer:
+                layers = sorted(by_layer)
+                differences[:, layers] = self._gather(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
+            result.append(differences)
         return result
 
     def _gather(self, routes: Tensor, batch: MicroBatch) -> Tensor:

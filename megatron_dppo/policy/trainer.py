@@ -198,7 +198,7 @@ class PolicyTrainer:
         self.optimizer.zero_grad()
         noise = None if self._noise is None else self._noise.for_version(self.policy_version)
         # The micro-batches of the schedule have no routes: those stay on the host until their chunk runs.
-        with self._routing(batches, self._replay_mode) as plain:
+        with self._routing(batches, self._replay_mode, by_token=records is not None) as plain:
             local = forward_backward(
                 self._chunks, plain, self._head, objective, self._cp_group, teacher_targets, records, noise
             )
@@ -237,13 +237,22 @@ class PolicyTrainer:
         self.optimizer.zero_grad()
         return result
 
+    def route_differences(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return which tokens' live experts differ from their routes, after ``accumulate`` with ``records``.
+
+        A collective, see ``ReplayDriver.live_differences``. Empty without routes.
+        """
+        if self._replay is None or batches[0].routed_experts is None:
+            return []
+        return self._replay.live_differences(batches)
+
     def _routing(
-        self, batches: Sequence[MicroBatch], mode: ReplayMode | None
+        self, batches: Sequence[MicroBatch], mode: ReplayMode | None, *, by_token: bool = False
     ) -> AbstractContextManager[Sequence[MicroBatch]]:
         """Return router replay around one run of the schedule; it does nothing for micro-batches without routes."""
         if self._replay is None or mode is None or (mode != "record" and batches[0].routed_experts is None):
             return nullcontext(drop_routes(batches))
-        return self._replay.run(batches, mode)
+        return self._replay.run(batches, mode, by_token=by_token)
 
     def _routing_metrics(self, batches: Sequence[MicroBatch], *, is_first: bool) -> dict[str, float]:
         if self._replay is None or batches[0].routed_experts is None:

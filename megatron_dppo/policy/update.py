@@ -173,8 +173,9 @@ class Updater:
         sums: dict[TokenSource, ServerSums] = {}
         if with_sums:
             trainer = self._trainer
-            local = sum_by_server(samples, packed, records or [], trainer.policy_version)
-            sums = gather_sums(local, trainer.groups, is_last_stage=trainer.is_last_stage)
+            differences = trainer.route_differences(batches)
+            local = sum_by_server(samples, packed, records or [], trainer.policy_version, differences)
+            sums = gather_sums(local, trainer.groups)
         return _Gradient(samples, packed, records, metrics, sums)
 
     def add_recomputed(self, samples: Sequence[TrainingSample], clock: Clock) -> list[TrainingSample]:

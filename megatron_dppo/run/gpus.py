@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 class Gpus(Protocol):
     """Every call is a collective of all ranks, and returns lines that the user should see."""
 
+    @property
+    def probed(self) -> Mapping[str, float]:
+        """See ``Publisher``."""
+
     def for_sampling(self) -> list[str]:
         """Let the engine sample with the current weights from here on. Does nothing if it already does."""
 
@@ -45,6 +49,11 @@ class DedicatedGpus:
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
         self._has_published = False
+
+    @property
+    def probed(self) -> Mapping[str, float]:
+        """See ``Gpus``."""
+        return self._publisher.probed
 
     def for_sampling(self) -> list[str]:
         """See ``Gpus``."""
@@ -80,6 +89,11 @@ class SharedGpus:
     def __init__(self, trainer: PolicyTrainer, publisher: ServerPublisher) -> None:
         self._state, self._publisher = trainer.device_state, publisher
         self._sampling = False
+
+    @property
+    def probed(self) -> Mapping[str, float]:
+        """See ``Gpus``."""
+        return self._publisher.probed
 
     def for_sampling(self) -> list[str]:
         """See ``Gpus``."""

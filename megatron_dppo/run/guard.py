@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -19,7 +20,8 @@ from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.parallel.platform import coarser
-from megatron_dppo.policy.server_sums import ServerSums, SumsBySource
+from megatron_dppo.policy.server_sums import FAR_EVIDENCE, FAR_PROB_DIFF, ServerSums, SumsBySource, TokenSource
+from megatron_dppo.run.evidence import ServerEvidence, normal_evidence
 from megatron_dppo.run.sampling_test import SamplingTest, SelectionShares
 from megatron_dppo.types import Metric, RolloutGroup
 
@@ -35,7 +37,7 @@ _MAX_PROB_DIFF = {
 _USUAL_PROB_DIFF = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 4e-3}
 """Mean |pi - mu| up to which a difference is never called unusual for a run."""
 _USUAL_FACTOR = 5.0
-"""Factor over the run's own median from which on a difference is unusual."""
+"""Factor over what is usual from which on a difference is unusual."""
 _STALE_FACTOR = 10.0
 """Factor over the largest of the last steps: a policy that diverges moves faster from step to step, but not so fast."""
 _STALE_HISTORY = 8
@@ -47,10 +49,18 @@ _MAX_TOPK_DIVERGENCE = 0.15
 """Limit of the mean Top-K divergence of an on-policy update: the default threshold of the mask."""
 _MAX_LAYER_DISAGREEMENT = {"fp32": 0.1, "fp16": 0.35, "bf16": 0.5}
 """Limit of the share of tokens in one layer whose live experts differ from the replayed ones."""
+_FEW_DEVIATIONS = 3.0
+"""Standard errors by which a mean must exceed the limit of the dtype: nine tokens with another expert are no lie."""
 _DEVIATIONS = 6.0
 """Standard errors by which a mean must exceed a limit that follows from the run itself."""
 _HISTORY = 32
 """Steps whose median is the run's own noise."""
+_PROB_DIFF_RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""Rates of the evidence of |pi - mu|: exponents of 1 / limit. The best rate is 1 / limit for differences of all tokens,
+and 1 for a few tokens with the largest one."""
+_SIGN_RATES = (0.3, 1.0, 3.0, 10.0, 30.0)
+_FAR_RATE = 0.75
+_ROUTE_RATES = (0.1, 0.3, 1.0)
 
 _DROPPED_CAUSES = (
     "Likely causes: overflow in the engine's half precision (try rollout.dtype = 'fp32', or bf16 instead of fp16), a "
@@ -65,14 +75,71 @@ _DIFFERENCE_CAUSES = (
 )
 
 
+class GuardEvidence(ServerEvidence):
+    """Evidence of all steps that a server's numbers are not the policy's."""
+
+    num_products: ClassVar[int] = len(_PROB_DIFF_RATES) + 4 * len(_SIGN_RATES) + 1 + len(_ROUTE_RATES)
+
+    def add_prob_diff(self, server: str, tokens: ServerSums, limit: float) -> bool:
+        """Add the sum of |pi - mu| against its limit, and return True if it is too much."""
+        excess = tokens.prob_diff - limit * tokens.tokens
+        rates = [limit**-exponent for exponent in _PROB_DIFF_RATES]
+        squares = tokens.prob_diff_square - 2 * limit * tokens.prob_diff + limit**2 * tokens.tokens
+        return self._exceeds(server, "prob_diff", normal_evidence(rates, excess, squares))
+
+    def add_signs(self, server: str, tokens: ServerSums) -> bool:
+        """Add two statistics of the sign of d = log pi - log mu, and return True if they have one.
+
+        - Rounding has no sign: then the mean of d is -KL(mu || pi), about minus half the mean of d^2. Half of the
+          squares follows from rounding; the rest is margin.
+        - q = |pi - mu| is at most |d|, and half of it belongs to either sign, but for the squares: the smaller of the
+          two sums of |d| by sign is at least that. It holds for any d, also for one that is far away by itself.
+        """
+        allowed = 0.75 * tokens.log_diff_square + 0.1 * tokens.abs_log_diff
+        smaller = (tokens.abs_log_diff - abs(tokens.log_diff)) / 2
+        one_sided = 0.4 * tokens.prob_diff - 0.75 * tokens.prob_diff_square - smaller
+        exceeds = []
+        for sign in (-1.0, 1.0):
+            name = "low" if sign < 0 else "high"
+            excess = sign * tokens.log_diff - allowed
+            exceeds.append(
+                self._exceeds(server, f"sign_{name}", normal_evidence(_SIGN_RATES, excess, tokens.log_diff_square))
+            )
+            # The sum belongs to the larger sign; the other one has no evidence.
+            excess = one_sided if sign * tokens.log_diff > 0 else -tokens.prob_diff / 2
+            squares = tokens.prob_diff_square / 4
+            exceeds.append(self._exceeds(server, f"side_{name}", normal_evidence(_SIGN_RATES, excess, squares)))
+        return any(exceeds)
+
+    def add_far_responses(self, server: str, tokens: ServerSums) -> bool:
+        """Add the responses that are far away as a whole, and return True if they are too many."""
+        # The mean of exp(rate * evidence beyond e) is at most 1 + exp(-e) * rate / (1 - rate).
+        cost = math.log1p(math.exp(-FAR_EVIDENCE) * _FAR_RATE / (1 - _FAR_RATE))
+        return self._exceeds(server, "far", [_FAR_RATE * tokens.far_responses - cost * tokens.responses])
+
+    def add_routes(self, server: str, tokens: ServerSums, limit: float) -> float | None:
+        """Add the rows of the layer with most other experts, and return their share if it is too large."""
+        counts = zip(tokens.routes.rows, tokens.routes.differ, strict=True)
+        share, rows = max(((differ / rows, rows) for rows, differ in counts if rows), default=(0.0, 0))
+        # Bennett's inequality of a sum of indicators, for the worst of the layers.
+        layers = sum(count > 0 for count in tokens.routes.rows)
+        evidence = [
+            rows * (rate * share - limit * math.expm1(rate)) - math.log(max(layers, 1)) for rate in _ROUTE_RATES
+        ]
+        return share if self._exceeds(server, "routes", evidence) else None
+
+
 @dataclass
 class GuardHistory:
-    """Means of the run's earlier steps that limits follow from; part of a checkpoint."""
+    """What limits follow from: means of the run's earlier steps, which are part of a checkpoint, and the probe's."""
 
     prob_diffs: list[float] = field(default_factory=list)
     """Mean |pi - mu| of the on-policy tokens of each of the last first updates."""
     stale_prob_diffs: list[float] = field(default_factory=list)
     """The same of tokens from older weights."""
+    probed: dict[str, float] = field(default_factory=dict)
+    """Mean |p - q| of each server's last probe, by URL."""
+    evidence: GuardEvidence = field(default_factory=GuardEvidence)
 
     def add(self, sums: Sequence[tuple[bool, ServerSums]]) -> None:
         """Add the means of a step that passed. Each entry says whether its tokens are stale."""
@@ -122,7 +189,7 @@ class FirstUpdateGuard:
     selection: SelectionShares = field(default_factory=SelectionShares)
     """Shares of the sampled responses that are not trained on."""
     _tested: set[str] = field(default_factory=set)
-    """Servers whose tokens of this step are in ``sampling`` already: a second check must not count them twice."""
+    """Servers whose tokens of this step are evidence already: a second check must not count them twice."""
 
     @classmethod
     def from_config(
@@ -187,29 +254,42 @@ class FirstUpdateGuard:
             TrainingStopped: A limit is exceeded, and no server without a problem is left. The message names the
                 numbers, the limits and likely causes.
         """
-        overall = self._overall_problems(metrics)
-        if problems := self._step_problems(metrics):
-            # All at once: they may have one cause.
-            _stop(problems + overall)
+        step = self._step_problems(metrics) + self._overall_problems(metrics, sums)
         by_server = {} if sums is None else self._server_problems(sums)
-        good = [(source.is_stale, each) for source, each in (sums or {}).items() if source.server not in by_server]
-        if by_server:
-            # "" stands for an engine without servers, which cannot be left out.
-            if not good or "" in by_server:
-                _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()])
+        good = {source: each for source, each in (sums or {}).items() if each.tokens and source.server not in by_server}
+        # "" stands for an engine without servers, which cannot be left out.
+        if by_server and good and "" not in by_server:
+            # The step is checked once more without them: a problem of the whole step may be theirs.
             return by_server
-        if overall:
-            _stop(overall)
-        self.history.add(good)
+        if by_server or step:
+            # All at once: they may have one cause.
+            _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()] + step)
+        self.history.add([(source.is_stale, each) for source, each in good.items() if not self._is_suspect(source)])
         return {}
 
-    def _overall_problems(self, metrics: Mapping[str, float]) -> list[str]:
+    def _is_suspect(self, source: TokenSource) -> bool:
+        is_suspect = self.history.evidence.is_suspect(source.server)
+        return is_suspect or (self.sampling is not None and self.sampling.is_suspect(source.server))
+
+    def _overall_problems(self, metrics: Mapping[str, float], sums: SumsBySource | None) -> list[str]:
         """Return what is wrong with the mean over all servers: the only number without sums by server."""
         difference = metrics.get("abs_prob_diff")
         if not self.is_on_policy or self.max_prob_diff is None or difference is None:
             return []
+        allowed = self.max_prob_diff + self._slack(list((sums or {}).values()))
         # Written as `not a <= b` so that NaN counts as exceeded, as in all checks below.
-        return [] if difference <= self.max_prob_diff else [self._difference_problem(difference, self.max_prob_diff)]
+        return [] if difference <= allowed else [self._difference_problem(difference, self.max_prob_diff)]
+
+    def _slack(self, sums: Sequence[ServerSums]) -> float:
+        """Return by how much the mean |pi - mu| of tokens may exceed the limit of the dtype by chance.
+
+        A limit that the user has set, and that of batch-invariant engines, are as they are.
+        """
+        tokens = sum(each.tokens for each in sums)
+        if not self.follows_run or not self.max_prob_diff or not tokens:
+            return 0.0
+        slack = _FEW_DEVIATIONS * math.sqrt(sum(each.prob_diff_square for each in sums)) / tokens
+        return slack if math.isfinite(slack) else 0.0
 
     def _step_problems(self, metrics: Mapping[str, float]) -> list[str]:
         """Return what is wrong with the step whatever server sent it."""
@@ -223,64 +303,56 @@ class FirstUpdateGuard:
         disagreement = metrics.get("router_live_disagreement_max", 0.0)
         limit = _MAX_LAYER_DISAGREEMENT[self.dtype]
         if self.is_on_policy and self.max_prob_diff is not None and not disagreement <= limit:
-            problems.append(
-                f"in one layer the routers choose other experts than the engine reported for {disagreement:.0%} of the "
-                f"tokens (train/router_live_disagreement_max); {self.dtype} allows {limit:.0%}. Likely causes: routes "
-                "of another layer, token or request. Update the server, and run the probe after every sync "
-                "(rollout.weight_sync.probe_every = 1)"
-            )
+            problems.append(self._routes_problem(disagreement))
         return problems
+
+    def _routes_problem(self, share: float) -> str:
+        return (
+            f"in one layer the routers choose other experts than the engine reported for {share:.0%} of the tokens "
+            f"(train/router_live_disagreement_max); {self.dtype} allows {_MAX_LAYER_DISAGREEMENT[self.dtype]:.0%}. "
+            "Likely causes: routes of another layer, token or request. Update the server, and run the probe after "
+            "every sync (rollout.weight_sync.probe_every = 1)"
+        )
 
     def _server_problems(self, sums: SumsBySource) -> dict[str, str]:
         problems: dict[str, str] = {}
-        current = {source.server: each for source, each in sums.items() if not source.is_stale}
+        current = {source.server: each for source, each in sums.items() if not source.is_stale and each.tokens}
+        untested = {server: each for server, each in current.items() if server not in self._tested}
+        self._tested.update(untested)
         if self.sampling is not None:
-            untested = {server: each for server, each in current.items() if server not in self._tested}
-            self._tested.update(untested)
+            problems |= self.sampling.add_ratios(untested, self.selection)
             problems |= self.sampling.add_surprise(untested, self.selection)
         for source, each in sums.items():
+            if not each.tokens:
+                continue
             if source.is_stale:
                 problem = self._stale_problem(each)
             else:
-                means = [other.mean("prob_diff") for server, other in current.items() if server != source.server]
-                problem = self._current_problem(each, min(means, default=None))
+                problem = self._current_problem(source.server, current, is_new=source.server in untested)
             if problem is not None:
                 problems[source.server] = problem
         return problems
 
-    def _current_problem(self, tokens: ServerSums, best_other: float | None) -> str | None:
-        """Return what is wrong with tokens of the current weights, or None.
+    def _current_problem(self, server: str, current: Mapping[str, ServerSums], *, is_new: bool) -> str | None:
+        """Return what is wrong with a server's tokens of the current weights, or None.
 
         Args:
-            tokens: Sums of one server.
-            best_other: Mean |pi - mu| of the best other server. It stands for the run's history in the first step.
+            server: URL of the server.
+            current: Sums of all servers.
+            is_new: True if the tokens are not evidence yet.
         """
+        tokens = current[server]
         if self.max_prob_diff is None:
             return None
         difference = tokens.mean("prob_diff")
         # ``not <=``, because NaN is a problem, too.
-        if not difference <= self.max_prob_diff:
+        if not difference <= self.max_prob_diff + self._slack([tokens]):
             return self._difference_problem(difference, self.max_prob_diff)
-        if not self.follows_run:
+        if not self.follows_run or not self.max_prob_diff:
             return None
-        if (bias := _bias(tokens, _USUAL_PROB_DIFF[self.dtype])) is not None:
-            return (
-                f"log pi - log mu is {bias:+.3g} on average, and its size is {tokens.mean('abs_log_diff'):.3g}. "
-                "Rounding goes both ways, this does not: log-probabilities are shifted, scaled or of another "
-                f"temperature. {_DIFFERENCE_CAUSES}"
-            )
-        usual = best_other if self.history.usual is None else self.history.usual
-        limit = (
-            _USUAL_PROB_DIFF[self.dtype] if usual is None else max(_USUAL_PROB_DIFF[self.dtype], _USUAL_FACTOR * usual)
-        )
-        # Few tokens may be far away by chance.
-        if usual is not None and difference - _DEVIATIONS * _standard_error(tokens) > limit:
-            return self._difference_problem(
-                difference,
-                limit,
-                f"{_USUAL_FACTOR:g} times the median of this run's last steps, in the first step the best server's "
-                f"mean, and at least {_USUAL_PROB_DIFF[self.dtype]:g}",
-            )
+        problem = self._evidence_problem(server, current) if is_new else None
+        if problem is not None:
+            return problem
         divergence = tokens.mean("divergence")
         if self.is_topk and divergence > _MAX_TOPK_DIVERGENCE:
             return (
@@ -289,6 +361,61 @@ class FirstUpdateGuard:
                 "Top-K is that of another position or request. Update the server, and use its URL without a gateway"
             )
         return None
+
+    def _evidence_problem(self, server: str, current: Mapping[str, ServerSums]) -> str | None:
+        """Add a server's tokens to its evidence, and return what is wrong with them and those of earlier steps."""
+        tokens = current[server]
+        evidence = self.history.evidence
+        limit, origin = self._usual_limit(server, current)
+        share = evidence.add_routes(server, tokens, _MAX_LAYER_DISAGREEMENT[self.dtype])
+        is_far = evidence.add_far_responses(server, tokens)
+        # Below what is usual for the dtype the sign may be that of the program.
+        is_noticeable = tokens.mean("abs_log_diff") > _USUAL_PROB_DIFF[self.dtype]
+        has_sign = is_noticeable and evidence.add_signs(server, tokens)
+        is_unusual = evidence.add_prob_diff(server, tokens, limit)
+        if has_sign:
+            return (
+                f"log pi - log mu is {tokens.mean('log_diff'):+.3g} on average, and its size is "
+                f"{tokens.mean('abs_log_diff'):.3g}. Rounding goes both ways, this does not: log-probabilities are "
+                f"shifted, scaled or of another temperature. {_DIFFERENCE_CAUSES}"
+            )
+        if is_unusual:
+            return self._difference_problem(tokens.mean("prob_diff"), limit, origin)
+        if is_far:
+            return (
+                f"whole responses differ from the policy by more than {FAR_PROB_DIFF:g} on average, the others by "
+                f"rounding: log-probabilities of other requests, or made up. {_DIFFERENCE_CAUSES}"
+            )
+        return None if share is None else self._routes_problem(share)
+
+    def _usual_limit(self, server: str, current: Mapping[str, ServerSums]) -> tuple[float, str]:
+        """Return the limit of the expected |pi - mu| that follows from the run, and where it comes from."""
+        assert self.max_prob_diff is not None
+        least = _USUAL_PROB_DIFF[self.dtype]
+        usual = self.history.usual
+        if usual is not None:
+            origin = f"times the median of this run's last steps, and at least {least:g}"
+        elif (best_other := self._best_other(server, current)) is not None:
+            usual = best_other
+            origin = f"times the mean of the best server in this first step, and at least {least:g}"
+        elif not server:
+            # The engine in this process cannot lie.
+            return self.max_prob_diff, "train.max_first_prob_diff"
+        else:
+            # Nobody but the server itself has shown what is usual, and the probe has measured it in few tokens.
+            usual = max(least, self.history.probed.get(server, 0.0))
+            origin = f"times what the probe has measured of this server, and of at least {least:g}"
+        limit = min(max(least, _USUAL_FACTOR * usual), self.max_prob_diff)
+        return limit, f"{_USUAL_FACTOR:g} {origin}"
+
+    def _best_other(self, server: str, current: Mapping[str, ServerSums]) -> float | None:
+        """Return the mean |pi - mu| of the best other server in this step that is not under suspicion."""
+        means = [
+            other.mean("prob_diff")
+            for name, other in current.items()
+            if name != server and not self._is_suspect(TokenSource(name, False))
+        ]
+        return min(means, default=None)
 
     def _stale_problem(self, tokens: ServerSums) -> str | None:
         """Return what is wrong with tokens of older weights, or None."""
@@ -332,20 +459,6 @@ def _stop(problems: Sequence[str]) -> None:
 def _standard_error(tokens: ServerSums) -> float:
     """Return the standard error of the mean |pi - mu|: one token with another expert can move it by 1 / tokens."""
     return math.sqrt(tokens.prob_diff_square) / tokens.tokens
-
-
-def _bias(tokens: ServerSums, usual: float) -> float | None:
-    """Return the mean of d = log pi - log mu if it is too large for rounding, else None.
-
-    Rounding has no sign: then the mean of d is -KL(mu || pi), which is about minus half the mean of d^2.
-    """
-    if tokens.mean("abs_log_diff") <= usual:
-        return None
-    # Half of the squares follows from rounding; the rest is margin.
-    expected = 0.75 * tokens.log_diff_square + 0.1 * tokens.abs_log_diff
-    if abs(tokens.log_diff) <= expected + _DEVIATIONS * math.sqrt(tokens.log_diff_square):
-        return None
-    return tokens.mean("log_diff")
 
 
 def count_nonfinite_tokens(groups: Sequence[RolloutGroup]) -> Metric:

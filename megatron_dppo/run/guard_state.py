@@ -13,8 +13,8 @@ from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.report.metrics import reduce_over_samples
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
-from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory, count_nonfinite_tokens
-from megatron_dppo.run.sampling_test import SamplingTest, SelectionShares
+from megatron_dppo.run.guard import FirstUpdateGuard, GuardEvidence, GuardHistory, count_nonfinite_tokens
+from megatron_dppo.run.sampling_test import GREEDY, SamplingTest, SelectionShares
 from megatron_dppo.types import DropReason, FinishReason, Metric
 from megatron_dppo.types.sums import add_by_key
 
@@ -38,7 +38,10 @@ class GuardState:
         # With filters the trainer's entropy and the server's candidates are of different sets of ids.
         is_comparable = not (rollout.perturbation.is_active or rollout.has_filters or config.train.layer_noise.std)
         is_tested = config.train.sampling_test and is_comparable
-        return cls(sampling=SamplingTest(num_servers) if is_tested else None)
+        return cls(
+            history=GuardHistory(evidence=GuardEvidence(num_servers)),
+            sampling=SamplingTest(num_servers) if is_tested else None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint. A resumed run tries excluded servers again."""
@@ -46,11 +49,15 @@ class GuardState:
             "prob_diffs": self.history.prob_diffs,
             "stale_prob_diffs": self.history.stale_prob_diffs,
             "evidence": {} if self.sampling is None else self.sampling.state(),
+            "server_evidence": self.history.evidence.state(),
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Restore what ``to_json`` returned."""
-        self.history = GuardHistory(list(record["prob_diffs"]), list(record["stale_prob_diffs"]))
+        self.history.prob_diffs = list(record["prob_diffs"])
+        self.history.stale_prob_diffs = list(record["stale_prob_diffs"])
+        # Older checkpoints have none.
+        self.history.evidence.restore(record.get("server_evidence", {}))
         if self.sampling is not None:
             self.sampling.restore(record["evidence"])
 
@@ -123,7 +130,11 @@ class GuardState:
         for rank_part, repeat_part in all_gather_objects(local, groups.world):
             add_by_key(all_ranks, rank_part)
             add_by_key(all_repeats, repeat_part)
-        problems = test.add_repeats(all_repeats) | test.add_ranks(all_ranks)
+        problems = test.add_ranks(all_ranks)
+        for server, problem in test.add_repeats(all_repeats).items():
+            # Copies are no independent samples of the ranks, which call them a filter. Greedy decoding makes copies.
+            if not problems.get(server, "").startswith(GREEDY):
+                problems[server] = problem
         if problems:
             self.exclude(problems, frozenset(all_repeats) | frozenset(all_ranks))
 

@@ -16,7 +16,7 @@ from megatron_dppo.report.console import Console
 from megatron_dppo.run.export import export_results
 from megatron_dppo.run.gpus import exclude_servers
 from megatron_dppo.run.orphans import no_orphans, stop_when_torchrun_dies
-from megatron_dppo.run.run_records import first_agent_error, request_metrics, step_metrics, token_ranks
+from megatron_dppo.run.run_records import first_agent_error, request_metrics, step_metrics, take_counts, token_ranks
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
@@ -80,19 +80,25 @@ def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
         # Train: one optimizer update per mini-batch. `collect` may already sample the next step beside it.
         with clock.part("publish"):
             records.show_servers(gpus.for_training())
+        state.guard.history.probed |= gpus.probed
         record = recorder.begin(state.step + 1)
-        results = update_policy(
-            trainer,
-            config,
-            session.teacher,
-            state.step,
-            collected,
-            samples,
-            clock,
-            record,
-            guard_state=state.guard,
-            ranks=token_ranks(session.engine),
-        )
+        try:
+            results = update_policy(
+                trainer,
+                config,
+                session.teacher,
+                state.step,
+                collected,
+                samples,
+                clock,
+                record,
+                guard_state=state.guard,
+                ranks=token_ranks(session.engine),
+            )
+        except TrainingStopped:
+            # The step's metrics will not be logged, and its broken contracts may have the same cause.
+            take_counts(session.engine)
+            raise
         records.show_servers(exclude_servers(gpus, state.guard))
         state.count_skipped(results)
 

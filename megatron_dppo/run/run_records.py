@@ -16,6 +16,7 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.pool import PoolCounts
+from megatron_dppo.engines.servers.response_times import find_slowest
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import gather_objects, run_on_leader
@@ -114,15 +115,27 @@ def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int)
     """
     if not has_servers:
         return {}
-    counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
-    # On every rank, not on rank 0 alone: each sees the answers to its own requests.
-    for message in counts.messages[:_SHOWN_MESSAGES]:
-        print(f"servers  {printable(message)}", file=sys.stderr, flush=True)
+    counts = take_counts(engine)
+    slowest = find_slowest(counts.times)
     return {
         "retried_requests": Metric(counts.retries, 1 / dp),
         "evicted_servers": Metric(counts.evicted_servers, kind="max"),
         "invalid_responses": Metric(counts.invalid_responses, 1 / dp),
+        "slowest_server": Metric(1.0 if slowest is None else slowest.factor, kind="max"),
     }
+
+
+def take_counts(engine: RolloutEngine | None) -> PoolCounts:
+    """Return the counts of an engine over servers since the last call, and print their messages.
+
+    On every rank, not on rank 0 alone: each sees the answers to its own requests.
+    """
+    counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
+    slowest = find_slowest(counts.times)
+    notes = [slowest.text] if slowest is not None and slowest.text else []
+    for message in counts.messages[:_SHOWN_MESSAGES] + notes:
+        print(f"servers  {printable(message)}", file=sys.stderr, flush=True)
+    return counts
 
 
 def token_ranks(engine: RolloutEngine | None) -> dict[str, RankSums]:

@@ -1,42 +1,41 @@
 """Sequential test that servers sample from the distribution that they report, and that it is the policy's.
 
-Each statistic has an expectation of 0 (or less) at every token if the server is honest. So for every rate ``a`` the
-product of ``exp(a * statistic - cost(a))`` over the tokens is a supermartingale: it does not grow on average. Its
-logarithm is the *evidence*. Evidence below 0 is set to 0, which lets a test find a server that begins to lie late. Such
-a restarted product exceeds c within n steps with a probability of at most n / c (Shiryaev and Roberts; Ville's
-inequality). The limit follows from that, for ``RUN_STEPS`` steps, all servers, statistics and rates together.
-
-The costs:
+``run.evidence`` explains how evidence adds up. The costs:
 
 - rank: Bennett's inequality, with the exact variance and the bound 1/2 of a token's shift;
 - repeats: a Poisson variable is a bound for a sum of indicators;
-- surprise: ``a^2 / 2`` times the sum of squares. This one is an approximation, which a test simulates.
+- surprise: ``a^2 / 2`` times the sum of squares. This one is an approximation, which a test simulates;
+- ratio: none. For tokens that are drawn from the reported mu, pi / mu is 1 on average, whatever pi is: the sum over the
+  vocabulary of mu * pi / mu is that of pi. So the product of ``1 + a * (pi / mu - 1)`` is itself a supermartingale.
+  Rounding, another expert and heavy tails of an honest server are in mu, and change nothing. Noise, zeros and
+  permutations that are added after the sampling are not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from megatron_dppo.policy.server_sums import ServerSums
+from megatron_dppo.policy.server_sums import RATIO_RATES, ServerSums
 from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
-
-RUN_STEPS = 10_000
-FALSE_ALARM = 0.01
-"""Probability that one of the tests stops an honest run of ``RUN_STEPS`` steps."""
+from megatron_dppo.run.evidence import ServerEvidence, normal_evidence
 
 _RANK_RATES = (0.1, 0.3, 1.0, 3.0)
 _REPEAT_RATES = (1.5, 3.5)
 _SURPRISE_RATES = (0.02, 0.05, 0.1, 0.2)
-_CHAINS_PER_SERVER = 2 * len(_RANK_RATES) + len(_REPEAT_RATES) + 2 * len(_SURPRISE_RATES)
 
 _RANK_TOLERANCE = 0.002
 """Mean shift of a token's rank that is no lie: random numbers and sums of float32."""
 _SURPRISE_TOLERANCE = 0.02, 0.002
 """Difference of surprise and entropy that is no lie: a share of the entropy, and nats a token."""
-_MIN_RARE = 5.0
-"""Expected number of rare tokens that tells a filter from a lower temperature."""
+_RATIO_TOLERANCE = 0.002
+"""Mean of pi / mu - 1 that is no lie, for the same reasons."""
+_MIN_RARE = 60.0
+"""Expected number of rare tokens that tells a filter from a lower temperature: at temperature .5 a twentieth comes."""
+GREEDY = "greedy decoding"
+"""Beginning of the cause of a server that always gives the most probable token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +50,14 @@ class SelectionShares:
 
 
 @dataclass
-class SamplingTest:
-    """Evidence against each server of a run."""
+class SamplingTest(ServerEvidence):
+    """Evidence against each server of a run, and what its message needs."""
 
-    num_servers: int
-    evidence: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Logarithm of each product by server and statistic, one for each rate."""
     ranks: dict[str, RankSums] = field(default_factory=dict)
     """Ranks of each server since its evidence was 0 last, for the message."""
-
-    @property
-    def limit(self) -> float:
-        """Evidence, in nats, from which on a server counts as dishonest."""
-        return math.log(RUN_STEPS * max(self.num_servers, 1) * _CHAINS_PER_SERVER / FALSE_ALARM)
+    num_products: ClassVar[int] = (
+        2 * len(_RANK_RATES) + len(_REPEAT_RATES) + 2 * len(_SURPRISE_RATES) + len(RATIO_RATES)
+    )
 
     def add_ranks(self, sums: Mapping[str, RankSums]) -> dict[str, str]:
         """Add the ranks of tokens by server, and return the causes of the servers that fail."""
@@ -100,30 +94,31 @@ class SamplingTest:
             allowance = allowed_surprise(tokens, selection)
             if math.isinf(allowance) or math.isnan(tokens.surprise):
                 continue
-            variance = tokens.surprise_square
             for name, sign in (("surprise_low", -1.0), ("surprise_high", 1.0)):
                 excess = sign * tokens.surprise - allowance
-                evidence = [rate * excess - rate**2 / 2 * variance for rate in _SURPRISE_RATES]
+                evidence = normal_evidence(_SURPRISE_RATES, excess, tokens.surprise_square)
                 if self._exceeds(server, name, evidence):
                     problems[server] = describe_surprise(tokens)
         return problems
 
-    def _exceeds(self, server: str, name: str, increments: Sequence[float]) -> bool:
-        values = self._values(server, name) or [0.0] * len(increments)
-        total = [max(value + increment, 0.0) for value, increment in zip(values, increments, strict=True)]
-        self.evidence.setdefault(server, {})[name] = total
-        return max(total) > self.limit
-
-    def _values(self, server: str, name: str) -> list[float]:
-        return self.evidence.get(server, {}).get(name, [])
-
-    def state(self) -> dict[str, dict[str, list[float]]]:
-        """Return the evidence for a checkpoint."""
-        return self.evidence
-
-    def restore(self, state: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Restore what ``state`` returned."""
-        self.evidence = {server: {k: list(v) for k, v in names.items()} for server, names in state.items()}
+    def add_ratios(self, sums: Mapping[str, ServerSums], selection: SelectionShares) -> dict[str, str]:
+        """Add the tokens of an on-policy update by server, and return the causes of the servers that fail."""
+        problems = {}
+        for server, tokens in sums.items():
+            allowance = allowed_selection(tokens, tokens.log_diff_square, selection) + _RATIO_TOLERANCE * tokens.tokens
+            if math.isinf(allowance):
+                continue
+            sums_by_rate = (tokens.ratio_small, tokens.ratio_medium, tokens.ratio_large)
+            evidence = [value - rate * allowance for rate, value in zip(RATIO_RATES, sums_by_rate, strict=True)]
+            if self._exceeds(server, "ratio", evidence):
+                problems[server] = (
+                    "its tokens are too probable under the policy for what it reports of them: pi / mu is 1 on average "
+                    "for tokens that were drawn from mu, also with rounding, and here it is more (evidence "
+                    f"{max(self.evidence[server]['ratio']):.3g} nats, limit {self.limit:.3g}). Likely causes: "
+                    "log-probabilities with noise, of other tokens, or too low. Use the URL of the server itself, "
+                    "without a gateway"
+                )
+        return problems
 
 
 def _bennett(rate: float, total: float, variance: float) -> float:
@@ -141,8 +136,14 @@ def allowed_surprise(tokens: ServerSums, selection: SelectionShares) -> float:
     """
     relative, absolute = _SURPRISE_TOLERANCE
     allowance = relative * tokens.entropy + absolute * tokens.tokens + 2.0 * tokens.abs_log_diff
-    deviation = math.sqrt(tokens.surprise_square)
+    return allowance + allowed_selection(tokens, tokens.surprise_square, selection)
+
+
+def allowed_selection(tokens: ServerSums, squares: float, selection: SelectionShares) -> float:
+    """Return by how much the selection of what is trained on may move a sum with the sum of squares ``squares``."""
+    deviation = math.sqrt(squares)
     num_groups = max(tokens.responses / selection.group_size, 1.0)
+    allowance = 0.0
     for share, units in ((selection.groups, num_groups), (selection.responses, tokens.responses)):
         if share >= 1:
             return math.inf
@@ -157,16 +158,17 @@ def describe_ranks(ranks: RankSums, *, is_low: bool) -> str:
         f"probability is {ranks.best_expected / ranks.tokens:.1%} ({ranks.tokens:g} tokens)"
     )
     if not is_low:
-        return f"a higher temperature than it reports: {numbers}. {_SETTINGS}"
-    if ranks.best == ranks.tokens:
-        return f"greedy decoding: {numbers}. {_SETTINGS}"
-    if ranks.rare_expected >= _MIN_RARE:
-        rare = (
-            f"where another token had less than 10 %, it came {ranks.rare:g} times instead of {ranks.rare_expected:.3g}"
+        return (
+            "a higher temperature than it reports, or log-probabilities over fewer tokens than it samples from (a "
+            f"smaller vocabulary, a filter that only they have): {numbers}. {_SETTINGS}"
         )
-        cause = "a lower temperature than it reports" if ranks.rare else "a filter (top-p, top-k, min-p)"
-        return f"{cause}: {numbers}; {rare}. {_SETTINGS}"
-    return f"a filter (top-p, top-k, min-p) or a lower temperature than it reports: {numbers}. {_SETTINGS}"
+    if ranks.best == ranks.tokens:
+        return f"{GREEDY}: {numbers}. {_SETTINGS}"
+    if ranks.rare_expected < _MIN_RARE:
+        return f"a filter (top-p, top-k, min-p) or a lower temperature than it reports: {numbers}. {_SETTINGS}"
+    rare = f"where another token had less than 10 %, it came {ranks.rare:g} times instead of {ranks.rare_expected:.3g}"
+    cause = "a lower temperature than it reports, or a wide filter" if ranks.rare else "a filter (top-p, top-k, min-p)"
+    return f"{cause}: {numbers}; {rare}. {_SETTINGS}"
 
 
 def describe_surprise(tokens: ServerSums) -> str:

@@ -49,10 +49,12 @@ class ProbeFindings(NamedTuple):
     """Mismatches: the server responds, but not as training needs."""
     silent: dict[str, str]
     """Errors of servers without a response to compare: dead, restarted, too slow, overloaded."""
+    differences: tuple[tuple[str, float], ...] = ()
+    """URL and mean |p - q| of the servers that passed."""
 
     def merged(self, other: ProbeFindings) -> ProbeFindings:
         """Return the findings of two probes."""
-        return ProbeFindings(other.wrong | self.wrong, other.silent | self.silent)
+        return ProbeFindings(other.wrong | self.wrong, other.silent | self.silent, other.differences + self.differences)
 
 
 class Probe:
@@ -129,24 +131,30 @@ class Probe:
             return findings
         readings = compute_readings(self._trainer, responses, expected, self._micro_batch_tokens)
 
-        def with_mismatches() -> ProbeFindings:
-            return ProbeFindings(findings.wrong | _find_mismatches(responses, expected, readings), findings.silent)
+        def with_comparison() -> ProbeFindings:
+            wrong, differences = _compare(responses, expected, readings)
+            return ProbeFindings(findings.wrong | wrong, findings.silent, tuple(differences.items()))
 
-        return broadcast_object(with_mismatches, world)
+        return broadcast_object(with_comparison, world)
 
 
-def _find_mismatches(
+def _compare(
     responses: Sequence[ProbeResponse],
     expected: ProbeExpectation,
     readings: Sequence[Sequence[TrainerReading]],
-) -> dict[str, str]:
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Return the errors of the servers that fail and the mean |p - q| of the others, by URL."""
     mismatches = {}
+    differences = {}
     for response, reading in zip(responses, readings, strict=True):
         try:
-            verify_response(response, expected, reading)
+            result = verify_response(response, expected, reading)
         except ServerError as error:
             mismatches[response.url] = str(error)
-    return mismatches
+        else:
+            # Training replays the server's routes if it has them.
+            differences[response.url] = (result.replayed or result.logprobs).probability
+    return mismatches, differences
 
 
 def compute_readings(

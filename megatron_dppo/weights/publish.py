@@ -69,6 +69,10 @@ async def _release(server: InferenceServer) -> None:
 class Publisher(Protocol):
     """Publishes the policy's current weights to the engine that samples."""
 
+    @property
+    def probed(self) -> Mapping[str, float]:
+        """Mean |p - q| of each server's last probe, by URL, on every rank; empty without servers."""
+
     def publish(self) -> list[str]:
         """Publish the current version and return notes for the user. A collective.
 
@@ -88,6 +92,11 @@ class LocalPublisher:
     def __init__(self, trainer: PolicyTrainer, engine: LocalEngine | None) -> None:
         self._trainer = trainer
         self._engine = engine
+
+    @property
+    def probed(self) -> Mapping[str, float]:
+        """See ``Publisher``."""
+        return {}
 
     def publish(self) -> list[str]:
         """See ``Publisher``."""
@@ -115,6 +124,11 @@ class BatchInvariantPublisher:
     def __init__(self, trainer: PolicyTrainer, engine: _VersionedEngine) -> None:
         self._trainer = trainer
         self._engine = engine
+
+    @property
+    def probed(self) -> Mapping[str, float]:
+        """See ``Publisher``."""
+        return {}
 
     def publish(self) -> list[str]:
         """See ``Publisher``."""
@@ -186,6 +200,8 @@ class ServerPublisher:
         self._sharing = sharing
         self._adapters = adapters
         self._num_published = 0
+        self.probed: dict[str, float] = {}
+        """See ``Publisher``."""
         self._reported: set[str] = set()
         """Notes about unproved weights that the user has seen."""
 
@@ -293,6 +309,7 @@ class ServerPublisher:
             new_urls = [url for url in new_urls if url in result.good]
         if runs_probe and new_urls:
             findings = self._probe.run(self._sync, new_urls, version).merged(findings)
+            self.probed |= dict(findings.differences)
         failed_probe = findings.wrong | findings.silent
         good = {url: info for url, info in result.good.items() if url not in failed_probe}
         if findings.wrong and is_last:

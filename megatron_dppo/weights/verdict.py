@@ -210,6 +210,13 @@ class _ResponseCheck:
         info = self._response.info
         numbers = self._describe_distance(measured)
         if self._looks_filtered():
+            if info.policy_version > 0:
+                # A filter would have shown in the first probe. Samples of other weights are more probable under those.
+                return (
+                    "stale response or filtered distribution: every token is at least as probable as in training, as "
+                    "in a response that earlier weights gave (a cache in between, a sync that had no effect), or after "
+                    f"top-p, top-k or min-p ({numbers}). {_GATEWAY}. If it filters: {_FILTERED[info.engine]}"
+                )
             return (
                 "filtered distribution: every token is at least as probable as in training, as after top-p, top-k or "
                 f"min-p ({numbers}). {_FILTERED[info.engine]}"

@@ -18,6 +18,7 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.routing import compact_routes, is_missing, missing_rows
 from megatron_dppo.hf.folder import build_hf_model, routing_shape, stream_model
 from megatron_dppo.losses import policy_objective
+from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
@@ -227,6 +228,27 @@ class Side:
         return on_cpu(self.trainer.bridge.export(gradient_reader(self.trainer))), metrics
 
 
+def check_differences(side: Side, reference: Reference, where: str) -> None:
+    """Token by token: a route is known where the batch has one, and the shares are those of the metric."""
+    trainer = side.trainer
+    batches = side.updater().pack_batches(side.mine(reference.samples))
+    metrics = trainer.accumulate(batches, policy_objective(LOSS), (), [])
+    differences = trainer.route_differences(batches)
+    assert len(differences) == len(batches)
+    total = torch.zeros(2, dtype=torch.int64)
+    for batch, found in zip(batches, differences, strict=True):
+        assert batch.routed_experts is not None
+        local = list(trainer.replayed_layers or range(trainer.routing_shape.num_layers))
+        assert torch.equal(found[:, local, 0], ~is_missing(batch.routed_experts[:, local])), where
+        assert not bool((found[..., 1] & ~found[..., 0]).any()), where
+        total += found.sum((0, 1))
+    groups = trainer.groups
+    counts = is_leader(groups.tp) and is_leader(groups.cp)
+    parts = all_gather_objects(total if counts else total * 0, groups.world)
+    known, differ = sum(parts).tolist()
+    assert differ / known == metrics["router_live_disagreement"], where
+
+
 def check_foreign(side: Side, reference: Reference, where: str) -> None:
     """Another model's routing, with its weights or without: gradients of the reference, nothing differs afterwards, all
     rows counted."""
@@ -300,6 +322,7 @@ def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: s
             check_compared(side, reference, where)
         else:
             check_foreign(side, reference, where)
+            check_differences(side, reference, where)
             check_own(side, where)
             # Nothing of the trainer's routes stays: one layout of each list shows it, ``make test-matrix`` all.
             if case is cases[0] or os.environ.get("EVERYTHING"):

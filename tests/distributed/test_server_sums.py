@@ -52,7 +52,9 @@ def expected_sums(hf: HFSide) -> dict[TokenSource, dict[str, float]]:
             for t in range(span.start, span.end):
                 log_pi, log_mu = float(table[t, sample.labels[t]]), float(sample.rollout_logprobs[t])
                 entropy = -float((table[t].exp() * table[t]).sum())
-                q, d, x = abs(math.exp(log_pi) - math.exp(log_mu)), log_pi - log_mu, -log_mu - entropy
+                ratio = math.exp(log_pi - log_mu)
+                q, d = abs(math.exp(log_pi) - math.exp(log_mu)), min(max(log_pi - log_mu, -1.0), 1.0)
+                x = -(log_pi - d) - entropy
                 values = {
                     "tokens": 1.0,
                     "prob_diff": q,
@@ -64,6 +66,9 @@ def expected_sums(hf: HFSide) -> dict[TokenSource, dict[str, float]]:
                     "surprise": x,
                     "surprise_square": x * x,
                     "entropy": entropy,
+                    "ratio_small": math.log1p(0.01 * (ratio - 1)),
+                    "ratio_medium": math.log1p(0.1 * (ratio - 1)),
+                    "ratio_large": math.log1p(0.5 * (ratio - 1)),
                 }
                 for name, value in values.items():
                     sums[name] += value

@@ -33,7 +33,8 @@ def honest(
     tokens = [int(rng.choice(VOCAB, p=row)) for row in probabilities]
     if reason == "stop":
         tokens[-1] = END
-    logprobs = np.log(probabilities).astype(np.float32)
+    # No sampled token has a probability that float32 rounds to 0.
+    logprobs = np.log(np.maximum(probabilities, np.finfo(np.float32).smallest_subnormal)).astype(np.float32)
     sampled = logprobs[np.arange(LENGTH), tokens]
     order = np.argsort(-logprobs, axis=1)
     ids, values = order[:, :topk], np.take_along_axis(logprobs, order[:, :topk], 1)

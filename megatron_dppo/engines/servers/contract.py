@@ -23,6 +23,10 @@ RaiseViolation = Callable[[str, object, str], NoReturn]
 """Raises ``ContractViolation``. Arguments: field, value, expected value."""
 _MIN_ZEROS = 32
 """Tokens of a response that cannot all have a probability of 1."""
+_LOWEST_LOGPROB = -104.0
+"""Log-probability at the sampling temperature that no sampled token is below. IEEE 754's smallest float32 above 0 is
+2^-149, with a logarithm of -103.3: a sampler that draws from float32 probabilities never gives a token below it. One
+that works with logits gives a token of probability e^-104 once in e^104 = 1e45 draws."""
 _MAX_SHOWN = 120
 """Characters of a wrong value in an error message."""
 
@@ -294,12 +298,20 @@ class _ResponseCheck:
                 self._raise_violation("last token", last, expected)
 
     def check_logprobs(self) -> None:
-        """Check that log-probabilities are finite and no probability is above 1."""
+        """Check that log-probabilities are finite, and no probability is above 1 or too small to be sampled."""
         values = self._generation.logprobs.numpy()
+        # A server may report those at temperature 1: log p = T (log p_T + log Z), with Z the sum of p^(1/T) over V ids.
+        # For T >= 1, Z is at least 1, so T times the bound holds; for T < 1 it is at least V^(1 - 1/T), and the bound
+        # itself holds.
+        lowest = _LOWEST_LOGPROB * max(self._request.params.temperature, 1.0)
         is_good = np.isfinite(values) & (values <= self._tolerance)
         if not is_good.all():
             index = int((~is_good).argmax())
             self._raise_violation(f"log-probability {index}", values[index], "a finite number of at most 0")
+        if (is_low := values < lowest).any():
+            index = int(is_low.argmax())
+            expected = f"at least {lowest:g}: float32 has no smaller probability, so this token cannot be sampled"
+            self._raise_violation(f"log-probability {index}", values[index], expected)
         # A filter can leave one token at each position; the softmax over a vocabulary cannot, for so long.
         is_drawn = self._request.params.temperature > 0 and not self._request.params.has_filters
         if is_drawn and self._length >= _MIN_ZEROS and not values.any():

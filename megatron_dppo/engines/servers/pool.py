@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_dppo.engines.servers.pooled_server import Gate, HealthMonitor, PooledServer
+from megatron_dppo.engines.servers.response_times import ResponseTimes
 from megatron_dppo.errors import ContractViolation, NoUsableServer, ServerError
 from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
@@ -38,6 +39,8 @@ class PoolCounts:
     """Responses that violated the contract."""
     messages: list[str] = field(default_factory=list)
     """Description of each contract violation and each lost server."""
+    times: dict[str, ResponseTimes] = field(default_factory=dict)
+    """Times of the valid responses, by URL."""
 
 
 class _RetryElsewhere(Exception):
@@ -221,6 +224,7 @@ class ServerPool:
         """
         version_index = len(self._versions) - 1
         evictions = server.evictions
+        sent = self._now()
         task = asyncio.ensure_future(self._generate_on(server.server, request))
         server.in_flight.add(task)
         try:
@@ -247,6 +251,8 @@ class ServerPool:
             raise _RetryElsewhere(server.describe())
         server.failures = 0
         self._last_success = self._now()
+        times = ResponseTimes(responses=1.0, tokens=len(generation.token_ids), seconds=self._last_success - sent)
+        add_by_key(self.counts.times, {server.url: times})
         add_by_key(self.ranks, {server.url: generation.ranks})
         return replace(generation, versions=tuple(span._replace(server=server.url) for span in generation.versions))
 

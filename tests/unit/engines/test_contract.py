@@ -80,6 +80,20 @@ def test_a_token_of_the_request_ends_it() -> None:
     check(replace(request, stop_token_ids=(int(given.token_ids[-1]),)), stopped)
 
 
+def test_the_lowest_log_probability_is_that_of_float32_at_the_sampling_temperature() -> None:
+    """The smallest float32 has -103.3. Raw ones of a temperature above 1 may be lower, by that factor."""
+    request, given = honest()
+    request = replace(request, params=replace(request.params, topk_logprobs=0))
+    given = replace(given, topk_token_ids=None, topk_logprobs=None)
+    lowest = put("logprobs", 6, float(np.log(np.finfo(np.float32).smallest_subnormal, dtype=np.float64)))(given)
+    check(request, lowest)
+    hot = replace(request, params=replace(request.params, temperature=2.0))
+    check(hot, put("logprobs", 6, -207.0)(given))
+    for params, value in ((request, -104.5), (hot, -209.0)):
+        with pytest.raises(ContractViolation, match="cannot be sampled"):
+            check(params, put("logprobs", 6, value)(given))
+
+
 def test_an_aborted_request_may_come_back_with_nothing() -> None:
     request, _ = honest()
     check(request, Generation.empty(FinishReason.ABORT))
@@ -127,6 +141,8 @@ LIES: dict[str, tuple[Change, str]] = {
     "a missing log-prob": (lambda g: replace(g, logprobs=g.logprobs[1:]), "number of log-probabilities is 11"),
     "NaN": (put("logprobs", 6, math.nan), "log-probability 6 is nan, expected a finite number"),
     "-inf": (put("logprobs", 6, -math.inf), "log-probability 6 is -inf"),
+    "-1e30": (put("logprobs", 6, -1e30), "log-probability 6 is -1e\\+30, expected at least -104"),
+    "-200": (put("logprobs", 6, -200.0), "log-probability 6 is -200.0, expected at least -104: float32 has no"),
     "a probability of 1.6": (put("logprobs", 6, 0.5), r"log-probability 6 is 0\.5"),
     "log-probs shifted": (shifted_logprobs, "log-prob|Top-K"),
     "truncated": (truncated, "finish reason is 'length' after 10 tokens, expected 12"),

@@ -15,7 +15,7 @@ from megatron_dppo.errors import ConfigError, TrainingStopped
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.policy.packed import PackedBatch
-from megatron_dppo.policy.server_sums import ServerSums, TokenSource
+from megatron_dppo.policy.server_sums import LayerCounts, ServerSums, TokenSource
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory, count_nonfinite_tokens
@@ -106,6 +106,9 @@ class Recorder:
     ) -> dict[str, float]:
         self.calls.append(f"accumulate {batches}")
         return {"abs_prob_diff": 0.25 * len(self.calls)}
+
+    def route_differences(self, batches: Sequence[Any]) -> list[Any]:
+        return []
 
     def apply(self, metrics: Mapping[str, float]) -> str:
         self.calls.append("apply")
@@ -271,8 +274,14 @@ def test_in_the_first_step_the_best_server_is_the_measure() -> None:
     history = GuardHistory()
     sums = {TokenSource("http://a", False): HONEST, TokenSource("http://b", False): penalised}
     assert list(replace(guard(), history=history)(METRICS, sums)) == ["http://b"]
-    # By itself it is below the limit of bf16.
-    assert replace(guard(), history=history)(METRICS, {TokenSource("http://b", False): penalised}) == {}
+    # By itself it is below the limit of bf16: then the probe's measure of this server counts, and the dtype's.
+    noisier = sums_of(LOG_MU, noisy(0.25))
+    alone = {TokenSource("http://b", False): noisier}
+    with pytest.raises(TrainingStopped, match=r"allows 0\.02 \(5 times what the probe has measured"):
+        replace(guard(), history=GuardHistory(probed={"http://b": 0.002}))(METRICS, alone)
+    assert replace(guard(), history=GuardHistory(probed={"http://b": 0.02}))(METRICS, alone) == {}
+    # The engine in this process cannot lie.
+    assert replace(guard(), history=GuardHistory())(METRICS, {TokenSource("", False): noisier}) == {}
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.004, 0.05, 0.2])
@@ -314,6 +323,56 @@ def test_routes_of_one_wrong_layer_stop_the_run() -> None:
     with pytest.raises(TrainingStopped, match=r"in one layer the routers choose other experts .* 98%"):
         guard()(METRICS | {"router_live_disagreement_max": 0.98})
     guard(on_policy=False)(METRICS | {"router_live_disagreement_max": 0.98})
+
+
+def routed(share: float, layers: int = 3) -> ServerSums:
+    """An honest server whose routes of the last layer differ in a share of the rows."""
+    rows = int(HONEST.tokens)
+    return replace(HONEST, routes=LayerCounts((rows,) * layers, (*(0,) * (layers - 1), int(share * rows))))
+
+
+@pytest.mark.parametrize("sections", [FP32, {}], ids=["fp32", "bf16"])
+def test_routes_are_judged_by_server(sections: dict[str, Any]) -> None:
+    """One liar of nine: the mean of all servers is below the limit of a step, or above it."""
+    quiet = {"abs_prob_diff": 1e-7}
+    tiny = {field: 0.0 for field in ("prob_diff", "prob_diff_square", "log_diff", "abs_log_diff", "log_diff_square")}
+    for overall in (0.09, 0.6):
+        metrics = quiet | {"router_live_disagreement_max": overall}
+        servers = {f"http://{name}": replace(routed(0.02), **tiny) for name in "abcdefgh"}
+        servers["http://x"] = replace(routed(0.8), **tiny)
+        sums = {TokenSource(server, False): each for server, each in servers.items()}
+        found = replace(guard(**sections), history=GuardHistory())(metrics, sums)
+        assert list(found) == ["http://x"] and "80% of the tokens" in found["http://x"]
+    # All servers alike: the step is at fault, and the stop names all of them.
+    everyone = {TokenSource(f"http://{name}", False): replace(routed(0.8), **tiny) for name in "ab"}
+    with pytest.raises(TrainingStopped, match=r"(?s)http://a: in one layer.*http://b: in one layer"):
+        replace(guard(**sections), history=GuardHistory())(quiet, everyone)
+
+
+def test_a_stop_reports_all_that_the_step_knew() -> None:
+    sums = {TokenSource("http://a", False): LIES["0.1 nats lower"][0]}
+    with pytest.raises(TrainingStopped, match=r"(?s)http://a: .*Rounding goes both ways.*50\.00% of the sampled"):
+        replace(guard(0.5), history=GuardHistory())(METRICS, sums)
+
+
+def test_small_lies_add_up_over_the_steps_and_teach_no_limit() -> None:
+    """Five servers of 256 tokens a step; a difference that six standard errors of a step hide."""
+    history = GuardHistory()
+    servers = {f"http://{name}" for name in "abcde"}
+
+    def liar() -> ServerSums:
+        return sums_of(LOG_MU[:256], [x + RANDOM.gauss(0.0, 0.4) * (RANDOM.random() < 0.2) for x in LOG_MU[:256]])
+
+    for step in range(10):
+        sums = {TokenSource(url, False): sums_of(LOG_MU[:256], noisy(0.004)[:256]) for url in servers}
+        sums[TokenSource("http://a", False)] = liar()
+        found = replace(guard(), history=history)(METRICS, sums)
+        if found:
+            assert list(found) == ["http://a"] and step > 0
+            break
+    else:
+        pytest.fail("not found in 2,560 tokens")
+    assert max(history.prob_diffs) < 0.004, "a server under suspicion is not in the median"
 
 
 def test_a_second_check_of_a_step_counts_its_tokens_once() -> None:

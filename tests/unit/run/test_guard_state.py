@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,31 @@ def test_copies_of_the_engine_in_this_process_stop_the_run() -> None:
     repeats = {"": RepeatSums(responses=64.0, repeats=56.0, expected=1e-9)}
     with pytest.raises(TrainingStopped, match="copies: 56 of 64"):
         begin(GuardState.from_config(config()), {}, collected(repeats=repeats))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        # One old answer for all siblings: its tokens are more probable than samples, as behind a filter.
+        (replace(GREEDY, best=4000.0), "copies: 56 of 64"),
+        # Greedy decoding gives copies, too.
+        (GREEDY, "greedy decoding"),
+    ],
+    ids=["copies", "greedy"],
+)
+def test_of_two_alarms_the_one_that_explains_the_other_is_told(ranks: RankSums, words: str) -> None:
+    state = GuardState.from_config(config(**SERVERS))
+    repeats = {"http://a": RepeatSums(responses=64.0, repeats=56.0, expected=1e-9)}
+    begin(state, {"http://a": ranks, "http://b": HONEST}, collected(repeats=repeats))
+    assert state.excluded["http://a"].startswith(words)
+
+
+def test_checkpoints_without_evidence_by_server_load() -> None:
+    state = GuardState.from_config(config(**SERVERS))
+    older = state.to_json()
+    del older["server_evidence"]
+    state.restore(older | {"prob_diffs": [0.001]})
+    assert state.history.usual == 0.001 and state.history.evidence.limit > 10
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,15 @@ def test_a_server_whose_probe_is_wrong_is_not_used_again_and_the_only_one_ends_t
 
     def run(_sync: object, urls: list[str], _version: int) -> ProbeFindings:
         probed.append(sorted(urls))
-        return ProbeFindings({url: f"{url}: scaled" for url in urls if url == "http://a:1"}, {})
+        wrong = {url: f"{url}: scaled" for url in urls if url == "http://a:1"}
+        return ProbeFindings(wrong, {}, tuple((url, 0.003) for url in urls if url not in wrong))
 
     monkeypatch.setattr(sender, "_probe", SimpleNamespace(run=run))
     notes = sender.publish()
     assert probed == [["http://a:1", "http://b:2"], ["http://a:1"]] and any("scaled" in note for note in notes)
     trainer.policy_version = 1
     assert sender.publish() == [], "it is told once"
+    assert sender.probed == {"http://b:2": 0.003}, "the guard compares a server's numbers with it"
     assert servers[1].holds(weights(1)) and servers[0].holds(weights(0)), "it gets no more weights"
 
     _, alone = publisher(servers[:1], model_folder, monkeypatch)
