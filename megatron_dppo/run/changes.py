@@ -2,7 +2,8 @@
 
 Every key is of one kind. ``results``: the results of the run depend on the key, so a change needs
 ``checkpoint.accept_changes``. ``free``: the key decides where, how fast or how safely the run works; a change is
-printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change.
+printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change. A change is ``repaired`` if
+its key has a user function whose failures stopped the run (``run/failed_functions.py``); it is printed.
 
 A path is the same if it leads to the same file, or to a copy of it: where the files are is no part of a run. What the
 files hold is: a file with other content is a change of the key that names it.
@@ -20,7 +21,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.run.contents import Contents, flatten, same_value
 
-ChangeKind = Literal["results", "free", "fixed"]
+ChangeKind = Literal["results", "free", "fixed", "repaired"]
 
 KEY_KINDS: dict[str, ChangeKind] = {
     "run.seed": "fixed",
@@ -38,6 +39,7 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "rollout.servers.*": "free",
     "rollout.weight_sync.*": "free",
     "rollout.*": "results",
+    "reward.max_failed_fraction": "free",
     "reward.timeout_seconds": "free",
     "reward.num_workers": "free",
     "reward.async_concurrency": "free",

@@ -23,6 +23,7 @@ from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import folder_bytes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state, remove_leftovers
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
+from megatron_dppo.run.failed_functions import FAILED_FUNCTIONS
 from megatron_dppo.run.lock import FolderLock
 from megatron_dppo.run.marker import (
     MARKER,
@@ -39,6 +40,8 @@ OLD = "old"
 RUN_FILES = (
     "config.toml",
     "starts.jsonl",
+    FAILED_FUNCTIONS,
+    f"{FAILED_FUNCTIONS}.partial",
     "metrics.jsonl",
     "metrics.jsonl.partial",
     "samples.jsonl",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import flags, records, train
+from tests.e2e.runs import flags, records, step_records, train
 
 pytestmark = pytest.mark.e2e
 
@@ -74,6 +74,21 @@ def test_a_reward_that_often_fails_stops_the_run_after_a_save_and_names_the_line
     line = REWARDS.splitlines().index('    raise ValueError("an even number of characters")') + 1
     assert f"ValueError: an even number of characters (at {rewards / 'my_rewards.py'}:{line})" in result.stderr
     assert (rewards / "run/checkpoints/step_000001").is_dir()
+    # The advice of the message, from the state that it leaves.
+    assert "Fix the reward and rerun the same command to resume, or raise the limit" in result.stderr
+    shutil.copytree(rewards / "run", rewards / "raised")
+    limit = flags(reward__function="my_rewards:picky", reward__max_failed_fraction=1, run__output_dir=rewards / "raised")
+    raised = train([*short_run, *limit], extra_path=rewards)
+    assert raised.returncode == 0, raised.stderr
+    assert "changed: reward.max_failed_fraction: 0.1 -> 1.0" in raised.stdout
+    (rewards / "my_rewards.py").write_text(REWARDS.replace("raise ValueError", "return 0.0  # ValueError"))
+    fixed = [*short_run, *flags(reward__function="my_rewards:picky")]
+    other = train([*fixed, *flags(rollout__temperature=0.9)], extra_path=rewards)
+    assert other.returncode == 2 and other.stderr.rstrip().endswith("--allow-changed rollout.temperature")
+    again = train(fixed, extra_path=rewards)
+    assert again.returncode == 0, again.stderr
+    assert "changed, as its failures stopped the run: reward.function: the content of" in again.stdout
+    assert "resumed" in again.stdout and step_records(rewards / "run")[-1]["step"] == 2
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_error(short_run: list[str], rewards: Path) -> None:
