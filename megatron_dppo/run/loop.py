@@ -98,7 +98,9 @@ def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
         with clock.part("publish"):
             records.show_servers(gpus.for_sampling())
         collected = stream.collect(state.step, trainer.policy_version, clock)
-        samples = make_samples(collected.groups, config.train, config.reward)
+        samples = make_samples(
+            collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
+        )
 
         # Train: one optimizer update per mini-batch. `collect` may already sample the next step beside it.
         with clock.part("publish"):

@@ -77,10 +77,12 @@ def test_a_reward_that_often_fails_stops_the_run_after_a_save_and_names_the_line
     # The advice of the message, from the state that it leaves.
     assert "Fix the reward and rerun the same command to resume, or raise the limit" in result.stderr
     shutil.copytree(rewards / "run", rewards / "raised")
-    limit = flags(reward__function="my_rewards:picky", reward__max_failed_fraction=1, run__output_dir=rewards / "raised")
-    raised = train([*short_run, *limit], extra_path=rewards)
+    limit = flags(reward__max_failed_fraction=1, run__output_dir=rewards / "raised")
+    raised = train([*short_run, *flags(reward__function="my_rewards:picky"), *limit], extra_path=rewards)
     assert raised.returncode == 0, raised.stderr
     assert "changed: reward.max_failed_fraction: 0.1 -> 1.0" in raised.stdout
+    for step in step_records(rewards / "raised"):
+        assert (step["rollout/dropped_token_fraction"] > 0) == (step["rollout/reward_failed_fraction"] > 0)
     (rewards / "my_rewards.py").write_text(REWARDS.replace("raise ValueError", "return 0.0  # ValueError"))
     fixed = [*short_run, *flags(reward__function="my_rewards:picky")]
     other = train([*fixed, *flags(rollout__temperature=0.9)], extra_path=rewards)

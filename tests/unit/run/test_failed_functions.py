@@ -53,7 +53,7 @@ def test_the_failed_function_may_differ_until_a_later_checkpoint(
     assert may_differ(tmp_path, step, key) == allowed
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "7", "keys": ["reward.function"]}', '{"step": 7, "keys": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "7", "keys": ["reward.function"]}', '{"step": 7}'])
 def test_a_damaged_record_allows_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / FAILED_FUNCTIONS).write_text(text)
     assert not may_differ(tmp_path, 7, "reward.function")
