@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -137,6 +138,8 @@ def run_worker(
         connection: Connection for chunks and ``Reply``.
         writers: Pipes that become stdout and stderr, of which the trainer passes on a limited part.
     """
+    # A process that was spawned would spawn its children, too. A function expects the default of its Python.
+    multiprocessing.set_start_method(None, force=True)
     # A session of its own: signals to the trainer's group do not arrive, and the trainer can kill the session.
     os.setsid()
     empty = os.open(os.devnull, os.O_RDONLY)
