@@ -139,7 +139,7 @@ def find_changes(
 _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
-def find_content_changes(before: Contents, now: Contents, config: Config) -> list[Change]:
+def find_content_changes(before: Contents, now: Contents, config: Config, *, with_fixed: bool = False) -> list[Change]:
     """Return every file whose content differs, sorted; at most ``_MAX_FILES`` of a key, and one entry for the others.
 
     A key is compared if both starts read files for it.
@@ -148,11 +148,12 @@ def find_content_changes(before: Contents, now: Contents, config: Config) -> lis
         before: Contents of the run so far.
         now: Contents of this start.
         config: Configuration of this start.
+        with_fixed: Also compare the files of ``fixed`` keys. At a resume their prompts are compared instead.
     """
     changes = []
     values = dict(flatten(config.model_dump(mode="json")))
     for key in sorted(before.keys() & now.keys()):
-        if change_kind(key) != "fixed":  # the prompts of data.train are compared themselves
+        if with_fixed or change_kind(key) != "fixed":
             differing = list(_differing_files(key, before[key], now[key], values.get(key), config))
             more = len(differing) - _MAX_FILES
             changes += differing[:_MAX_FILES] if more > 1 else differing

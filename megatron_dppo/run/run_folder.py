@@ -37,6 +37,8 @@ from megatron_dppo.run.marker import (
 )
 
 OLD = "old"
+UNSAVED = "unsaved"
+"""Folder with the metrics of starts that left no checkpoint."""
 RUN_FILES = (
     "config.toml",
     "starts.jsonl",
@@ -44,6 +46,7 @@ RUN_FILES = (
     f"{FAILED_FUNCTIONS}.partial",
     "metrics.jsonl",
     "metrics.jsonl.partial",
+    UNSAVED,
     "samples.jsonl",
     "samples.jsonl.partial",
     "summary.json",
@@ -194,6 +197,18 @@ def _prepare(folder: Path, config: Config) -> list[str]:
         )
     remove_leftovers(checkpoints_folder(folder))
     return notes
+
+
+def set_metrics_aside(folder: Path) -> None:
+    """Move the metrics of a start that left no checkpoint to ``unsaved/metrics_N.jsonl``."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return
+    (folder / UNSAVED).mkdir(exist_ok=True)
+    number = 1
+    while os.path.lexists(target := folder / UNSAVED / f"metrics_{number}.jsonl"):
+        number += 1
+    metrics.rename(target)
 
 
 def template_time(config: Config) -> datetime:

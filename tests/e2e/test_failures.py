@@ -36,8 +36,16 @@ def picky(*, prompt, completion, label, metadata):
     raise ValueError("an even number of characters")
 
 
+calls = 0
+
+
 def broken(*, prompt, completion, label, metadata):
-    raise RuntimeError("the grader is down")
+    """Fails after the evaluation before training."""
+    global calls
+    calls += 1
+    if calls > 8:
+        raise RuntimeError("the grader is down")
+    return 0.0
 
 
 def overflowing(*, prompt, completion, label, metadata):
@@ -97,6 +105,22 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(short_run: list[
     result = train([*short_run, *flags(reward__function="my_rewards:broken")], extra_path=rewards)
     assert result.returncode == 2
     assert "failed on all" in result.stderr and "RuntimeError: the grader is down" in result.stderr
+    # The advice of the message. Without a checkpoint the run begins anew, and says with what.
+    assert "Fix the function, then run the same command to resume" in result.stderr
+    (rewards / "my_rewards.py").write_text(REWARDS.replace("if calls > 8", "if calls < 0"))
+    fixed = [*short_run, *flags(reward__function="my_rewards:broken", rollout__temperature=0.9, run__num_steps=1)]
+    again = train(fixed, extra_path=rewards)
+    assert again.returncode == 0, again.stderr
+    assert "an earlier start in this folder reached step 0 and left no checkpoint" in again.stdout
+    for change in (
+        "reward.function: the content of my_rewards:broken differs: ",
+        "rollout.temperature: 1.0 -> 0.9",
+        "run.num_steps: 2 -> 1",
+    ):
+        assert f"         changed: {change}" in again.stdout
+    (before,) = (json.loads(line) for line in (rewards / "run/unsaved/metrics_1.jsonl").read_text().splitlines())
+    assert before["step"] == 0 and "eval/accuracy" in before
+    assert [record["step"] for record in step_records(rewards / "run")] == [1]
 
 
 def test_non_finite_gradients_are_skipped_counted_and_then_stop_the_run(short_run: list[str], rewards: Path) -> None:
