@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import reprlib
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -175,23 +176,44 @@ def read_batch(values: object, count: int) -> list[object]:
     return result
 
 
-def error_text(error: BaseException) -> str:
-    """Return an error as short text with the line that raised it, even if its own methods raise."""
+def error_text(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """Return an error as short text with the line that raised it, even if its own methods raise.
+
+    Args:
+        error: The error.
+        function: User function whose result is wrong. Its own line is named if no line of the user raised the error.
+    """
     try:
         text = f"{type(error).__name__}: {error}"
     except BaseException:
         text = f"{type(error).__name__} (its text cannot be read)"
-    line = _user_line(error)
+    line = _user_line(error) or _defining_line(function)
     return _plain(text)[: _MAX_ERROR_LENGTH - len(line)] + line
 
 
 def _user_line(error: BaseException) -> str:
     """Return the innermost line of an error outside this package and installed ones, such as `` (at my.py:12)``."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = Path(frame.f_code.co_filename)
-        if file.is_file() and not any(file.is_relative_to(folder) for folder in _LIBRARY_FOLDERS):
-            return f" (at {file}:{line})"
+        if _is_of_user(frame.f_code.co_filename):
+            return f" (at {Path(frame.f_code.co_filename)}:{line})"
     return ""
+
+
+def _defining_line(function: Callable[..., Any] | None) -> str:
+    """Return where a function of the user is defined, such as `` (returned by score, my.py:12)``; empty if unknown."""
+    try:
+        inner = inspect.unwrap(function) if function is not None else None
+        code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    except BaseException:  # Attributes of the user's object may raise.
+        return ""
+    if code is None or not _is_of_user(code.co_filename):
+        return ""
+    return f" (returned by {code.co_name}, {code.co_filename}:{code.co_firstlineno})"
+
+
+def _is_of_user(filename: str) -> bool:
+    file = Path(filename)
+    return file.is_file() and not any(file.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
 
 
 def short_repr(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -137,6 +138,8 @@ def run_worker(
         connection: Connection for chunks and ``Reply``.
         writers: Pipes that become stdout and stderr, of which the trainer passes on a limited part.
     """
+    # A process that was spawned would spawn its children, too. A function expects the default of its Python.
+    multiprocessing.set_start_method(None, force=True)
     # A session of its own: signals to the trainer's group do not arrive, and the trainer can kill the session.
     os.setsid()
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -189,7 +192,7 @@ def _score_chunk(
                 partial(_score_batch, function, spec, items, runner), connection
             )
         except BaseException as error:
-            return error_text(error)
+            return error_text(error, function.function)
         for index, outcome in enumerate(outcomes):
             connection.send(index, outcome)
     elif function.is_async:
@@ -201,11 +204,11 @@ def _score_chunk(
     return ""
 
 
-def _outcome(value: object) -> ScoringOutcome:
+def _outcome(value: object, function: RewardFunction) -> ScoringOutcome:
     try:
         return ScoringOutcome(*read_reward(value))
     except BaseException as error:
-        return ScoringOutcome(0.0, {}, error_text(error))
+        return ScoringOutcome(0.0, {}, error_text(error, function.function))
 
 
 def _score_one(
@@ -214,7 +217,7 @@ def _score_one(
     try:
         value = call(function.convention, function.function, [item], spec.run_info, function.options)
         # A wrapper may hide that its function is async, so check the value too.
-        return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value, function)
     except BaseException as error:  # Also SystemExit.
         return ScoringOutcome(0.0, {}, error_text(error))
 
@@ -225,7 +228,7 @@ def _score_batch(
     values = call(function.convention, function.function, items, spec.run_info, function.options)
     if inspect.isawaitable(values):
         values = runner.run(_awaited(values))
-    return [_outcome(value) for value in read_batch(values, len(items))]
+    return [_outcome(value, function) for value in read_batch(values, len(items))]
 
 
 async def _awaited(value: Awaitable[object]) -> object:
@@ -246,7 +249,8 @@ async def _score_together(
         try:
             async with limit:
                 outcome = _outcome(
-                    await call(function.convention, function.function, [item], spec.run_info, function.options)
+                    await call(function.convention, function.function, [item], spec.run_info, function.options),
+                    function,
                 )
         except BaseException as error:
             outcome = ScoringOutcome(0.0, {}, too_slow(timeout) if limit.expired() else error_text(error))

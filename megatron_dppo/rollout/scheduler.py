@@ -136,11 +136,11 @@ class RolloutScheduler:
         # Wait for the groups of this step.
         if self._one_by_one:
             sampled = self._take_single_groups(step, clock)
-            self._require_rewards(sampled)
         else:
             due = [each for each in self._submissions if each.step == step]
             self._submissions = [each for each in self._submissions if each.step > step]
             sampled = self._finish(due, clock, part)
+        self._require_rewards(sampled)
 
         # Refill: replace groups without signal by new prompts.
         for attempt in range(1, rollout.max_refills + 1 if rollout.dynamic_sampling else 1):
@@ -336,10 +336,15 @@ class RolloutScheduler:
                 wait(pending if self._by_completion else pending[:1], return_when=FIRST_COMPLETED)
 
     def _require_rewards(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise an error if every reward of a step failed: single groups are scored without this check."""
-        failed = [rollout.reward_failed for group in groups for rollout in group.rollouts]
-        if failed and all(failed):
-            raise RewardError(f"{self._scorer.description} failed on all {len(failed)} samples of a step")
+        """Raise an error if every reward of a rank's step failed: single groups are scored without this check."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        # Episodes that failed have no reward because of the agent, which has a limit of its own.
+        failed = [rollout.reward_failed for rollout in rollouts if not rollout.completion.failure]
+        if len(failed) > 1 and all(failed):
+            raise RewardError(
+                f"{self._scorer.description} failed on all {len(failed)} samples of a step. A warning above has the "
+                "first error. Fix the function, then run the same command to resume"
+            )
 
     def _is_usable(self, submission: Submission) -> bool:
         """Return True if a single group counts toward the groups that a step needs."""

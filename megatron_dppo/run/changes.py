@@ -2,7 +2,8 @@
 
 Every key is of one kind. ``results``: the results of the run depend on the key, so a change needs
 ``checkpoint.accept_changes``. ``free``: the key decides where, how fast or how safely the run works; a change is
-printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change.
+printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change. A change is ``repaired`` if
+its key has a user function whose failures stopped the run (``run/failed_functions.py``); it is printed.
 
 A path is the same if it leads to the same file, or to a copy of it: where the files are is no part of a run. What the
 files hold is: a file with other content is a change of the key that names it.
@@ -20,7 +21,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.run.contents import Contents, flatten, same_value
 
-ChangeKind = Literal["results", "free", "fixed"]
+ChangeKind = Literal["results", "free", "fixed", "repaired"]
 
 KEY_KINDS: dict[str, ChangeKind] = {
     "run.seed": "fixed",
@@ -38,6 +39,7 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "rollout.servers.*": "free",
     "rollout.weight_sync.*": "free",
     "rollout.*": "results",
+    "reward.max_failed_fraction": "free",
     "reward.timeout_seconds": "free",
     "reward.num_workers": "free",
     "reward.async_concurrency": "free",
@@ -137,7 +139,7 @@ def find_changes(
 _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
-def find_content_changes(before: Contents, now: Contents, config: Config) -> list[Change]:
+def find_content_changes(before: Contents, now: Contents, config: Config, *, with_fixed: bool = False) -> list[Change]:
     """Return every file whose content differs, sorted; at most ``_MAX_FILES`` of a key, and one entry for the others.
 
     A key is compared if both starts read files for it.
@@ -146,11 +148,12 @@ def find_content_changes(before: Contents, now: Contents, config: Config) -> lis
         before: Contents of the run so far.
         now: Contents of this start.
         config: Configuration of this start.
+        with_fixed: Also compare the files of ``fixed`` keys. At a resume their prompts are compared instead.
     """
     changes = []
     values = dict(flatten(config.model_dump(mode="json")))
     for key in sorted(before.keys() & now.keys()):
-        if change_kind(key) != "fixed":  # the prompts of data.train are compared themselves
+        if with_fixed or change_kind(key) != "fixed":
             differing = list(_differing_files(key, before[key], now[key], values.get(key), config))
             more = len(differing) - _MAX_FILES
             changes += differing[:_MAX_FILES] if more > 1 else differing

@@ -277,7 +277,7 @@ class Checkpoints:
             agent=self._config.agent,
             reward=self._config.reward,
         )
-        changed_files = [change for change in point.changes if change.file and change.kind == "results"]
+        changed_files = [change for change in point.changes if change.file and change.kind in ("results", "repaired")]
         if changed_files and not problem:
             problem = f"the content of {changed_files[0].file} has changed"
         if problem and saved.num_prompts:
@@ -310,4 +310,6 @@ class Checkpoints:
 
 
 def _how_accepted(change: Change, *, is_fork: bool) -> str:
+    if change.kind == "repaired":
+        return ", as its failures stopped the run"
     return ", by checkpoint.accept_changes" if change.kind == "results" and not is_fork else ""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_dppo.config.paths import is_function_key, split_function
 from megatron_dppo.functions import is_function_name
-from megatron_dppo.run.imports import find_module, imported_files, is_installed
+from megatron_dppo.functions.imports import find_module, imported_files, is_installed
 
 Contents = Mapping[str, Mapping[str, str]]
 """Digest of every file that a configuration reads, by ``section.key`` and name.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader
@@ -15,7 +16,7 @@ from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardEvidence, GuardHistory, count_nonfinite_tokens
 from megatron_dppo.run.sampling_test import GREEDY, SamplingTest, SelectionShares
-from megatron_dppo.types import DropReason, FinishReason, Metric
+from megatron_dppo.types import DropReason, FinishReason, Metric, Rollout
 from megatron_dppo.types.sums import add_by_key
 
 
@@ -90,7 +91,7 @@ class GuardState:
             selection=SelectionShares(
                 # In the order of completion fast groups come first: a selection that no count shows.
                 groups=max(shares["groups_left_out"], 0.5 * (config.rollout.order == "completed")),
-                responses=shares["truncated"] if config.train.mask_truncated else 0.0,
+                responses=shares["responses_left_out"],
                 group_size=config.rollout.samples_per_prompt,
             ),
         )
@@ -139,15 +140,32 @@ class GuardState:
             self.exclude(problems, frozenset(all_repeats) | frozenset(all_ranks))
 
 
+def leaves_loss(rollout: Rollout, train: TrainConfig, *, has_teacher: bool) -> bool:
+    """Return True for a response whose tokens leave the loss mask: failed without a teacher, or truncated and masked.
+
+    Args:
+        rollout: Scored response.
+        train: Whether truncated responses leave the loss.
+        has_teacher: True if a teacher trains the tokens whatever their reward is.
+    """
+    has_no_signal = rollout.reward_failed and not has_teacher
+    return has_no_signal or (train.mask_truncated and rollout.completion.finish_reason == FinishReason.LENGTH)
+
+
 def _step_shares(config: Config, groups: ParallelGroups, collected: CollectedRollouts) -> dict[str, float]:
     """Return shares of this step's rollouts over all ranks, and the age of the oldest token."""
     num_left_out = sum(collected.dropped_groups.get(reason, 0) for reason in DropReason) + collected.num_carried
     num_groups = len(collected.groups)
-    reasons = [r.completion.finish_reason for group in collected.groups for r in group.rollouts]
+    has_teacher = config.distillation.is_enabled
+    left_out = [
+        leaves_loss(rollout, config.train, has_teacher=has_teacher)
+        for group in collected.groups
+        for rollout in group.rollouts
+    ]
     local = {
         "nonfinite": count_nonfinite_tokens(collected.groups),
         "oldest": Metric(max(collected.token_ages, default=0), kind="max"),
         "groups_left_out": Metric(num_left_out, num_left_out + num_groups),
-        "truncated": Metric(sum(reason == FinishReason.LENGTH for reason in reasons), len(reasons)),
+        "responses_left_out": Metric(sum(left_out), len(left_out)),
     }
-    return {"nonfinite": 0.0, "groups_left_out": 0.0, "truncated": 0.0} | reduce_over_samples(groups, local)
+    return {"nonfinite": 0.0, "groups_left_out": 0.0, "responses_left_out": 0.0} | reduce_over_samples(groups, local)

@@ -6,14 +6,22 @@ Every rank runs this loop. Almost every call in it is a collective, so all ranks
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import TrainingStopped
+from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.run.export import export_results
+from megatron_dppo.run.failed_functions import (
+    AGENT_KEYS,
+    REWARD_KEYS,
+    FunctionsFailed,
+    failed_keys,
+    record_failed_functions,
+)
 from megatron_dppo.run.gpus import exclude_servers
 from megatron_dppo.run.orphans import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.run.run_records import first_agent_error, request_metrics, step_metrics, take_counts, token_ranks
@@ -36,12 +44,27 @@ def run(config: Config) -> int:
                 session.begin()
                 # From here on a signal lets the current step end and be saved.
                 stop.deferring = True
-                _train(session, stop, limit)
+                with _recorded_failures(session):
+                    _train(session, stop, limit)
         except Stopped as reason:
             # The session's console is closed, so this line needs one of its own.
             Console(enabled=os.environ["RANK"] == "0" and config.log.progress).print(f"stopped  {reason}")
             return reason.exit_code
     return 0
+
+
+@contextmanager
+def _recorded_failures(session: Session) -> Iterator[None]:
+    """Record that user functions stopped the run, so that the next start accepts repaired ones."""
+    try:
+        yield
+    except UserError as error:
+        # Without a collective: a function may fail on one rank alone, while the others wait for it.
+        if keys := failed_keys(error):
+            session.check_folder()
+            with suppress(OSError):
+                record_failed_functions(Path(session.config.run.output_dir), session.state.step, keys)
+        raise
 
 
 def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
@@ -75,7 +98,9 @@ def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
         with clock.part("publish"):
             records.show_servers(gpus.for_sampling())
         collected = stream.collect(state.step, trainer.policy_version, clock)
-        samples = make_samples(collected.groups, config.train, config.reward)
+        samples = make_samples(
+            collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
+        )
 
         # Train: one optimizer update per mini-batch. `collect` may already sample the next step beside it.
         with clock.part("publish"):
@@ -186,16 +211,18 @@ def _failures_error(step: int, metrics: Mapping[str, float], config: Config) -> 
         return fraction > limit and fraction * num_rollouts > 1.5
 
     if is_too_much(rewards, config.reward.max_failed_fraction):
-        return TrainingStopped(
+        return FunctionsFailed(
             f"{rewards:.0%} of the rewards of step {step} failed, more than reward.max_failed_fraction = "
             f"{config.reward.max_failed_fraction:g}. The weights were saved. A warning above shows the first error. "
-            "Fix the reward and rerun the same command to resume, or raise the limit"
+            "Fix the reward and rerun the same command to resume, or raise the limit",
+            REWARD_KEYS,
         )
     if is_too_much(agents, config.agent.max_failed_fraction):
-        return TrainingStopped(
+        return FunctionsFailed(
             f"{agents:.0%} of the agent's episodes of step {step} failed, more than agent.max_failed_fraction = "
             f"{config.agent.max_failed_fraction:g}. The weights were saved. The line of the step shows the first "
-            "error. Fix the agent and rerun the same command to resume, or raise the limit"
+            "error. Fix the agent and rerun the same command to resume, or raise the limit",
+            AGENT_KEYS,
         )
     return None
 

@@ -24,6 +24,7 @@ from megatron_dppo.run.changes import (
     find_served_changes,
 )
 from megatron_dppo.run.contents import Contents
+from megatron_dppo.run.failed_functions import may_differ
 from megatron_dppo.run.inputs import Inputs, ModelInputs
 from megatron_dppo.run.starts import read_starts
 
@@ -192,6 +193,13 @@ def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, co
     changed = {change.key for change in changes}
     saved = {key: files for key, files in state.get("contents", {}).items() if key not in changed}
     changes += find_content_changes(saved, contents, config)
+    run = Path(config.run.output_dir)
+    changes = [
+        change._replace(kind="repaired")
+        if change.kind == "results" and may_differ(run, state["step"], change.key)
+        else change
+        for change in changes
+    ]
     return sorted(changes, key=lambda change: (change.key, change.file))
 
 

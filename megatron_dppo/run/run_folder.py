@@ -23,6 +23,7 @@ from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import folder_bytes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state, remove_leftovers
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
+from megatron_dppo.run.failed_functions import FAILED_FUNCTIONS
 from megatron_dppo.run.lock import FolderLock
 from megatron_dppo.run.marker import (
     MARKER,
@@ -36,12 +37,17 @@ from megatron_dppo.run.marker import (
 )
 
 OLD = "old"
+UNSAVED = "unsaved"
+"""Folder with the metrics of starts that left no checkpoint."""
 RUN_FILES = (
     "config.toml",
     "starts.jsonl",
+    FAILED_FUNCTIONS,
+    f"{FAILED_FUNCTIONS}.partial",
     "metrics.jsonl",
     "metrics.jsonl.partial",
     "metrics.jsonl.damaged",
+    UNSAVED,
     "samples.jsonl",
     "samples.jsonl.partial",
     "samples.jsonl.damaged",
@@ -195,6 +201,18 @@ def _prepare(folder: Path, config: Config) -> list[str]:
         )
     remove_leftovers(checkpoints_folder(folder))
     return notes
+
+
+def set_metrics_aside(folder: Path) -> None:
+    """Move the metrics of a start that left no checkpoint to ``unsaved/metrics_N.jsonl``."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return
+    (folder / UNSAVED).mkdir(exist_ok=True)
+    number = 1
+    while os.path.lexists(target := folder / UNSAVED / f"metrics_{number}.jsonl"):
+        number += 1
+    metrics.rename(target)
 
 
 def template_time(config: Config) -> datetime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,9 @@ from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.run.changes import Change
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
-from megatron_dppo.run.contents import ReadContents, read_contents
+from megatron_dppo.run.contents import Contents, ReadContents, read_contents
 from megatron_dppo.run.engines import (
     build_engine,
     build_publisher,
@@ -53,10 +54,10 @@ from megatron_dppo.run.lock import FolderLock
 from megatron_dppo.run.preflight import Start, find_problems, require_inputs
 from megatron_dppo.run.recording import StepRecorder
 from megatron_dppo.run.resume import ResumePoint, find_resume_point
-from megatron_dppo.run.run_folder import open_folder
+from megatron_dppo.run.run_folder import UNSAVED, open_folder, set_metrics_aside
 from megatron_dppo.run.run_records import Records
 from megatron_dppo.run.served_models import ReadServedModels, read_served_models
-from megatron_dppo.run.starts import record_start
+from megatron_dppo.run.starts import changes_since_last_start, record_start
 from megatron_dppo.run.stop_signal import Stopped, StopSignal
 from megatron_dppo.run.teacher_setup import build_teacher
 from megatron_dppo.run.warmup import Warmup, is_warm, mark_warm, run_warmup
@@ -97,6 +98,8 @@ class Session:
     checkpoints: Checkpoints
     resume_point: ResumePoint | None
     """Checkpoint that ``begin`` resumes from. None starts at step 0."""
+    contents: Contents
+    """Files of the configuration. Empty on ranks other than 0."""
     lock: FolderLock | None
     """Lock of the run's folder. None on all ranks but 0."""
     state: RunState = field(default_factory=RunState)
@@ -122,13 +125,19 @@ class Session:
             self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
             if note := _missing_records(folder, self.state.step):
                 say(note)
-        elif before := read_metrics(folder / "metrics.jsonl"):
+        changes: Sequence[Change] = () if point is None else point.changes
+        if point is None and (before := read_metrics(folder / "metrics.jsonl")):
+            changes = changes_since_last_start(folder, self.config, self.contents)
             say(
                 f"note     an earlier start in this folder reached step {before[-1]['step']} and left no checkpoint: "
-                "this one begins at step 0"
+                f"this one begins at step 0\n         the earlier metrics are in {UNSAVED}/"
             )
+            for change in changes:
+                say(f"         changed: {change}")
 
         def write() -> str:
+            if point is None:
+                set_metrics_aside(folder)
             if point is not None:
                 self.checkpoints.tidy(point, self.state)
             # Recorded steps after the checkpoint are those of an attempt whose updates are lost.
@@ -139,7 +148,8 @@ class Session:
                 world_size=self.inputs.layout.world_size,
                 layout=str(self.inputs.layout),
                 resumed_step=self.state.step if point is not None else None,
-                changes=[str(change) for change in point.changes] if point is not None else [],
+                changes=[str(change) for change in changes],
+                contents=self.contents,
             )
 
         if note := run_on_leader(write, dist.group.WORLD):
@@ -244,6 +254,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
                 served={**({} if point is None else point.served), **served.models},
             ),
             resume_point=point,
+            contents=contents.contents,
             state=RunState(guard=GuardState.from_config(config)),
             lock=open_run.lock,
         )

@@ -21,6 +21,8 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.config.user_functions import functions_as_text
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files import read_regular_file, write_synced
+from megatron_dppo.run.changes import Change, find_changes, find_content_changes
+from megatron_dppo.run.contents import Contents
 from megatron_dppo.run.marker import MARKER
 
 STARTS = "starts.jsonl"
@@ -29,7 +31,14 @@ _PACKAGES = ("megatron-dppo", "megatron-core", "torch", "transformers", "transfo
 
 
 def record_start(
-    folder: Path, config: Config, *, world_size: int, layout: str, resumed_step: int | None, changes: Sequence[str]
+    folder: Path,
+    config: Config,
+    *,
+    world_size: int,
+    layout: str,
+    resumed_step: int | None,
+    changes: Sequence[str],
+    contents: Contents,
 ) -> str:
     """Add a line to ``starts.jsonl`` and write the configuration of this start to ``config.toml`` (rank 0).
 
@@ -40,6 +49,7 @@ def record_start(
         layout: Parallel layout, as text.
         resumed_step: Step of the checkpoint that the run resumes from. None starts from the beginning.
         changes: Keys that differ from the previous start, as text.
+        contents: Files of the configuration.
 
     Returns:
         Message about an edited ``config.toml`` that was renamed. Empty if there was none.
@@ -61,6 +71,7 @@ def record_start(
         "changes": list(changes),
         "config_sha256": _sha256(text),
         "config": config.model_dump(mode="json"),
+        "contents": contents,
     }
     # The record is written before config.toml: a config.toml without a record counts as edited by the user.
     lines = "".join(json.dumps(each) + "\n" for each in (*records, record))
@@ -79,6 +90,25 @@ def _with_absolute_folders(config: Config) -> Config:
         sync = rollout.weight_sync.model_copy(update={"folder": folder})
         rollout = rollout.model_copy(update={"weight_sync": sync})
     return config.model_copy(update={"run": run, "rollout": rollout})
+
+
+def changes_since_last_start(folder: Path, config: Config, contents: Contents) -> list[Change]:
+    """Return what differs from the last start of the run in a folder. Empty without one.
+
+    Args:
+        folder: Folder of the run.
+        config: Configuration of this start.
+        contents: Its files.
+    """
+    starts = read_starts(folder)
+    if not starts:
+        return []
+    last = starts[-1]
+    changes = find_changes(last.get("config", {}), _with_absolute_folders(config), Path(last.get("cwd", "")))
+    changed = {change.key for change in changes}
+    recorded = last.get("contents", {})
+    before = {key: files for key, files in recorded.items() if key not in changed and isinstance(files, dict)}
+    return changes + find_content_changes(before, contents, config, with_fixed=True)
 
 
 def load_run_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
@@ -148,6 +178,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "resumed_step": (int, type(None)),
     "config": (dict,),
     "config_sha256": (str,),
+    "contents": (dict,),
 }
 """Types of the values that are read. A record of another version may lack them."""
 _MAX_NUMBER = 10**9

@@ -33,17 +33,26 @@ from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
 from megatron_dppo.rollout.sampling_sums import RankSums
-from megatron_dppo.run.guard_state import GuardState
+from megatron_dppo.run.guard_state import GuardState, leaves_loss
 from megatron_dppo.run.recording import StepRecord
-from megatron_dppo.types import FinishReason, Metric, RolloutGroup, StepResult, TrainingSample
+from megatron_dppo.types import Metric, RolloutGroup, StepResult, TrainingSample
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
-def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig) -> list[TrainingSample]:
-    """Turn scored groups into training samples with the advantages of ``train.advantage``."""
+def make_samples(
+    groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, *, has_teacher: bool = False
+) -> list[TrainingSample]:
+    """Turn scored groups into training samples with the advantages of ``train.advantage``.
+
+    Args:
+        groups: Scored groups.
+        train: Advantage, and whether truncated responses leave the loss.
+        reward: Weights of the parts of rewards.
+        has_teacher: True if a teacher is a signal of its own, also for tokens whose reward failed.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scales = None
     if any(rollout.completion.past_rewards is not None for rollout in rollouts):
@@ -54,12 +63,11 @@ def make_samples(groups: Sequence[RolloutGroup], train: TrainConfig, reward: Rew
             _with_advantages(sample, torch.full_like(sample.advantages, advantage), is_scored=True)
             for sample, advantage in zip(samples, agent_advantages(groups, train.advantage), strict=True)
         ]
-    if not train.mask_truncated:
-        return samples
-    # Responses that were cut off at max_new_tokens keep their place in the batch, outside the loss.
-    is_truncated = [rollout.completion.finish_reason == FinishReason.LENGTH for rollout in rollouts]
+    # Responses without a signal keep their place in the batch, outside the loss: with an advantage of 0 alone, a KL
+    # penalty or an entropy bonus would train their tokens, and N would count them.
+    is_left_out = [leaves_loss(rollout, train, has_teacher=has_teacher) for rollout in rollouts]
     return [
-        sample.without_loss() if is_truncated[episode] else sample
+        sample.without_loss() if is_left_out[episode] else sample
         for sample, episode in zip(samples, episode_indices(samples), strict=True)
     ]
 

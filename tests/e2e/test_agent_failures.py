@@ -38,3 +38,10 @@ def test_failed_episodes_are_shown_and_too_many_stop_the_run_after_a_save(short_
     assert (folder / "checkpoints/step_000001").is_dir()
     (step,) = step_records(folder)
     assert step["rollout/agent/failed_fraction"] == step["rollout/reward_failed_fraction"] == 0.5
+    # The advice of the message, from the state that it leaves.
+    assert "Fix the agent and rerun the same command to resume, or raise the limit" in result.stderr
+    (tmp_path / "my_agent.py").write_text(AGENT.replace("if next(numbers) % 2:", "if False:"))
+    fixed = train([*short_run, *flags(agent__function="my_agent:run")], extra_path=tmp_path)
+    assert fixed.returncode == 0, fixed.stdout + fixed.stderr
+    assert "changed, as its failures stopped the run: agent.function: the content of" in fixed.stdout
+    assert [step["rollout/agent/failed_fraction"] for step in step_records(folder)] == [0.5, 0.0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import flags, records, train
+from tests.e2e.runs import flags, records, step_records, train
 
 pytestmark = pytest.mark.e2e
 
@@ -36,8 +36,16 @@ def picky(*, prompt, completion, label, metadata):
     raise ValueError("an even number of characters")
 
 
+calls = 0
+
+
 def broken(*, prompt, completion, label, metadata):
-    raise RuntimeError("the grader is down")
+    """Fails after the evaluation before training."""
+    global calls
+    calls += 1
+    if calls > 8:
+        raise RuntimeError("the grader is down")
+    return 0.0
 
 
 def overflowing(*, prompt, completion, label, metadata):
@@ -74,12 +82,45 @@ def test_a_reward_that_often_fails_stops_the_run_after_a_save_and_names_the_line
     line = REWARDS.splitlines().index('    raise ValueError("an even number of characters")') + 1
     assert f"ValueError: an even number of characters (at {rewards / 'my_rewards.py'}:{line})" in result.stderr
     assert (rewards / "run/checkpoints/step_000001").is_dir()
+    # The advice of the message, from the state that it leaves.
+    assert "Fix the reward and rerun the same command to resume, or raise the limit" in result.stderr
+    shutil.copytree(rewards / "run", rewards / "raised")
+    limit = flags(reward__max_failed_fraction=1, run__output_dir=rewards / "raised")
+    raised = train([*short_run, *flags(reward__function="my_rewards:picky"), *limit], extra_path=rewards)
+    assert raised.returncode == 0, raised.stderr
+    assert "changed: reward.max_failed_fraction: 0.1 -> 1.0" in raised.stdout
+    for step in step_records(rewards / "raised"):
+        assert (step["rollout/dropped_token_fraction"] > 0) == (step["rollout/reward_failed_fraction"] > 0)
+    (rewards / "my_rewards.py").write_text(REWARDS.replace("raise ValueError", "return 0.0  # ValueError"))
+    fixed = [*short_run, *flags(reward__function="my_rewards:picky")]
+    other = train([*fixed, *flags(rollout__temperature=0.9)], extra_path=rewards)
+    assert other.returncode == 2 and other.stderr.rstrip().endswith("--allow-changed rollout.temperature")
+    again = train(fixed, extra_path=rewards)
+    assert again.returncode == 0, again.stderr
+    assert "changed, as its failures stopped the run: reward.function: the content of" in again.stdout
+    assert "resumed" in again.stdout and step_records(rewards / "run")[-1]["step"] == 2
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_error(short_run: list[str], rewards: Path) -> None:
     result = train([*short_run, *flags(reward__function="my_rewards:broken")], extra_path=rewards)
     assert result.returncode == 2
     assert "failed on all" in result.stderr and "RuntimeError: the grader is down" in result.stderr
+    # The advice of the message. Without a checkpoint the run begins anew, and says with what.
+    assert "Fix the function, then run the same command to resume" in result.stderr
+    (rewards / "my_rewards.py").write_text(REWARDS.replace("if calls > 8", "if calls < 0"))
+    fixed = [*short_run, *flags(reward__function="my_rewards:broken", rollout__temperature=0.9, run__num_steps=1)]
+    again = train(fixed, extra_path=rewards)
+    assert again.returncode == 0, again.stderr
+    assert "an earlier start in this folder reached step 0 and left no checkpoint" in again.stdout
+    for change in (
+        "reward.function: the content of my_rewards:broken differs: ",
+        "rollout.temperature: 1.0 -> 0.9",
+        "run.num_steps: 2 -> 1",
+    ):
+        assert f"         changed: {change}" in again.stdout
+    (before,) = (json.loads(line) for line in (rewards / "run/unsaved/metrics_1.jsonl").read_text().splitlines())
+    assert before["step"] == 0 and "eval/accuracy" in before
+    assert [record["step"] for record in step_records(rewards / "run")] == [1]
 
 
 def test_non_finite_gradients_are_skipped_counted_and_then_stop_the_run(short_run: list[str], rewards: Path) -> None:

@@ -62,7 +62,9 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
         snapshots = Snapshots(session.trainer)
         for _ in range(config.train.max_staleness):
             collected = _collect(session, snapshots)
-            samples = make_samples(collected.groups, config.train, config.reward)
+            samples = make_samples(
+                collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
+            )
             scorer = _scorer(session, before, snapshots)
             # The diagnosis asks the engine for combine weights, which the run itself does not replay.
             if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
@@ -209,7 +211,10 @@ def _make_ledger(session: Session, before: Config, snapshots: Snapshots, collect
         exact = LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=torch.float32, device=device)
         scorer = replace(scorer, exact=exact)
     try:
-        samples = make_samples(collected.groups, session.config.train, session.config.reward)
+        config = session.config
+        samples = make_samples(
+            collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
+        )
         trained, chain = scorer.chain(collected.groups, samples)
         scorings = scorer.scorings(chain, samples)
         absent = _missing_causes(before, scorer, {cause for cause, _ in chain})

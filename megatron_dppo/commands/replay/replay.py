@@ -84,7 +84,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
         groups, ages = groups_from_rows(rows)
         collected = CollectedRollouts(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
-        samples = make_samples(groups, config.train, config.reward)
+        samples = make_samples(groups, config.train, config.reward, has_teacher=config.distillation.is_enabled)
         results = update_policy(
             run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, mini_batches
         )

@@ -196,7 +196,7 @@ def test_messages_name_what_the_user_wrote(tmp_path: Path, capsys: pytest.Captur
 def test_a_bad_override_of_a_recorded_step_names_the_run_s_own_file(tmp_path: Path) -> None:
     config = load_config(EXAMPLE / "dppo.toml", ["--run.output_dir", str(tmp_path)])
     (tmp_path / ".megatron_dppo_run.json").write_text("{}")
-    record_start(tmp_path, config, world_size=1, layout="", resumed_step=None, changes=[])
+    record_start(tmp_path, config, world_size=1, layout="", resumed_step=None, changes=[], contents={})
     assert load_config_of_step(tmp_path, 1, ["--loss.name", "grpo"]).loss.name == "grpo"
     with pytest.raises(ConfigError) as caught:
         load_config_of_step(tmp_path, 1, ["--loss.name", "nosuch"])

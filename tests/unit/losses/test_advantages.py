@@ -187,7 +187,7 @@ def test_gdpo_normalizes_each_part_of_a_reward_by_itself() -> None:
         expected.append(row)
     reward = RewardConfig.model_validate({"functions": FUNCTIONS, "format": 0.1})
     samples = make_samples(groups, TrainConfig(advantage="gdpo"), reward)
-    found = [set(sample.advantages[sample.loss_mask].tolist()) for sample in samples]
+    found = [set(sample.advantages[sample.loss_mask].tolist()) or {0.0} for sample in samples]
     assert all(len(values) == 1 for values in found)
     assert [values.pop() for values in found] == pytest.approx([a for row in expected for a in row], abs=1e-4)
     # Rewards that are summed first have no advantage in the first group.

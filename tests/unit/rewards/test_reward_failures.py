@@ -105,6 +105,19 @@ def test_bad_samples_affect_only_themselves_in_every_calling_convention(name: st
     check(texts, run(f"{functions}:{name}", texts), BAD)
 
 
+@pytest.mark.parametrize("name", ["single", "batch", "async_batch", "concurrent", "whole"])
+def test_the_error_has_file_and_line_also_for_a_wrong_value(name: str, functions: Path) -> None:
+    """Of the line that raises, or else of the function that returned the value."""
+    lines = FUNCTIONS.splitlines()
+    texts = ["a"] if name == "whole" else ["a", "none", "raise"]
+    results = run(f"{functions}:{name}", texts)
+    defined = next(number for number, line in enumerate(lines, start=1) if f"def {name}(" in line)
+    raised = lines.index('        raise ValueError("boom")') + 1
+    assert results[-1].error.endswith(f"(at {functions}:{raised})") or name == "whole"
+    wrong = results[0 if name == "whole" else 1].error
+    assert wrong.startswith("TypeError: ") and wrong.endswith(f"(returned by {name}, {functions}:{defined})")
+
+
 def test_an_async_function_runs_samples_concurrently_each_with_its_own_limit(functions: Path) -> None:
     texts = ["a", "hang", "hang", "cancel", "own limit", *"bcdefghijklmnopqrstuvwxyz"]
     errors = {

@@ -27,7 +27,7 @@ FREE = {
         "run.wait_minutes",
         "run.hang_minutes",
     ),
-    *("reward.timeout_seconds", "reward.num_workers", "reward.async_concurrency"),
+    *("reward.max_failed_fraction", "reward.timeout_seconds", "reward.num_workers", "reward.async_concurrency"),
     "distillation.teacher_urls",
     "distillation.teacher_api_key_env",
     "distillation.teacher_timeout_seconds",

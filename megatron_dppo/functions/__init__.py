@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import FunctionError
+from megatron_dppo.functions.user_files import load_user_file, make_importable
 
-_ON_PATH = "The module must be on PYTHONPATH or in the working directory"
-_BESIDE = "A path in a configuration is relative to it, one on the command line to the working directory"
+_ON_PATH = "The module must be installed, on PYTHONPATH or in the working directory"
+_RELATIVE = "A path in a configuration is relative to it, one on the command line to the working directory"
+_BESIDE = "Modules of the file's folder, of PYTHONPATH and installed ones can be imported"
 
 
 def is_function_name(name: str) -> bool:
@@ -45,19 +45,31 @@ def load_function(name: str, setting: str, also: str = "") -> Callable[..., Any]
     if ".py:" in name and not is_file:
         raise FunctionError(f"{setting} = {name!r} has more than one ':'; expected 'path/to/file.py:function'")
     try:
-        module = _load_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+        module = load_user_file(Path(module_name)) if is_file else _import_module(module_name)
         if not hasattr(module, function_name):
             has = ", ".join(name for name, value in vars(module).items() if callable(value) and name[0] != "_")
             raise AttributeError(f"{module_name} has no {function_name!r}; it has {has or 'no function'}")
         function = getattr(module, function_name)
     except (Exception, SystemExit) as error:
-        fix = _BESIDE if is_file else _ON_PATH
+        if not is_file:
+            hint = f". {_ON_PATH}"
+        elif isinstance(error, ModuleNotFoundError):
+            hint = f". {_BESIDE}"
+        else:
+            hint = f". {_RELATIVE}" if isinstance(error, FileNotFoundError) else ""
         raise FunctionError(
-            f"{setting} = {name!r} cannot be imported: {type(error).__name__}: {error}. {fix}"
+            f"{setting} = {name!r} cannot be imported: {type(error).__name__}: {error}{hint}"
         ) from error
     if not callable(function):
         raise FunctionError(f"{setting} = {name!r} is not callable, but {type(function).__name__}")
     return function
+
+
+def _import_module(name: str) -> Any:
+    # `python -m` has the working directory on its path, and the installed command has not.
+    with suppress(OSError):  # it may be deleted
+        make_importable(Path.cwd())
+    return importlib.import_module(name)
 
 
 def check_arguments(
@@ -108,21 +120,3 @@ def _signature(function: Callable[..., Any]) -> str:
         return str(inspect.signature(function))
     except (TypeError, ValueError):
         return "not known"
-
-
-def _load_file(path: Path) -> Any:
-    path = path.resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    # The name has a checksum of the path: two files may have the same base name.
-    name = f"user_file_{zlib.crc32(str(path).encode()):08x}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
