@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import reprlib
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,8 @@ class RewardResult:
     failed: bool = False
     """True if there is no reward; ``error`` has the reason."""
     error: str = ""
+    is_wrong_type: bool = False
+    """True if a function returned what is no reward, or cannot be called so, whatever the answer is."""
     eval_score: float | None = None
     """Score for evaluation if one of several functions is marked for it. None uses the unshaped score."""
 
@@ -138,14 +142,14 @@ def read_reward(value: object) -> tuple[float, dict[str, float]]:
     Parts that are not numbers are dropped: verl's functions also return the extracted answer.
 
     Raises:
-        TypeError, ValueError: The value is no number, not finite in float32, or a table without exactly one of
-            ``score`` and ``reward``.
+        TypeError: The value is no number, or a table without exactly one of ``score`` and ``reward``.
+        ValueError: The number is not finite in float32.
     """
     if not isinstance(value, Mapping):
         return _finite("the reward", value), {}
     present = [key for key in _SCORES if key in value]
     if len(present) != 1:
-        raise ValueError(
+        raise TypeError(
             f"expected exactly one of 'score' and 'reward' in a reward table, got {sorted(map(_name, value))}"
         )
     parts = {
@@ -194,6 +198,16 @@ def _user_line(error: BaseException) -> str:
     return ""
 
 
+def describe_function(function: Callable[..., Any]) -> str:
+    """Return name and place of a user function, such as `` (score at my.py:12)``; empty if Python does not know it."""
+    while isinstance(function, partial):
+        function = function.func
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return "" if code is None else f" ({name} at {code.co_filename}:{code.co_firstlineno})"
+
+
 def short_repr(value: object) -> str:
     """Return a short ``repr``, even if the object's own raises."""
     try:
@@ -232,6 +246,12 @@ def _finite(what: str, value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # An array or a tensor of several numbers raises any of them.
+        raise TypeError(f"{what} must be a number, got {short_repr(value)}") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} must be a finite number, got {short_repr(value)}")
     if abs(number) > _MAX_FLOAT32:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,11 +17,13 @@ from types import FrameType, MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from megatron_dppo.rewards.functions import FunctionSpec, RewardFunction, load
-from megatron_dppo.rewards.item import RewardItem, error_text, read_batch, read_reward
+from megatron_dppo.rewards.item import RewardItem, describe_function, error_text, read_batch, read_reward
 from megatron_dppo.rewards.math import load_parser
 from megatron_dppo.rewards.signatures import call
 
 _T = TypeVar("_T")
+_CALL_ERROR = re.compile(r"\(\) (got an unexpected keyword argument|got multiple values|missing \d+ required|takes )")
+"""Messages of Python's TypeError for arguments that do not fit a function."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask the trainer to stop."""
 
@@ -31,6 +34,8 @@ class ScoringOutcome(NamedTuple):
     score: float
     parts: Mapping[str, float] = MappingProxyType({})
     error: str = ""
+    is_wrong_type: bool = False
+    """True if the error does not depend on the answer: the value is no reward, or the call does not fit."""
 
 
 class Reply(NamedTuple):
@@ -189,7 +194,9 @@ def _score_chunk(
                 partial(_score_batch, function, spec, items, runner), connection
             )
         except BaseException as error:
-            return error_text(error)
+            if len(items) > 1:
+                return error_text(error)
+            outcomes = [_failure(error, function)]
         for index, outcome in enumerate(outcomes):
             connection.send(index, outcome)
     elif function.is_async:
@@ -201,11 +208,25 @@ def _score_chunk(
     return ""
 
 
-def _outcome(value: object) -> ScoringOutcome:
+def _outcome(value: object, function: RewardFunction) -> ScoringOutcome:
     try:
         return ScoringOutcome(*read_reward(value))
+    except TypeError as error:
+        return _wrong_type(error, function)
     except BaseException as error:
         return ScoringOutcome(0.0, {}, error_text(error))
+
+
+def _wrong_type(error: TypeError, function: RewardFunction) -> ScoringOutcome:
+    """Return the outcome of a value that is no reward. No line has raised, so the function itself is named."""
+    return ScoringOutcome(0.0, {}, error_text(error) + describe_function(function.function), is_wrong_type=True)
+
+
+def _failure(error: BaseException, function: RewardFunction) -> ScoringOutcome:
+    """Return the outcome of a function that raised, or that cannot be called with the arguments of its convention."""
+    if isinstance(error, TypeError) and _CALL_ERROR.search(str(error)):
+        return _wrong_type(error, function)
+    return ScoringOutcome(0.0, {}, error_text(error))
 
 
 def _score_one(
@@ -214,9 +235,9 @@ def _score_one(
     try:
         value = call(function.convention, function.function, [item], spec.run_info, function.options)
         # A wrapper may hide that its function is async, so check the value too.
-        return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value, function)
     except BaseException as error:  # Also SystemExit.
-        return ScoringOutcome(0.0, {}, error_text(error))
+        return _failure(error, function)
 
 
 def _score_batch(
@@ -225,7 +246,13 @@ def _score_batch(
     values = call(function.convention, function.function, items, spec.run_info, function.options)
     if inspect.isawaitable(values):
         values = runner.run(_awaited(values))
-    return [_outcome(value) for value in read_batch(values, len(items))]
+    try:
+        rewards = read_batch(values, len(items))
+    except TypeError as error:
+        if len(items) > 1:
+            raise
+        return [_wrong_type(error, function)]
+    return [_outcome(value, function) for value in rewards]
 
 
 async def _awaited(value: Awaitable[object]) -> object:
@@ -246,10 +273,12 @@ async def _score_together(
         try:
             async with limit:
                 outcome = _outcome(
-                    await call(function.convention, function.function, [item], spec.run_info, function.options)
+                    await call(function.convention, function.function, [item], spec.run_info, function.options),
+                    function,
                 )
         except BaseException as error:
-            outcome = ScoringOutcome(0.0, {}, too_slow(timeout) if limit.expired() else error_text(error))
+            too_late = ScoringOutcome(0.0, {}, too_slow(timeout))
+            outcome = too_late if limit.expired() else _failure(error, function)
         connection.send(index, outcome)
 
     await asyncio.gather(*(score(index, item) for index, item in enumerate(items)))

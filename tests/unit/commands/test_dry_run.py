@@ -70,6 +70,7 @@ def test_a_reward_that_fails_on_the_made_up_answer_is_a_warning_and_one_that_ask
     (tmp_path / "mine.py").write_text("def score(completion, label):\n    return 1 / (len(label) - len(label))\n")
     code, out, _ = dry(*SINGLE, "--reward.function", "mine.py:score")
     assert code == 0 and "warning  the reward failed on the made-up answer" in out and "ZeroDivisionError" in out
+    assert "All checks passed." not in out and "All checks passed but the warning" in out
     remote = [
         "--reward.function",
         "reward_model",
@@ -80,6 +81,43 @@ def test_a_reward_that_fails_on_the_made_up_answer_is_a_warning_and_one_that_ask
     ]
     out = dry(*SINGLE, *remote)[1]
     assert "reward   not tried: reward_model sends requests to a server" in out
+
+
+REWARDS = """
+import functools
+
+def hidden(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+def text(completion, label, **_):
+    return 'good'
+
+async def nothing(completion, label, **_):
+    pass
+
+def batch(completions, **_):
+    return 1.0
+
+@hidden
+def unknown(completion, answer):
+    return 1.0
+"""
+
+
+def test_a_reward_of_the_wrong_type_is_refused_with_its_place(dry: Any, tmp_path: Path) -> None:
+    """No answer changes the type, so a run would end at its first scoring."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+    trl = ("--reward.signature", "trl")
+    ours = ("--reward.signature", "megatron_dppo")
+    for name, text, line, signature in (
+        ("text", "TypeError: the reward must be a number, got 'good'", 7, ()),
+        ("nothing", "TypeError: the reward must be a number, got None", 10, ()),
+        ("batch", "TypeError: expected a list of rewards from a batch function, got 1.0", 13, trl),
+        ("unknown", "unexpected keyword argument", 5, ours),
+    ):
+        code, out, error = dry(*SINGLE, "--reward.function", f"mine.py:{name}", *signature)
+        assert code == 2 and "All checks passed" not in out, name
+        assert text in error and f"mine.py:{line})" in error and "return float(...)" in error, error
 
 
 def test_a_last_step_at_learning_rate_zero_is_a_warning(dry: Any) -> None:
