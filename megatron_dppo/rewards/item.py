@@ -246,11 +246,8 @@ def _finite(what: str, value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # An array or a tensor of several numbers raises any of them.
+    # An array or a tensor of several numbers raises any of these.
+    except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{what} must be a number, got {short_repr(value)}") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} must be a finite number, got {short_repr(value)}")
