@@ -22,7 +22,6 @@ from megatron_dppo.commands.doctor.command import add_doctor_arguments, run_doct
 from megatron_dppo.commands.examples import add_examples_arguments, run_examples
 from megatron_dppo.commands.experiments.command import add_experiment_arguments, run_experiment
 from megatron_dppo.commands.experiments.demo_command import add_demo_arguments, run_demo
-from megatron_dppo.commands.extras import missing_extra
 from megatron_dppo.commands.help import add_help_arguments, run_help
 from megatron_dppo.commands.inference import add_eval_arguments, add_generate_arguments, run_eval, run_generate
 from megatron_dppo.commands.launcher_variables import check_launcher_variables
@@ -36,6 +35,7 @@ from megatron_dppo.commands.streams import prepare_streams
 from megatron_dppo.commands.tasks import add_tasks_arguments, run_tasks
 from megatron_dppo.commands.tinker import add_tinker_arguments, run_tinker
 from megatron_dppo.errors import ConfigError, UserError
+from megatron_dppo.extras import missing_extra
 from megatron_dppo.files import raise_file_limit, require_open_files
 from megatron_dppo.report.printable import printable
 
