@@ -19,6 +19,7 @@ from megatron_dppo import __version__
 from megatron_dppo.commands.convert import add_convert_arguments, run_convert
 from megatron_dppo.commands.diagnose.command import add_diagnose_arguments, run_diagnose
 from megatron_dppo.commands.doctor.command import add_doctor_arguments, run_doctor
+from megatron_dppo.commands.doctor.extras import missing_extra
 from megatron_dppo.commands.examples import add_examples_arguments, run_examples
 from megatron_dppo.commands.experiments.command import add_experiment_arguments, run_experiment
 from megatron_dppo.commands.experiments.demo_command import add_demo_arguments, run_demo
@@ -35,7 +36,6 @@ from megatron_dppo.commands.streams import prepare_streams
 from megatron_dppo.commands.tasks import add_tasks_arguments, run_tasks
 from megatron_dppo.commands.tinker import add_tinker_arguments, run_tinker
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.extras import missing_extra
 from megatron_dppo.files import raise_file_limit, require_open_files
 from megatron_dppo.report.printable import printable
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from megatron_dppo.commands.doctor.extras import INSTALL, missing_modules
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.extras import INSTALL, missing_modules
 
 if TYPE_CHECKING:
     from megatron_dppo.commands.doctor.job_rank import JobRank
