@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from megatron_dppo.head.loss import dppo_head_loss
     from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs
     from megatron_dppo.head.vocab_topk import vocab_parallel_topk
-    from megatron_dppo.losses.dppo import dppo_loss
     from megatron_dppo.losses.parts.group_relative import group_relative_advantages
-    from megatron_dppo.losses.parts.policy_loss import policy_loss
+    from megatron_dppo.public import dppo_loss, policy_loss
     from megatron_dppo.types import LossInputs, LossOutput, SamplingMask, TokenTargets
 
 __version__ = "0.1.0"
@@ -44,9 +43,9 @@ _MODULES = {
     "LossOutput": "types",
     "TokenTargets": "types",
     "dppo_head_loss": "head.loss",
-    "dppo_loss": "losses.dppo",
+    "dppo_loss": "public",
     "group_relative_advantages": "losses.parts.group_relative",
-    "policy_loss": "losses.parts.policy_loss",
+    "policy_loss": "public",
     "vocab_parallel_logprobs": "head.vocab_logprobs",
     "vocab_parallel_topk": "head.vocab_topk",
 }
@@ -64,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted(__all__)

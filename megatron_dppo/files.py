@@ -133,6 +133,30 @@ def require_regular_files(folder: Path) -> None:
             raise CheckpointError(f"{path} is not a file; copy the folder again")
 
 
+def is_hub_name(path: str | Path) -> bool:
+    """Return True if a path looks like the name of a repository on the Hugging Face hub, and its owner is no folder."""
+    parts = str(path).split("/")
+    return len(parts) == 2 and all(parts) and not parts[0].startswith((".", "~")) and not Path(parts[0]).exists()
+
+
+def check_model_folder(path: str | Path, key: str) -> None:
+    """Check that a folder has a config.json, and name the download if it is the name of a repository.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    file = Path(path) / "config.json"
+    if file.is_file():
+        return
+    what = f"{key} = {str(path)!r} is not a Hugging Face folder: {file} is missing. "
+    if is_hub_name(path):
+        name = Path(path).name
+        raise CheckpointError(
+            f"{what}Models are read from folders. Fix: hf download {path} --local-dir {name}, then {key} = {name!r}"
+        )
+    raise CheckpointError(f"{what}Expected config.json, tokenizer files and *.safetensors")
+
+
 def is_lfs_pointer(file: Path) -> bool:
     """Return True for a text file that Git LFS leaves in place of a large file that was not fetched."""
     with file.open("rb") as stream:

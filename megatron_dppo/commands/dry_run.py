@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_dppo.commands.preview import model_lines, preview_lines
+from megatron_dppo.commands.preview import RewardTrial, model_lines, preview_lines, try_reward
 from megatron_dppo.config.describe import resolved_defaults
 from megatron_dppo.config.io import LoadedConfig, dump_toml, invalid_config
 from megatron_dppo.config.layout import format_layout, unchecked_layout
@@ -51,12 +51,17 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
         contents = read_contents(start.config.model_dump(mode="json")).contents
         served = read_served_models(start.config).models
         resume_point = problems.attempt(find_resume_point, start.config, start.inputs, contents, served)
+    trial = None
     if rank == 0:
+        if start.inputs is not None and not problems.errors:
+            trial = try_reward(start.config, start.inputs.train_prompts[0])
+            if trial is not None and trial.error is not None:
+                problems.add(trial.error)
         if verbose and not problems.errors:
             print(dump_toml(start.config))
         if world_size is None and "WORLD_SIZE" not in os.environ:
             print(f"for {size} process(es), the fewest of this layout; --world-size N checks it for N")
-        print(printable("\n".join(_summary(start, size, with_reward=not problems.errors))))
+        print(printable("\n".join(_summary(start, size, trial))))
         if resume_point is not None:
             print("\n".join(_resume_lines(resume_point)))
     problems.raise_if_any()
@@ -65,11 +70,13 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
         defaults = resolved_defaults(start.config, start.inputs.layout)
         print("\ndefaults that depend on other keys:")
         print("\n".join(_in_columns([f"{key} = {value}" for key, value in defaults.items()])))
-        print("\nAll checks passed." + ("" if verbose else " --verbose prints the resolved configuration."))
+        failed = trial is not None and trial.failed
+        passed = "All checks passed but the warning: this answer has no reward." if failed else "All checks passed."
+        print(f"\n{passed}" + ("" if verbose else " --verbose prints the resolved configuration."))
     return 0
 
 
-def _summary(start: Start, world_size: int, *, with_reward: bool) -> list[str]:
+def _summary(start: Start, world_size: int, trial: RewardTrial | None) -> list[str]:
     """Return layout and batch arithmetic, which need no model and no data, and whatever else could be read."""
     config = start.config
     lines = []
@@ -79,7 +86,9 @@ def _summary(start: Start, world_size: int, *, with_reward: bool) -> list[str]:
     if start.model is not None and not start.unreliable_sections & {"run", "checkpoint", "model"}:
         lines += model_lines(config, start.model)
     if start.inputs is not None:
-        lines += preview_lines(config, start.inputs, with_reward=with_reward)
+        lines += preview_lines(config, start.inputs)
+    if trial is not None:
+        lines.append(trial.line)
     return [*lines, *start.notes]
 
 

@@ -19,6 +19,7 @@ from megatron_dppo import __version__
 from megatron_dppo.commands.convert import add_convert_arguments, run_convert
 from megatron_dppo.commands.diagnose.command import add_diagnose_arguments, run_diagnose
 from megatron_dppo.commands.doctor.command import add_doctor_arguments, run_doctor
+from megatron_dppo.commands.doctor.extras import missing_extra
 from megatron_dppo.commands.examples import add_examples_arguments, run_examples
 from megatron_dppo.commands.experiments.command import add_experiment_arguments, run_experiment
 from megatron_dppo.commands.experiments.demo_command import add_demo_arguments, run_demo
@@ -99,20 +100,7 @@ def run_or_report(command: _Run, options: argparse.Namespace, overrides: Sequenc
     except UserError as error:
         return report_error(error)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _TRAIN_PACKAGES:
-            raise
-        fix = "Fix: pip install 'megatron-dppo[train]', or '.[train]' in a clone"
-        return report_error(ConfigError(f"the package {package} is not installed. {fix}"))
-
-
-_TRAIN_PACKAGES = frozenset(
-    [
-        *("megatron", "transformers", "tokenizers", "safetensors", "numpy", "psutil", "aiohttp", "orjson", "pybase64"),
-        *("tomli_w", "tree_sitter", "tree_sitter_bash", "yaml", "rich", "sympy", "tensorboard", "matplotlib"),
-    ]
-)
-"""Top-level modules of the extra ``train`` (setup.py)."""
+        return report_error(missing_extra(error, options.command))
 
 
 _OVERRIDES = (
@@ -144,10 +132,10 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 
 def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then train or, with ``--dry-run``, report everything that would stop the run."""
-    from megatron_dppo.commands.dry_run import dry_run
-    from megatron_dppo.config.io import invalid_config, read_config
-
     try:
+        from megatron_dppo.commands.dry_run import dry_run
+        from megatron_dppo.config.io import invalid_config, read_config
+
         check_launcher_variables()
         require_open_files()
         if options.world_size is not None and not options.dry_run:
@@ -166,6 +154,8 @@ def run_train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return run(loaded.config)
     except UserError as error:
         return report_error(error)
+    except ModuleNotFoundError as error:
+        return report_error(missing_extra(error, "train"))
     except RuntimeError as error:
         if not any(text in str(error) for text in _LOST_PEER_MESSAGES):
             raise

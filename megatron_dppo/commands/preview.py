@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import RewardError, UserError
 from megatron_dppo.files import format_bytes
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.rewards.item import RewardItem, RewardResult
@@ -20,21 +21,23 @@ _ASKS_SERVERS = ("reward_model", "judge")
 """Built-in reward functions that send requests."""
 
 
-def preview_lines(config: Config, inputs: Inputs, *, with_reward: bool) -> Iterator[str]:
-    """Yield data, epochs, a prompt and a reward of a run whose data could be read.
+class RewardTrial(NamedTuple):
+    """Result of scoring a made-up answer."""
 
-    Args:
-        config: Configuration of the run.
-        inputs: Model and data.
-        with_reward: Call the reward function.
-    """
+    line: str
+    error: UserError | None = None
+    """Problem that no run survives, because it does not depend on the answer."""
+    failed: bool = False
+    """True if this answer has no reward."""
+
+
+def preview_lines(config: Config, inputs: Inputs) -> Iterator[str]:
+    """Yield data, epochs and a prompt of a run whose data could be read."""
     yield inputs.data_summary
     yield epochs_line(config, inputs)
     prompt = inputs.train_prompts[0]
     yield f"prompt   {_shorten(prompt.text)} (label {_shorten(prompt.label, 60)})"
     yield from overlap_lines(inputs)
-    if with_reward:
-        yield from reward_lines(config, prompt)
 
 
 def model_lines(config: Config, model: ModelInputs) -> Iterator[str]:
@@ -85,27 +88,35 @@ def overlap_lines(data: DataSets) -> Iterator[str]:
             )
 
 
-def reward_lines(config: Config, prompt: Prompt) -> Iterator[str]:
-    """Yield the reward of a made-up answer: the label, in a box. A function that fails is a warning."""
+def try_reward(config: Config, prompt: Prompt) -> RewardTrial | None:
+    """Score a made-up answer: the label, in a box. None: the reward may come from the user's program.
+
+    A function that fails on it is a warning, since its format may be another one. A value that is no reward is an
+    error: no answer changes its type.
+    """
     reward = config.reward
     functions = [each.function for each in reward.functions.values()] if reward.functions else [reward.function]
     if remote := [name for name in functions if name in _ASKS_SERVERS]:
-        yield f"reward   not tried: {remote[0]} sends requests to a server"
-        return
+        return RewardTrial(f"reward   not tried: {remote[0]} sends requests to a server")
     if config.rollout.generate is not None or config.agent.is_set:
-        return  # The reward may come from the user's program.
+        return None
     answer = f"The answer is \\boxed{{{prompt.label}}}."
+    made_up = f"the made-up answer {_shorten(answer, 80)}"
     try:
         result = _score(config, prompt, answer)
     except UserError as error:
-        yield f"warning  the reward failed on the made-up answer {_shorten(answer, 80)}: {error}"
-        return
+        return RewardTrial(f"warning  the reward failed on {made_up}: {error}", failed=True)
+    if result.is_wrong_type:
+        problem = RewardError(
+            f"the reward of {made_up} cannot be used: {result.error}. Fix: end the function with `return float(...)`, "
+            "or a table with 'score', and accept the arguments of its signature (docs/rewards.md)"
+        )
+        return RewardTrial(f"reward   {made_up} has none", problem, failed=True)
     if result.failed:
-        yield f"warning  the reward failed on the made-up answer {_shorten(answer, 80)}: {result.error}"
-        return
+        return RewardTrial(f"warning  the reward failed on {made_up}: {result.error}", failed=True)
     parts = ", ".join(f"{name} {value:.4g}" for name, value in result.parts.items())
     detail = f" ({parts})" if parts else ""
-    yield f"reward   the made-up answer {_shorten(answer, 80)} scores {result.reward:.4g}{detail}"
+    return RewardTrial(f"reward   {made_up} scores {result.reward:.4g}{detail}")
 
 
 def _score(config: Config, prompt: Prompt, answer: str) -> RewardResult:

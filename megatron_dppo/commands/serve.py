@@ -75,6 +75,7 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.engines.serving.environment import rank_variables
     from megatron_dppo.engines.serving.nodes import count_nodes
     from megatron_dppo.engines.serving.processes import visible_gpus
+    from megatron_dppo.files import check_model_folder
 
     # The servers depend on what the loss needs. The mode does not, so that a script can print it for any file.
     only_prints = options.print_mode or options.print_rank_variables or options.print_nodes
@@ -96,6 +97,9 @@ def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if config.rollout.servers.urls:
         return _attach(config, options.urls_file)
+    check_model_folder(config.model.path, "model.path")
+    if config.rollout.servers.model is not None:
+        check_model_folder(config.rollout.servers.model, "rollout.servers.model")
     server = server_options(
         config.rollout,
         config.model,

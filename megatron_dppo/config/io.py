@@ -125,7 +125,7 @@ def _read_values(values: TomlTable, problems: list[str]) -> LoadedConfig:
             for detail in details
             if not unreliable_sections or (detail["loc"] and detail["loc"][0] not in unreliable_sections)
         ]
-        problems += [text for text in map(_explain, reliable) if text not in problems]
+        problems += [text for text in _explain_all(reliable) if text not in problems]
         # A list, not a generator: every detail must be replaced, so any() must not stop at the first.
         if not any([_replace(values, detail["loc"]) for detail in details]):
             return LoadedConfig(None, problems, frozenset(unreliable_sections))
@@ -178,7 +178,7 @@ def validate(values: TomlTable, origin: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise invalid_config(origin, [_explain(detail) for detail in error.errors()]) from error
+        raise invalid_config(origin, _explain_all(error.errors())) from error
 
 
 def config_problems(values: TomlTable) -> list[str]:
@@ -277,6 +277,17 @@ def _parse_value(text: str) -> object:
         return text
 
 
+def _explain_all(details: Sequence[ErrorDetails]) -> list[str]:
+    """Return one message for each cause: a misspelt key is not also a missing one."""
+    unknown = [(detail, _explain(detail)) for detail in details if detail["type"] == "extra_forbidden"]
+
+    def is_misspelt(detail: ErrorDetails) -> bool:
+        section, key = detail["loc"][:-1], detail["loc"][-1]
+        return any(other["loc"][:-1] == section and f"did you mean {key!r}?" in text for other, text in unknown)
+
+    return [_explain(detail) for detail in details if detail["type"] != "missing" or not is_misspelt(detail)]
+
+
 def _explain(detail: ErrorDetails) -> str:
     path = ".".join(str(part) for part in detail["loc"])
     value, message = detail["input"], detail["msg"].removeprefix("Value error, ")
@@ -290,6 +301,9 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{path} is missing; it has no default"
     if isinstance(value, dict):
         return f"{path}: {message}" if path else message
+    is_scalar = detail["type"] in ("int_type", "float_type", "bool_type")
+    if is_scalar and isinstance(value, str) and isinstance(_parse_value(value.strip()), bool | int | float):
+        return f"{path} = {value!r}: {message}. Fix: write it without quotes: {value.strip()}"
     return f"{path} = {value!r}: {message}"
 
 

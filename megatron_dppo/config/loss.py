@@ -7,6 +7,7 @@ selects the class (a discriminated union).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
@@ -114,7 +115,19 @@ class LossConfig(Section):
     def __new__(cls, **values: Any) -> Self:
         """Create an object of the class that ``name`` selects."""
         # LossConfig(name="grpo") gives the class of that loss, so that callers need not know the classes.
-        return cast(Self, super().__new__(loss_class_for(values) if cls is LossConfig else cls))
+        selected = loss_class_for(values) if cls is LossConfig else cls
+        selected._check_names(values)
+        return cast(Self, super().__new__(selected))
+
+    @classmethod
+    def _check_names(cls, values: Mapping[str, Any]) -> None:
+        """Check that every keyword of a call is a key of some loss; pydantic would not name the nearest one."""
+        known = [*dict.fromkeys([*cls.model_fields, *LossConfig.known_fields()])]
+        for key in values:
+            if key not in known:
+                near = dict.fromkeys([*(name for name in known if key in name), *get_close_matches(key, known)])
+                hint = f"did you mean {' or '.join(map(repr, list(near)[:4]))}?" if near else f"it has {sorted(known)}."
+                raise ValueError(f"LossConfig has no key {key!r} = {values[key]!r}; {hint}")
 
     def __reduce__(self) -> Any:
         # Rebuild by name: the class of a user's loss lives in a file that pickle cannot import.

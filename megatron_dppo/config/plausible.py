@@ -120,6 +120,10 @@ def check_plausible(key: str, value: object) -> None:
     if isinstance(value, str) and key not in _FREE_TEXTS:
         if key in _PATHS and not value.strip():
             raise ValueError("the path is empty; remove the key, or set a path")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(
+                "the name has bytes that are not UTF-8; rename it, or start with PYTHONUTF8=1 in a terminal of UTF-8"
+            )
         if not value.isprintable():
             raise ValueError("the text has a line break or a control character; expected a name or a path")
         if any(len(part.encode()) > _LONGEST_NAME for part in value.split("/")):

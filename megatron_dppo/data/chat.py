@@ -97,8 +97,8 @@ class ChatOptions:
         if not tokenizer.chat_template:
             reason = "the prompt is a list of messages" if self.apply is None else "data.apply_chat_template = true"
             raise DataError(
-                f"{row.location}: {reason}, but the tokenizer has no chat template. Use a plain string, or a model "
-                "folder whose tokenizer has one"
+                f"{row.location}: {reason}, but the tokenizer has no chat template. Use a plain string, or copy "
+                "the model's chat_template.jinja (or its tokenizer_config.json with one) into its folder"
             )
         messages: Messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         if self.system_prompt is not None and messages[0]["role"] != "system":
@@ -158,8 +158,8 @@ def load_tokenizer(path: str | Path) -> Any:
     require_regular_files(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(
-            f"model.path = {str(path)!r} has no tokenizer; expected tokenizer.json in the folder. Copy the tokenizer "
-            "files of the model there"
+            f"model.path = {str(path)!r} has no tokenizer; expected tokenizer.json in the folder. Copy tokenizer.json, "
+            "tokenizer_config.json and, if the model has it, chat_template.jinja there"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -7,6 +7,7 @@ has. All rows of a source must have the same layout, so that no row is read by a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ LABEL_COLUMNS = ("label", "reward_model.ground_truth", "answer", "Answer", "solu
 _ANSWER_COLUMNS = ("answer", "solution")
 """Columns whose text may wrap the answer (``_answer``)."""
 _BOX = "\\boxed{"
-_LAST_LINE = "\n#### "
+_LAST_LINE = re.compile(r"\n####(?!#)[ \t]*")
 """Start of GSM8K's last line, which has the answer."""
 _SUPERVISED_COLUMN = "messages"
 """Column of prompts, or of prompts with their answers in supervised data."""
@@ -145,6 +146,11 @@ def _read_prompt(location: str, record: Mapping[str, Any], key: str) -> str | Me
             return prompt
         prompt = parsed
     if isinstance(prompt, list) and prompt:
+        if all(isinstance(each, str) for each in prompt):
+            raise DataError(
+                f"{location}: field {key!r} is a column of {len(prompt)} texts, expected one prompt. Write each row of "
+                "the table as an object of its own"
+            )
         if problem := messages_problem(prompt):
             raise DataError(f"{location}: field {key!r} holds no chat messages: {problem}")
         return clean_messages(prompt)
@@ -194,13 +200,18 @@ def _single_box(text: str) -> str | None:
 def _answer(text: str) -> str:
     r"""Return the answer without its wrapping: in ``\boxed{..}`` (math-ai/aime24), or after ``####`` (GSM8K)."""
     boxed = _single_box(text)
-    return text.rpartition(_LAST_LINE)[2] if boxed is None else boxed
+    return _LAST_LINE.split(text)[-1] if boxed is None else boxed
 
 
 def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout) -> DataRow:
     label = require(location, record, layout.label_key) if layout.label_key else ""
+    # The row's other columns are the function's metadata, nested ones as a table.
+    outer_column = layout.label_key.partition(".")[0]
     if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise DataError(f"{location}: field {layout.label_key!r} must be a string or a number, got {label!r}")
+        raise DataError(
+            f"{location}: field {layout.label_key!r} must be a string or a number, got {label!r:.80}. Fix: write it as "
+            f"text, or set data.label_key = '' and let your reward function read metadata[{outer_column!r}]"
+        )
     text = label if isinstance(label, str) else number_to_text(location, layout.label_key, label)
     used = (layout.prompt_key, layout.label_key)
     return DataRow(

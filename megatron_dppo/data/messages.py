@@ -67,6 +67,8 @@ def messages_problem(value: list[Any]) -> str:
             )
         if not isinstance(content, str):
             return f"message {index} has the content {content!r:.80}, expected text"
+    if not any(message["content"].strip() or message.get("tool_calls") for message in value):
+        return "all messages are empty"
     if value[-1]["role"] == "assistant" and not any(message["role"] != "assistant" for message in value):
         return "there is no message before the assistant's"
     return ""

@@ -174,7 +174,9 @@ class PromptDataset:
             for row in rows:
                 # For the error below: ``PackedList`` knows nothing of rows.
                 location = row.location
-                prompt = _to_prompt(row, tokenizer, chat)
+                # The variables of the template are for the agent's calls, which a task in plain text has to become.
+                is_text = are_tasks and isinstance(row.prompt, str)
+                prompt = _to_prompt(row, tokenizer, replace(chat, template_kwargs={}) if is_text else chat)
                 prompt = _as_task(prompt, row) if are_tasks else prompt
                 exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
                 # If the response may fill the context, no prompt fits, however short.

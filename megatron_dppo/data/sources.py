@@ -11,6 +11,7 @@ from typing import Any
 from megatron_dppo.data.json_values import check_values, parse_array, parse_object
 from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.errors import DataError
+from megatron_dppo.files import is_hub_name
 
 HUB = "hf:"
 _HUB_ADDRESS = re.compile(r"(?:hf://|https?://huggingface\.co/)datasets/([^/\s]+/[^/\s?#]+)")
@@ -67,11 +68,11 @@ def _open(source: str) -> Iterator[Record]:
     file = Path(source)
     if not file.is_file():
         reason = "is a folder, not a JSONL or Parquet file" if file.is_dir() else "does not exist"
-        hint = f". For a data set of the Hugging Face hub write {HUB}{source}" if _looks_like_hub_name(source) else ""
+        hint = f". For a data set of the Hugging Face hub write {HUB}{source}" if is_hub_name(source) else ""
         raise DataError(f"data file {source!r} {reason} (looked in {file.resolve().parent}){hint}")
     with file.open("rb") as opened:
         start = opened.read(_START_BYTES)
-    if problem := _foreign_format(start):
+    if problem := _foreign_format(start) or _TABLES.get(file.suffix.lower(), ""):
         raise DataError(f"data file {source!r} {problem}")
     if file.suffix.lower() == ".parquet" or start.startswith(_PARQUET_MAGIC):
         return _read_parquet(file)
@@ -96,11 +97,6 @@ def require(location: str, record: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _looks_like_hub_name(source: str) -> bool:
-    parts = source.split("/")
-    return len(parts) == 2 and all(parts) and not parts[0].startswith(".") and not Path(parts[0]).exists()
-
-
 def _read_jsonl(file: Path) -> Iterator[Record]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -114,6 +110,17 @@ def _read_json_array(file: Path) -> Iterator[Record]:
     """Yield the objects of a JSON array, which may extend over several lines; each is named by its number."""
     for number, record in enumerate(parse_array(str(file), file.read_bytes()), start=1):
         yield f"{file.name}:{number}", record
+
+
+_TABLES = {
+    **{
+        suffix: f"is a {suffix[1:].upper()} table, not a JSONL, JSON or Parquet file. Convert it: "
+        f"pandas.read_csv(FILE{separator}).to_json('train.jsonl', orient='records', lines=True)"
+        for suffix, separator in ((".csv", ""), (".tsv", ", sep='\\t'"))
+    },
+    **dict.fromkeys((".yaml", ".yml"), "is YAML, not JSONL, JSON or Parquet. Write each row as JSON on one line"),
+}
+"""Formats without a magic number, by the ending of the file, and how to convert them."""
 
 
 def _foreign_format(start: bytes) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.files import require_regular_files
+from megatron_dppo.files import check_model_folder, require_regular_files
 from megatron_dppo.hf.config_keys import check_config_keys
 from megatron_dppo.hf.families import ALIASES, FAMILIES, get_family
 from megatron_dppo.hf.families.family import check_sizes
@@ -54,11 +54,7 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
         CheckpointError: There is no config.json, or transformers cannot read it, or the end tokens are no token ids.
     """
     folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{key} = {str(path)!r} is not a Hugging Face folder: {folder / 'config.json'} is missing. "
-            "Expected config.json, tokenizer files and *.safetensors"
-        )
+    check_model_folder(folder, key)
     require_regular_files(folder)
     try:
         hf_config = _load_config(folder)

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class RewardResult:
     failed: bool = False
     """True if there is no reward; ``error`` has the reason."""
     error: str = ""
+    is_wrong_type: bool = False
+    """True if a function returned what is no reward, or cannot be called so, whatever the answer is."""
     eval_score: float | None = None
     """Score for evaluation if one of several functions is marked for it. None uses the unshaped score."""
 
@@ -139,14 +142,14 @@ def read_reward(value: object) -> tuple[float, dict[str, float]]:
     Parts that are not numbers are dropped: verl's functions also return the extracted answer.
 
     Raises:
-        TypeError, ValueError: The value is no number, beyond ``MAX_REWARD``, or a table without exactly one of
-            ``score`` and ``reward``.
+        TypeError: The value is no number, or a table without exactly one of ``score`` and ``reward``.
+        ValueError: The number is not finite, or beyond ``MAX_REWARD``.
     """
     if not isinstance(value, Mapping):
         return _finite("the reward", value), {}
     present = [key for key in _SCORES if key in value]
     if len(present) != 1:
-        raise ValueError(
+        raise TypeError(
             f"expected exactly one of 'score' and 'reward' in a reward table, got {sorted(map(_name, value))}"
         )
     parts = {
@@ -202,6 +205,8 @@ def _user_line(error: BaseException) -> str:
 def _defining_line(function: Callable[..., Any] | None) -> str:
     """Return where a function of the user is defined, such as `` (returned by score, my.py:12)``; empty if unknown."""
     try:
+        while isinstance(function, partial):
+            function = function.func
         inner = inspect.unwrap(function) if function is not None else None
         code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     except BaseException:  # Attributes of the user's object may raise.
@@ -254,6 +259,9 @@ def _finite(what: str, value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
+    # An array or a tensor of several numbers raises any of these.
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{what} must be a number, got {short_repr(value)}") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} must be a finite number, got {short_repr(value)}")
     if abs(number) > MAX_REWARD:

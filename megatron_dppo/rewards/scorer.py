@@ -133,7 +133,10 @@ class RewardScorer:
         eval_score = next((each.score for function, each in pairs if function.is_eval and not each.error), None)
         if errors := [(function.name, each.error) for function, each in pairs if each.error]:
             error = "; ".join(f"{name}: {text}" if name else text for name, text in errors)
-            return RewardResult(reward=0.0, failed=True, error=error, eval_score=eval_score)
+            is_wrong_type = any(each.is_wrong_type for _, each in pairs)
+            return RewardResult(
+                reward=0.0, failed=True, error=error, is_wrong_type=is_wrong_type, eval_score=eval_score
+            )
         parts: dict[str, float] = {}
         for function, each in pairs:
             prefix = f"{function.name}/" if function.name else ""

@@ -7,6 +7,7 @@ import inspect
 import io
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,8 @@ from megatron_dppo.rewards.math import load_parser
 from megatron_dppo.rewards.signatures import call
 
 _T = TypeVar("_T")
+_CALL_ERROR = re.compile(r"\(\) (got an unexpected keyword argument|got multiple values|missing \d+ required|takes )")
+"""Messages of Python's TypeError for arguments that do not fit a function."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask the trainer to stop."""
 
@@ -32,6 +35,8 @@ class ScoringOutcome(NamedTuple):
     score: float
     parts: Mapping[str, float] = MappingProxyType({})
     error: str = ""
+    is_wrong_type: bool = False
+    """True if the error does not depend on the answer: the value is no reward, or the call does not fit."""
 
 
 class Reply(NamedTuple):
@@ -192,7 +197,9 @@ def _score_chunk(
                 partial(_score_batch, function, spec, items, runner), connection
             )
         except BaseException as error:
-            return error_text(error, function.function)
+            if len(items) > 1:
+                return error_text(error, function.function)
+            outcomes = [_failure(error, function)]
         for index, outcome in enumerate(outcomes):
             connection.send(index, outcome)
     elif function.is_async:
@@ -207,8 +214,22 @@ def _score_chunk(
 def _outcome(value: object, function: RewardFunction) -> ScoringOutcome:
     try:
         return ScoringOutcome(*read_reward(value))
+    except TypeError as error:
+        return _wrong_type(error, function)
     except BaseException as error:
         return ScoringOutcome(0.0, {}, error_text(error, function.function))
+
+
+def _wrong_type(error: TypeError, function: RewardFunction) -> ScoringOutcome:
+    """Return the outcome of a value that is no reward. No line has raised, so the function itself is named."""
+    return ScoringOutcome(0.0, {}, error_text(error, function.function), is_wrong_type=True)
+
+
+def _failure(error: BaseException, function: RewardFunction) -> ScoringOutcome:
+    """Return the outcome of a function that raised, or that cannot be called with the arguments of its convention."""
+    if isinstance(error, TypeError) and _CALL_ERROR.search(str(error)):
+        return _wrong_type(error, function)
+    return ScoringOutcome(0.0, {}, error_text(error, function.function))
 
 
 def _score_one(
@@ -219,7 +240,7 @@ def _score_one(
         # A wrapper may hide that its function is async, so check the value too.
         return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value, function)
     except BaseException as error:  # Also SystemExit.
-        return ScoringOutcome(0.0, {}, error_text(error))
+        return _failure(error, function)
 
 
 def _score_batch(
@@ -228,7 +249,13 @@ def _score_batch(
     values = call(function.convention, function.function, items, spec.run_info, function.options)
     if inspect.isawaitable(values):
         values = runner.run(_awaited(values))
-    return [_outcome(value, function) for value in read_batch(values, len(items))]
+    try:
+        rewards = read_batch(values, len(items))
+    except TypeError as error:
+        if len(items) > 1:
+            raise
+        return [_wrong_type(error, function)]
+    return [_outcome(value, function) for value in rewards]
 
 
 async def _awaited(value: Awaitable[object]) -> object:
@@ -253,7 +280,8 @@ async def _score_together(
                     function,
                 )
         except BaseException as error:
-            outcome = ScoringOutcome(0.0, {}, too_slow(timeout) if limit.expired() else error_text(error))
+            too_late = ScoringOutcome(0.0, {}, too_slow(timeout))
+            outcome = too_late if limit.expired() else _failure(error, function)
         connection.send(index, outcome)
 
     await asyncio.gather(*(score(index, item) for index, item in enumerate(items)))

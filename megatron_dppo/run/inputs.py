@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -115,7 +116,9 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
         layout = errors.attempt(resolve_layout, *chosen)
     if hf_config is not None and shape is not None:
         errors.attempt(_check_model, config, hf_config, shape)
-    tokenizer = errors.attempt(load_tokenizer, config.model.path)
+    # Without a config.json there is no model, which is one problem and not two.
+    has_model = (Path(config.model.path) / "config.json").is_file()
+    tokenizer = errors.attempt(load_tokenizer, config.model.path) if has_model else None
     if tokenizer is not None and hf_config is not None:
         errors.attempt(_check_vocabulary, config.model.path, tokenizer, hf_config)
     complete = None

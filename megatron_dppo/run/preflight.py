@@ -31,7 +31,7 @@ from megatron_dppo.report.steps.files import require_pyarrow
 from megatron_dppo.run.engines import connect_servers, open_generate_function, open_scorer
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.run.output_checks import output_problems, space_problems
-from megatron_dppo.run.run_folder import check_output_dir
+from megatron_dppo.run.run_folder import check_output_dir, foreign_files
 from megatron_dppo.run.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
 from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.weights.open_by_pidfd import pidfd_problem
@@ -251,6 +251,10 @@ def _output(start: Start) -> Iterable[UserError]:
     if problems:
         return problems
     check_output_dir(start.config)
+    if entries := foreign_files(start.config):
+        shown = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
+        folder = start.config.run.output_dir
+        start.notes.append(f"note     {folder} is no run and not empty ({shown}): the run writes beside these files")
     return ()
 
 

@@ -90,6 +90,14 @@ def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
     }
 
 
+def _differences(old: Any, new: Any) -> tuple[Any, Any]:
+    """Return two values of an identity; of tables only the fields that differ."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return old, new
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
+
+
 def find_resume_point(
     config: Config, inputs: Inputs, contents: Contents, served: ServedModels | None = None
 ) -> ResumePoint | None:
@@ -133,10 +141,11 @@ def find_resume_point(
     differing = [key for key, value in identity.items() if state["identity"][key] != value]
     if refused := [key for key in differing if key == "model" or not is_fork]:
         key = refused[0]
+        old, new = _differences(state["identity"][key], identity[key])
         sources = "" if key != "prompts" else f" (data.train = {state['config']['data']['train']!r})"
         here = "" if key != "prompts" else f" (data.train = {config.data.train!r})"
         raise CheckpointError(
-            f"{chosen} was written with {key} = {state['identity'][key]}{sources}, this run has {identity[key]}{here}. "
+            f"{chosen} was written with {key} = {old}{sources}, this run has {new}{here}. "
             "Fix: use the same value, or another run.output_dir"
         )
 

@@ -152,6 +152,14 @@ def check_output_dir(config: Config) -> None:
         )
 
 
+def foreign_files(config: Config) -> list[str]:
+    """Return the entries of an output folder in which no run began; empty if a run did, or there is no folder."""
+    folder = Path(config.run.output_dir)
+    if not folder.is_dir() or (folder / MARKER).exists():
+        return []
+    return sorted(entry.name for entry in folder.iterdir())
+
+
 def _inputs(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the keys and values of all existing paths that the run reads."""
     named: dict[str, Any] = {

@@ -32,6 +32,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "config": ({"errors", "files", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
+    "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
         {"errors", "files", "types"},

@@ -113,7 +113,9 @@ def test_pickles_give_back_what_they_got() -> None:
     config = md.LossConfig(name="dppo_topk_tv", topk=7, divergence_threshold_low=0.3)
     reloaded = pickle.loads(pickle.dumps(config))
     assert isinstance(reloaded, md.LossConfig) and type(reloaded) is type(config) and reloaded == config
-    inputs = md.LossInputs(logprobs=torch.ones(2), advantages=torch.ones(2), loss_mask=torch.tensor([True, False]))
+    inputs = md.LossInputs(
+        logprobs=-torch.ones(2, requires_grad=True), advantages=torch.ones(2), loss_mask=torch.tensor([True, False])
+    )
     back = pickle.loads(pickle.dumps(inputs))
     assert torch.equal(back.loss_mask, inputs.loss_mask) and back.rollout_logprobs is None
     output = md.policy_loss(

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from megatron_dppo.commands.doctor.extras import INSTALL, missing_modules
 from megatron_dppo.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_dppo.commands.doctor.job_rank import JobRank
     from megatron_dppo.commands.doctor.self_test import SelfTestReport
     from megatron_dppo.commands.doctor.servers import ServerReport
-    from megatron_dppo.config.schema import Config
+from megatron_dppo.config.schema import Config
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
@@ -78,6 +79,11 @@ def run_doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if options.no_self_test:
         redactor.print("\n## Self-test\n", "skipped (--no-self-test)")
+    elif missing := missing_modules():
+        names = ", ".join(missing)
+        redactor.print("\n## Self-test\n", f"not run: training needs the extra [train]; not installed: {names}")
+        redactor.print(f"fix: {INSTALL}")
+        num_problems += 1
     else:
         redactor.print("\n## Self-test (a minute or two)\n")
         self_test = run_self_test(len(machine.gpus))

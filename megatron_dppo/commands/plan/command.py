@@ -14,6 +14,7 @@ from megatron_dppo.errors import PlanError
 
 if TYPE_CHECKING:
     from megatron_dppo.commands.plan.search import PlanSearch
+    from megatron_dppo.commands.plan.submit import sbatch_line
 
 _NUM_NEAREST = 3
 """Number of alternatives that are printed when a run does not fit."""
@@ -114,6 +115,7 @@ def run_plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             mean_response=mean,
         )
         print(format_plan(plan, verbose=options.verbose), flush=True)
+        print(f"submit   {sbatch_line(options.config, overrides, plan.step, machine)}", flush=True)
         if not plan.oversized_ranks:
             return 0
         print(_format_nearest(new_search()))

@@ -157,6 +157,8 @@ class StepPlan:
     """Seconds of the proof that servers hold the weights."""
     save: float
     """Seconds in which a checkpoint is written."""
+    has_evaluation: bool
+    """True if the run evaluates. An evaluation counts as long as the sampling of a step."""
     is_overlapped: bool
     """True if servers sample later steps while the trainer updates (``train.max_staleness``)."""
     num_steps: int | None
@@ -176,8 +178,18 @@ class StepPlan:
 
     @property
     def stop_seconds(self) -> float:
-        """Seconds that a stop needs at most: a whole step and a save."""
-        return self.seconds + self.save
+        """Seconds that a stop needs at most: a whole step, an evaluation and a save."""
+        return self.seconds + self.evaluation + self.save
+
+    @property
+    def evaluation(self) -> float:
+        """Seconds of an evaluation, an assumption: its number of prompts is not known without the data."""
+        return (self.rollout or 0.0) if self.has_evaluation else 0.0
+
+    @property
+    def signal_seconds(self) -> int:
+        """Seconds before the job's limit at which Slurm has to signal, in whole minutes: ``--signal`` of all pages."""
+        return max(LAUNCH_SIGNAL_SECONDS, math.ceil(self.stop_seconds / 60) * 60)
 
     @property
     def gpu_hours(self) -> float | None:
@@ -288,6 +300,7 @@ def plan_step(
         sync=(transfers.sync_seconds or 0.0) + proof,
         proof=proof,
         save=transfers.checkpoint / (nodes * machine.disk_bandwidth),
+        has_evaluation=bool(config.data.eval) and config.eval.every > 0,
         is_overlapped=config.train.max_staleness > 0 and num_servers > 0 and not config.rollout.servers.colocated,
         num_steps=None if config.run.num_epochs is not None else config.run.num_steps,
         gpus=layout.world_size + server_gpus,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -347,10 +346,11 @@ def _run_line(step: StepPlan) -> str:
 
 
 def _stop_lines(step: StepPlan) -> list[str]:
-    needed = math.ceil(step.stop_seconds / 60) * 60
+    needed = step.signal_seconds
+    evaluation = f", an evaluation ({_seconds(step.evaluation)}, as its sampling)" if step.has_evaluation else ""
     lines = [
-        f"stop     a step and a save ({_seconds(step.save)}) take {_seconds(step.stop_seconds)}; an evaluation comes "
-        f"on top. Submit with --signal=B:TERM@{needed} or more"
+        f"stop     a step{evaluation} and a save ({_seconds(step.save)}) take {_seconds(step.stop_seconds)}. "
+        f"Submit with --signal=B:TERM@{needed}"
     ]
     if needed > LAUNCH_SIGNAL_SECONDS:
         lines.append(

@@ -61,6 +61,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
         FunctionError: A user's function raised, or returned something unusable.
         ValueError: A required input is missing, shapes differ, a mask is not bool, or ``entropy`` has no gradient
             although there is an entropy bonus, or ``topk_logprobs`` although the score is centered.
+            ``megatron_dppo.policy_loss`` also refuses ``logprobs`` without a gradient, of integers, NaN or above 0, and
+            advantages that are not finite. A GPU would wait for these values, so there only the first call of each
+            loss checks them. A name as ``config`` and a list as a column are a TypeError.
     """
     loss = as_loss(config)
     # Prepare: check the inputs, and replace values outside the loss mask by zeros.

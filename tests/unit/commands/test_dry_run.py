@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.commands.main import train_main
+from tests.unit.published_folders import write_published_folder
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CHAIN_SUM = EXAMPLES / "chain_sum/dppo.toml"
@@ -71,6 +70,7 @@ def test_a_reward_that_fails_on_the_made_up_answer_is_a_warning_and_one_that_ask
     (tmp_path / "mine.py").write_text("def score(completion, label):\n    return 1 / (len(label) - len(label))\n")
     code, out, _ = dry(*SINGLE, "--reward.function", "mine.py:score")
     assert code == 0 and "warning  the reward failed on the made-up answer" in out and "ZeroDivisionError" in out
+    assert "All checks passed." not in out and "All checks passed but the warning" in out
     remote = [
         "--reward.function",
         "reward_model",
@@ -81,6 +81,43 @@ def test_a_reward_that_fails_on_the_made_up_answer_is_a_warning_and_one_that_ask
     ]
     out = dry(*SINGLE, *remote)[1]
     assert "reward   not tried: reward_model sends requests to a server" in out
+
+
+REWARDS = """
+import functools
+
+def hidden(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+def text(completion, label, **_):
+    return 'good'
+
+async def nothing(completion, label, **_):
+    pass
+
+def batch(completions, **_):
+    return 1.0
+
+@hidden
+def unknown(completion, answer):
+    return 1.0
+"""
+
+
+def test_a_reward_of_the_wrong_type_is_refused_with_its_place(dry: Any, tmp_path: Path) -> None:
+    """No answer changes the type, so a run would end at its first scoring."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+    trl = ("--reward.signature", "trl")
+    ours = ("--reward.signature", "megatron_dppo")
+    for name, text, line, signature in (
+        ("text", "TypeError: the reward must be a number, got 'good'", 7, ()),
+        ("nothing", "TypeError: the reward must be a number, got None", 10, ()),
+        ("batch", "TypeError: expected a list of rewards from a batch function, got 1.0", 13, trl),
+        ("unknown", "unexpected keyword argument", 5, ours),
+    ):
+        code, out, error = dry(*SINGLE, "--reward.function", f"mine.py:{name}", *signature)
+        assert code == 2 and "All checks passed" not in out, name
+        assert text in error and f"mine.py:{line})" in error and "return float(...)" in error, error
 
 
 def test_a_last_step_at_learning_rate_zero_is_a_warning(dry: Any) -> None:
@@ -155,39 +192,11 @@ def test_a_model_that_megatron_refuses_to_build_is_refused(dry: Any) -> None:
     assert dry(*large)[0] == 0
 
 
-def write_sparse_model(folder: Path) -> None:
-    """A published model (the folder's name) in names and shapes; its weights are holes in files of about 4 GB."""
-    from megatron_dppo.commands.plan.models import load_model_config
-    from megatron_dppo.hf.folder import weight_shapes
-
-    hf_config = load_model_config(folder.name)[0]  # before a folder of that name exists
-    shutil.copytree(EXAMPLES / "chain_sum/model", folder)
-    (folder / "generation_config.json").unlink()
-    ids = {"eos_token_id": 3, "bos_token_id": 3, "pad_token_id": 3}
-    (folder / "config.json").write_text(json.dumps(hf_config.to_dict() | ids))
-    names = list(weight_shapes(hf_config).items())
-    weight_map = {}
-    count = 1 + sum(2 * math.prod(shape) for _, shape in names) // 4_000_000_000
-    for number in range(count):
-        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-        header, end = {}, 0
-        for name, shape in names[number::count]:
-            begin, end = end, end + 2 * math.prod(shape)
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-            weight_map[name] = file
-        text = json.dumps(header).encode()
-        with (folder / file).open("wb") as target:
-            target.write(struct.pack("<Q", len(text)) + text)
-            target.truncate(8 + len(text) + end)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def test_the_first_check_of_the_30b_readme_passes_without_servers_and_without_a_gpu(
     dry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """WORLD_SIZE=32, on a disk that is too small for 430 GB a checkpoint: that is a warning on this machine."""
-    write_sparse_model(tmp_path / "Qwen3-30B-A3B")
+    write_published_folder(tmp_path / "Qwen3-30B-A3B", "Qwen3-30B-A3B")
     train = rows(tmp_path / "train.jsonl", [f"{i}+{j}=" for i in range(8) for j in range(8)])
     held_out = [rows(tmp_path / f"{name}.jsonl", [f"{i}-9="]) for i, name in enumerate(("a", "b"))]
     data = ["--data.train", train, "--data.eval.aime24", held_out[0], "--data.eval.aime25", held_out[1]]
@@ -203,41 +212,6 @@ def test_the_first_check_of_the_30b_readme_passes_without_servers_and_without_a_
     # bf16 weights, the fp32 copy and two moments: 14 bytes a parameter.
     assert "disk     427.4 GB a checkpoint, at most 3 at a time = 1.3 TB" in out
     assert "warning  the run needs about 1.3 TB" in out and "100.0 GB free" in out
-
-
-def recipe_commands(readme: Path) -> list[list[str]]:
-    """The dry runs in a recipe's README, as arguments with the number of processes."""
-    lines = readme.read_text(encoding="utf-8").splitlines()
-    commands = [line.split() for line in lines if line.startswith("WORLD_SIZE=") and "--dry-run" in line]
-    return [["--world-size", words[0].partition("=")[2], *words[4:]] for words in commands]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "model", "parameters", "layouts"),
-    [
-        ("qwen3_5_35b_a3b", "Qwen3.5-35B-A3B", "34,660,610,688", ["dp4", "dp8", "dp16"]),
-        ("gpt_oss_20b", "gpt-oss-20b", "20,914,757,184", ["dp4", "dp4", "dp8"]),
-        pytest.param("qwen3_5_397b_a17b", "Qwen3.5-397B-A17B", "396,346,350,336", ["dp8"], marks=pytest.mark.long),
-    ],
-)
-def test_the_dry_runs_of_the_recipes_pass_without_gpus(
-    recipe: str, model: str, parameters: str, layouts: list[str], dry: Any, tmp_path: Path
-) -> None:
-    write_sparse_model(tmp_path / model)
-    train = rows(tmp_path / "train.jsonl", [f"{i}+{j}=" for i in range(8) for j in range(8)])
-    held_out = []
-    if recipe != "qwen3_5_397b_a17b":
-        files = [rows(tmp_path / f"{name}.jsonl", [f"{i}-9="]) for i, name in enumerate(("aime24", "aime25"))]
-        held_out = ["--data.eval.aime24", files[0], "--data.eval.aime25", files[1]]
-    (tmp_path / "swe_agent.py").write_text("")
-    folder = EXAMPLES / recipe
-    commands = recipe_commands(folder / "README.md")
-    assert len(commands) == len(layouts)
-    for command, layout in zip(commands, layouts, strict=True):
-        code, out, error = dry("--data.train", train, *held_out, *command, config=folder / "dppo.toml")
-        assert (code, error) == (0, ""), error
-        assert "All checks passed." in out and f" {layout} " in out and f"model    {parameters} parameters" in out
 
 
 LOSSES = """

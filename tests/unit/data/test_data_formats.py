@@ -193,6 +193,16 @@ def test_an_agent_cannot_continue_an_answer() -> None:
         PromptDataset([row], tokenizer, **limits, are_tasks=True)
 
 
+def test_variables_of_the_template_are_for_the_calls_of_an_agent_with_tasks_in_plain_text() -> None:
+    tokenizer = load_tokenizer(MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
+    limits: dict[str, Any] = {"max_prompt_tokens": 40, "max_new_tokens": 40, "context_length": 256}
+    rows, chat = [DataRow("a.jsonl:1", "1+1=", "2")], ChatOptions(template_kwargs={"enable_thinking": False})
+    assert PromptDataset(rows, tokenizer, **limits, chat=chat, are_tasks=True)[0].text == "1+1="
+    with pytest.raises(DataError, match="the prompt is a plain string, to which no chat template is applied"):
+        PromptDataset(rows, tokenizer, **limits, chat=chat)
+
+
 def test_a_message_that_the_template_leaves_out_is_an_error() -> None:
     template = (
         "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content|trim }}{% endif %}{% endfor %}"

@@ -157,3 +157,38 @@ def test_a_list_of_another_length_is_retried_in_halves_and_other_types_stop_the_
 def test_small_concurrency_gives_the_same(functions: Path) -> None:
     texts = ["a", "raise", "b", "c", "d"]
     check(texts, run(f"{functions}:concurrent", texts, concurrency=2), BAD)
+
+
+KINDS = """
+import fractions, numpy, torch
+
+def score(completion, label, **_):
+    return eval(label)
+"""
+WRONG = ["None", "'1.0'", "b'1'", "(1.0,)", "[1.0]", "numpy.ones(2)", "torch.ones(2)", "1j", "{}", "{'accuracy': 1}"]
+WRONG += ["{'score': None}", "{'score': 1, 'reward': 1}", "len", "object()", "(x for x in 'a')", "fractions", "{1.0}"]
+RIGHT = [
+    "1",
+    "True",
+    "0.5",
+    "numpy.float16(1)",
+    "torch.ones(())",
+    "fractions.Fraction(1, 3)",
+    "{'score': 1, 'part': 'x'}",
+]
+BY_ANSWER = ["float('nan')", "1 / 0", "len(3)", "int('a')", "{'score': float('inf')}"]
+
+
+def test_only_a_value_of_the_wrong_type_is_marked(tmp_path: Path) -> None:
+    """What depends on the answer is not: a quotient by zero, a text that is no number."""
+    file = tmp_path / "kinds.py"
+    file.write_text(KINDS)
+    scorer = RewardScorer(f"{file}:score", timeout_seconds=60, num_workers=1)
+    items = [RewardItem(prompt="", completion="", label=label) for label in (*WRONG, *RIGHT, *BY_ANSWER)]
+    results = dict(zip((*WRONG, *RIGHT, *BY_ANSWER), scorer.score(items), strict=True))
+    scorer.close()
+    assert [label for label, result in results.items() if result.is_wrong_type] == WRONG
+    assert [label for label, result in results.items() if not result.failed] == RIGHT
+    for label in WRONG:
+        assert results[label].error.endswith(f" (score at {file}:4)"), results[label].error
+    assert results["len(3)"].error.endswith(")") and "score at" not in results["len(3)"].error
