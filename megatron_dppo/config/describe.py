@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES
+from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES, FOREIGN_KEY_NOTES
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.loss_aliases import ALIAS_VERSIONS, LOSS_ALIASES
 from megatron_dppo.config.removed import RENAMED_KEYS, removed_key_hint
@@ -129,7 +129,8 @@ def explain(name: str, *, verbose: bool = True) -> str:
         return explain(renamed[0])
     if wanted in FOREIGN_KEY_NAMES:
         path = FOREIGN_KEY_NAMES[wanted]
-        return f"{wanted} of another framework is here:\n{_entry(path, fields[path])}"
+        note = FOREIGN_KEY_NOTES.get(wanted)
+        return f"{wanted} of another framework is here{f' ({note})' if note else ''}:\n{_entry(path, fields[path])}"
     hint = closest_hint(wanted) or "; docs/configuration.md lists all keys"
     raise ConfigError(f"no key, section or loss is called {name!r}{hint}")
 

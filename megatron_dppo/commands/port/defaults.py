@@ -32,6 +32,8 @@ _VERL: dict[str, Any] = {
     "trainer.n_gpus_per_node": 8,
     "actor_rollout_ref.model.lora_rank": 0,
     "actor_rollout_ref.model.lora_alpha": 16,
+    "actor_rollout_ref.model.lora.rank": 0,
+    "actor_rollout_ref.model.lora.alpha": 32,
     _A + "ppo_mini_batch_size": 256,
     _A + "ppo_epochs": 1,
     _A + "ppo_max_token_len_per_gpu": 16384,
@@ -72,24 +74,26 @@ _VERL: dict[str, Any] = {
     _C + "rollout_is_threshold": 2.0,
     _C + "bypass_mode": False,
     "sapo.loss_agg_mode": "seq-mean-token-mean",
+    "geo_mean.loss_agg_mode": "seq-mean-token-mean",
 }
 """Defaults of verl 0.9.1. Versions from 0.6.1 to its main branch of 22 August 2026 (1dda039) agree, but for GSPO."""
 _VERL_OLDER = {**_VERL, "gspo.loss_agg_mode": "seq-mean-token-mean"}
 """``compute_policy_loss_gspo`` ignores ``loss_agg_mode`` in these versions."""
 _WITHOUT_CORRECTION = {key: value for key, value in _VERL.items() if not key.startswith(_C)}
 
+_SEPARATE: dict[str, Any] = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, _C + "bypass_mode": True}
+"""What both programs set whose servers have GPUs of their own."""
 FULLY_ASYNC: Mapping[str, Any] = {
+    **_SEPARATE,
     "async_training.staleness_threshold": 0.1,
     "async_training.trigger_parameter_sync_step": 4,
     "async_training.require_batches": 1,
     "async_training.partial_rollout": True,
     "rollout.total_rollout_steps": 100,
-    "rollout.nnodes": 1,
-    "rollout.n_gpus_per_node": 8,
 }
 """``fully_async_policy/config/fully_async_ppo_*_trainer.yaml`` of verl 0.9.1."""
-ONE_STEP_ASYNC: Mapping[str, Any] = {"async_training.one_step": True}
-"""Marks ``one_step_off_policy``, which has no key of its own for it."""
+ONE_STEP_ASYNC: Mapping[str, Any] = {**_SEPARATE, "async_training.one_step": True}
+"""``one_step_off_policy``. It has no key of its own that says so."""
 
 _SLIME: dict[str, Any] = {
     "advantage-estimator": ["grpo"],
@@ -105,6 +109,8 @@ _SLIME: dict[str, Any] = {
     "rollout-temperature": ["1.0"],
     "rollout-top-p": ["1.0"],
     "rollout-top-k": ["-1"],
+    "rollout-num-gpus-per-engine": ["1"],
+    "num-gpus-per-node": ["8"],
     "n-samples-per-eval-prompt": ["1"],
     "lr": ["1e-6"],
     "min-lr": ["0.0"],
@@ -148,6 +154,12 @@ _PRIME_RL: dict[str, Any] = {
     "trainer.optim.max_norm": 1.0,
     "trainer.scheduler.type": "constant",
     "trainer.model.seq_len": 2048,
+    "trainer.model.lora.rank": 16,
+    "trainer.model.lora.alpha": 32.0,
+    "deployment.gpus_per_node": 8,
+    "deployment.num_infer_gpus": 1,
+    "deployment.num_infer_replicas": 1,
+    "monitors.wandb.project": "prime-rl",
 }
 """Defaults of prime-rl at 559b447 (21 August 2026)."""
 _PRIME_RL_09 = {key: value for key, value in _PRIME_RL.items() if "dppo_mask" not in key and "ipo_threshold" not in key}

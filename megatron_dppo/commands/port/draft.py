@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, count
+from pathlib import PurePath
 from typing import Any, Literal
 
 from megatron_dppo.config.describe import keys
@@ -30,6 +34,7 @@ _OPTIONAL = (
     "run.seed",
     "rollout.sglang.",
     "rollout.vllm.",
+    "rollout.servers.count",
 )
 """Keys that do not change what is trained. Their unread values are listed, and the key is left out."""
 
@@ -98,6 +103,8 @@ class Draft:
     """Keys of this package that depend on an unread value. They get no default."""
     num_processes: int | None = None
     """Processes of the original run. None if the file does not say."""
+    last_read: str = ""
+    """Setting that was read last."""
 
     def read(self, key: str, convert: Callable[[Any], Any]) -> Any:
         """Return the converted value of a setting, or the framework's default. None if it has neither.
@@ -106,6 +113,7 @@ class Draft:
             UnreadSettingError: The value is unknown, or is not of the expected form.
         """
         self.consulted.add(key)
+        self.last_read = key
         setting = self.source.get(key)
         if setting is None:
             value = self.defaults.get(key)
@@ -116,7 +124,7 @@ class Draft:
             return None
         try:
             return convert(setting.value)
-        except (ValueError, TypeError, KeyError, SyntaxError) as error:
+        except (ValueError, TypeError, KeyError, SyntaxError, OverflowError) as error:
             raise UnreadSettingError(key, f"{_shown(setting.value)!r} is not a value of {key}") from error
 
     def has(self, key: str) -> bool:
@@ -129,8 +137,12 @@ class Draft:
         before = set(self.consulted)
         try:
             yield
-        except UnreadSettingError as error:
-            self.record(error.key, "unread", error.reason)
+        except (UnreadSettingError, ArithmeticError) as raised:
+            error = raised
+            if not isinstance(error, UnreadSettingError):
+                error = UnreadSettingError(self.last_read, "a size of 0, or too large")
+            optional = ", ".join(path for path in paths if path.startswith(_OPTIONAL))
+            self.record(error.key, "unread", error.reason + (f"; {optional} keeps its default" if optional else ""))
             for path in paths:
                 self.leave_to_user(path, error.key, error.reason)
             waiting = {key: f"{paths[0]} also depends on {error.key}" for key in self.consulted - before}
@@ -328,7 +340,7 @@ def items(value: Any) -> list[str]:
         return [text(inside)]
     try:
         return [text(part) for part in ast.literal_eval(inside)]
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return [text(part) for part in inside.strip("[]").split(",") if part.strip()]
 
 
@@ -338,6 +350,30 @@ def one_or_list(value: Any) -> str | list[str]:
     if not parsed:
         raise ValueError("an empty list")
     return parsed[0] if len(parsed) == 1 else parsed
+
+
+def name_files(files: Sequence[str]) -> dict[str, str]:
+    """Return files by names that differ: that of the file, with as many folders before it as that takes.
+
+    Example:
+        >>> name_files(["/d/gsm8k/test.parquet", "/d/math/test.parquet", "/d/aime.parquet"])
+        {'gsm8k_test': '/d/gsm8k/test.parquet', 'math_test': '/d/math/test.parquet', 'aime': '/d/aime.parquet'}
+    """
+    parts = {file: (*PurePath(file).parts[:-1], PurePath(file).stem) for file in files}
+    named: dict[str, str] = {}
+    uses = Counter(name for path in parts.values() for name in {_joined(path, 1), _joined(path, 2)})
+    for file in parts:
+        names = [_joined(parts[file], depth) for depth in range(1, len(parts[file]) + 1)]
+        # A number is left for paths that differ only in characters that a name cannot have.
+        numbered = (f"{names[-1]}_{i}" for i in count(2))
+        name = next(name for name in chain(names, numbered) if name not in named and uses[name] < 2)
+        named[name] = file
+    return named
+
+
+def _joined(parts: Sequence[str], depth: int) -> str:
+    """Return the last parts of a path as the name of a set."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", "_".join(parts[-depth:])).strip("_") or "file"
 
 
 def literal(value: Any) -> Any:

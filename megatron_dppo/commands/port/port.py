@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,18 @@ from typing import Any
 import tomli_w
 
 from megatron_dppo.commands.port import prime_rl, slime, verl
+from megatron_dppo.commands.port.budget import limited
 from megatron_dppo.commands.port.defaults import DEFAULTS, default_version
 from megatron_dppo.commands.port.draft import FILL_IN, Draft, PortedSetting, Rule, apply_rules
-from megatron_dppo.commands.port.settings import SourceFile, read_shell, read_toml, read_yaml
+from megatron_dppo.commands.port.settings import OTHER_FILES, SourceFile, read_shell, read_toml, read_yaml
 from megatron_dppo.config.io import config_problems
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.report.printable import printable_toml
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
+"""``owner/name``. A folder is written with a slash, a dot or a tilde before it."""
+_MAX_SETTINGS = 10_000
+_FIX = "Fix: give the training command itself"
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,10 @@ class PortedConfig:
     """Keys to fill in, missing keys and wrong values. Empty if the configuration is valid and complete."""
     num_processes: int | None
     """Processes of the original run. None if the file does not say."""
+    loss: Mapping[str, Any]
+    """Table ``[loss]``."""
+    hub_name: str | None
+    """``model.path`` if it is a name of the Hugging Face hub, which has to be downloaded. None for a folder."""
 
 
 def port(
@@ -72,10 +84,16 @@ def port(
     """
     reader = _READERS.get(path.suffix)
     if reader is None:
-        raise ConfigError(
-            f"{str(path)!r}: expected a launch script (.sh), verl's YAML or prime-rl's TOML, by its ending"
-        )
-    return translate(reader(path, root or path.parent, variables or {}), path.stem, version)
+        endings = "expected a launch script (.sh), verl's YAML or prime-rl's TOML, by its ending"
+        raise ConfigError(f"{str(path)!r}: {endings}. {OTHER_FILES.format(name='num_generations')}")
+    try:
+        with limited():
+            return translate(reader(path, root or path.parent, variables or {}), path.stem, version)
+    except RecursionError as error:
+        raise ConfigError(f"{str(path)!r} is nested too deeply for a launch script. {_FIX}") from error
+    except (MemoryError, ValueError, OSError) as error:
+        # Nothing in a stranger's file may end in a traceback.
+        raise ConfigError(f"{str(path)!r} cannot be read ({type(error).__name__}: {error}). {_FIX}") from error
 
 
 def translate(source: SourceFile, name: str, version: str | None = None) -> PortedConfig:
@@ -89,6 +107,8 @@ def translate(source: SourceFile, name: str, version: str | None = None) -> Port
     Raises:
         ConfigError: The version is unknown.
     """
+    if len(source.settings) > _MAX_SETTINGS:
+        raise ConfigError(f"The file has {len(source.settings):,} settings, more than {_MAX_SETTINGS:,}. {_FIX}")
     version = version or default_version(source.framework)
     if version not in DEFAULTS[source.framework]:
         known = ", ".join(DEFAULTS[source.framework])
@@ -103,10 +123,12 @@ def translate(source: SourceFile, name: str, version: str | None = None) -> Port
     return PortedConfig(
         stack=source.framework,
         version=version,
-        toml=tomli_w.dumps(_sort_sections(draft.values)),
+        toml=printable_toml(tomli_w.dumps(_sort_sections(draft.values))),
         rows=draft.rows,
         problems=[*source.problems, *_problems(draft)],
         num_processes=draft.num_processes,
+        loss=draft.values.get("loss", {}),
+        hub_name=path if _HUB_NAME.fullmatch(path := str(draft.get("model.path"))) else None,
     )
 
 

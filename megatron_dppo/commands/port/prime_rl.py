@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+from megatron_dppo.commands.port.derived import ServerGpus, put_server_count, put_targets
 from megatron_dppo.commands.port.draft import (
     Draft,
     Rule,
     UnreadSettingError,
     flag,
     integer,
+    items,
     literal,
     map_to,
     number,
@@ -23,8 +25,8 @@ _LOSS = "trainer.loss."
 TABLE: dict[str, Rule] = {
     "max_steps": map_to("run.num_steps", integer),
     "output_dir": map_to("run.output_dir", text),
-    "trainer.model.name": map_to("model.path", text, "a local folder is needed: download it (hf download)"),
-    "model.name": map_to("model.path", text, "a local folder is needed: download it (hf download)"),
+    "trainer.model.name": map_to("model.path", text),
+    "model.name": map_to("model.path", text),
     "orchestrator.group_size": map_to("rollout.samples_per_prompt", integer),
     "orchestrator.train.sampling.max_completion_tokens": map_to("rollout.max_new_tokens", integer),
     "orchestrator.train.sampling.temperature": map_to("rollout.temperature", number),
@@ -34,6 +36,7 @@ TABLE: dict[str, Rule] = {
     "orchestrator.eval.sampling.max_completion_tokens": map_to("eval.max_new_tokens", integer),
     "orchestrator.eval.sampling.temperature": map_to("eval.temperature", number),
     "orchestrator.eval.num_examples": map_to("eval.max_prompts", integer),
+    "orchestrator.eval.group_size": map_to("eval.samples_per_prompt", integer),
     "orchestrator.concurrency.max_inflight": map_to(
         "rollout.servers.max_in_flight", integer, "of one data-parallel rank"
     ),
@@ -42,15 +45,10 @@ TABLE: dict[str, Rule] = {
     "trainer.optim.betas1": map_to("optimizer.adam_beta1", number),
     "trainer.optim.betas2": map_to("optimizer.adam_beta2", number),
     "trainer.optim.max_norm": map_to("optimizer.clip_grad", number),
-    "trainer.scheduler.type": map_to("optimizer.lr_decay_style", text),
-    "trainer.scheduler.warmup_steps": map_to("optimizer.lr_warmup_steps", integer),
     "trainer.scheduler.min_lr": map_to("optimizer.min_lr", number),
     "trainer.model.cp": map_to("parallel.context_parallel_size", integer),
     "trainer.model.ep": map_to("parallel.expert_model_parallel_size", integer),
     "trainer.model.tp": map_to("parallel.tensor_model_parallel_size", integer),
-    "trainer.model.lora.rank": map_to("lora.rank", integer),
-    "trainer.model.lora.alpha": map_to("lora.alpha", number),
-    "monitors.wandb.project": map_to("log.wandb_project", text),
     "ckpt.interval": map_to("checkpoint.save_every", integer),
     "ckpt.keep_last": map_to("checkpoint.keep", integer),
     "inference.vllm.enable_return_routed_experts": unsupported("asked for where train.router_replay needs it"),
@@ -78,7 +76,11 @@ def combine(draft: Draft) -> None:
         _loss(draft)
     _advantage(draft)
     _sizes(draft)
+    _schedule(draft)
+    _adapters(draft)
     draft.put("rollout.engine", "vllm", note="prime-rl's engine")
+    with draft.target("rollout.servers.count", "rollout.vllm.data-parallel-size"):
+        _servers(draft)
     with draft.target("train.router_replay"):
         if draft.read("trainer.enable_router_replay", flag):
             draft.put("train.router_replay", "rollout", "trainer.enable_router_replay")
@@ -86,6 +88,9 @@ def combine(draft: Draft) -> None:
         kind = draft.read("trainer.optim.type", text)
         if kind != "adamw":
             raise UnreadSettingError("trainer.optim.type", f"{kind}: Adam is the only optimizer here")
+    with draft.target("log.wandb_project"):
+        if _has_table(draft, "monitors.wandb"):
+            draft.put("log.wandb_project", draft.read("monitors.wandb.project", text), "monitors.wandb.project")
     with draft.target("run.output_dir"):
         name = draft.read("monitors.wandb.name", text)
         if name and not draft.has("output_dir"):
@@ -95,6 +100,66 @@ def combine(draft: Draft) -> None:
         trainers = draft.read("deployment.num_train_gpus", integer)
         nodes = draft.read("deployment.num_train_nodes", integer)
         draft.num_processes = trainers or (8 * nodes if nodes else None)
+
+
+def _has_table(draft: Draft, name: str) -> bool:
+    """Return True if the file has a table, also an empty one: prime-rl fills it with defaults."""
+    return any(key == name or key.startswith(name + ".") for key in draft.source)
+
+
+def _adapters(draft: Draft) -> None:
+    table = "trainer.model.lora"
+    if not _has_table(draft, table):
+        return
+    draft.record(table, "ported", "lora.rank")
+    with draft.target("lora.rank"):
+        for name, harmless in (("dropout", 0), ("modules_to_save", None)):
+            value = draft.read(f"{table}.{name}", number if name == "dropout" else items)
+            if value and value != harmless:
+                raise UnreadSettingError(f"{table}.{name}", f"{value}: adapters here have no {name}")
+        draft.put("lora.rank", draft.read(f"{table}.rank", integer), f"{table}.rank")
+    with draft.target("lora.alpha"):
+        draft.put("lora.alpha", draft.read(f"{table}.alpha", number), f"{table}.alpha")
+    with draft.target("lora.target_modules"):
+        names = draft.read(f"{table}.target_modules", items)
+        if names:
+            is_without_experts = "gate_proj" in names and "experts" not in names
+            note = "experts of a mixture get adapters, too" if is_without_experts else ""
+            put_targets(draft, names, f"{table}.target_modules", note)
+
+
+def _servers(draft: Draft) -> None:
+    """Translate the number of servers: prime-rl fills its GPUs with data-parallel ranks of one vLLM."""
+    gpus_key, nodes_key, before = "deployment.num_infer_gpus", "deployment.num_infer_nodes", "inference.vllm."
+    nodes = draft.read(nodes_key, integer)
+    per_node = draft.read("deployment.gpus_per_node" if nodes else gpus_key, integer)
+    nodes = (nodes or 1) * draft.read("deployment.num_infer_replicas", integer)
+    size = draft.read(before + "tensor_parallel_size", integer) or 1
+    ranks_key = before + "data_parallel_size"
+    if draft.read(before + "enable_expert_parallel", flag) and draft.read(ranks_key, integer) is None and nodes == 1:
+        # Experts are spread over the ranks of one server, so these cannot be servers of their own.
+        note = f"{per_node} GPUs / {size}"
+        draft.put("rollout.vllm.data-parallel-size", per_node // size, note=note)
+        return
+    size *= draft.read(ranks_key, integer) or 1
+    put_server_count(draft, ServerGpus(per_node, nodes, size), gpus_key, nodes_key)
+    for key in (gpus_key, nodes_key):
+        draft.record(key, "ported", "rollout.servers.count")
+
+
+def _schedule(draft: Draft) -> None:
+    """Translate the schedule of the learning rate. Only ``linear`` and ``cosine`` have a warm-up, of ten steps."""
+    before = "trainer.scheduler."
+    with draft.target("optimizer.lr_decay_style", "optimizer.lr_warmup_steps"):
+        kind = draft.read(before + "type", text)
+        if kind == "linear":
+            reason = "linear: prime-rl lowers the rate in the last decay_steps alone; choose constant, linear or cosine"
+            raise UnreadSettingError(before + "type", reason)
+        draft.put("optimizer.lr_decay_style", kind, before + "type")
+        if kind != "constant":
+            steps = draft.read(before + "warmup_steps", integer)
+            note = "" if draft.has(before + "warmup_steps") else "prime-rl's default"
+            draft.put("optimizer.lr_warmup_steps", 10 if steps is None else steps, before + "warmup_steps", note=note)
 
 
 def _loss(draft: Draft) -> None:

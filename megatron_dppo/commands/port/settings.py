@@ -8,14 +8,19 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_dppo.commands.port.budget import MAX_FILE_BYTES, spend
 from megatron_dppo.commands.port.defaults import FULLY_ASYNC, ONE_STEP_ASYNC, SLIME_ASYNC
 from megatron_dppo.commands.port.draft import Setting
 from megatron_dppo.commands.port.shell import Launch, find_launch, read_script
 from megatron_dppo.commands.port.shell_values import Word
+from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import read_regular_file
+
+if TYPE_CHECKING:
+    import yaml
 
 _KNOWN_VARIABLES = ("HOME", "PWD", "USER")
 """Environment variables that paths in a script may use."""
@@ -49,6 +54,13 @@ _SHIPPED_CONFIGS = (
 )
 """Names of verl's own configurations. Their values are the defaults of its version."""
 _KEY = re.compile(r"[+~]*[A-Za-z_][\w./@-]*=")
+_NODE_STEPS = 50
+_LONGEST_NAME = 1000
+"""Longest name of a program or module. A longer word is none."""
+OTHER_FILES = (
+    "There is no port for TRL, NeMo-RL and other Python programs. Fix: write the TOML by hand (docs/adoption.md); "
+    "megatron-dppo help {name} shows the key here for a name there"
+)
 
 
 @dataclass
@@ -92,9 +104,11 @@ def read_text(path: Path) -> str:
         ConfigError: It cannot be read.
     """
     try:
-        return read_regular_file(path).decode("utf-8-sig").replace("\r\n", "\n")
+        return read_regular_file(path, MAX_FILE_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}. Expected a UTF-8 text file") from error
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {error}. Expected a UTF-8 text file of at most {MAX_FILE_BYTES >> 10} KiB"
+        ) from error
 
 
 def first_argument(words: Sequence[str]) -> int | None:
@@ -102,8 +116,9 @@ def first_argument(words: Sequence[str]) -> int | None:
     if words and words[0].rpartition("/")[2] in _NOT_PROGRAMS:
         return None
     for i, word in enumerate(words):
-        if word == "-m" and i + 1 < len(words) and _MODULES.search(words[i + 1]):
-            return None if _OTHER_PROGRAMS.search(words[i + 1]) else i + 2
+        module = words[i + 1] if i + 1 < len(words) else ""
+        if word == "-m" and len(module) <= _LONGEST_NAME and _MODULES.search(module):
+            return None if _OTHER_PROGRAMS.search(module) else i + 2
         # The word before it is the interpreter.
         if word.rpartition("/")[2] in _PROGRAMS and i > 0:
             return i + 1
@@ -207,8 +222,8 @@ def _parse_flags(source: SourceFile, words: Sequence[Word]) -> None:
             continue
         elif key and not (word.unknown and _is_opaque(text, source.settings[key])):
             setting = source.settings[key]
-            reason = setting.unread or word.unknown or word.blank
-            source.settings[key] = Setting([*setting.value, text], reason)
+            setting.value.append(text)
+            source.settings[key] = Setting(setting.value, setting.unread or word.unknown or word.blank)
         elif word.unknown:
             _add_opaque(source, word)
     if "custom-config-path" in source.settings:
@@ -228,7 +243,9 @@ def read_yaml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFil
     """
     values = _load_yaml(path)
     if not {"actor_rollout_ref", "data", "trainer"} & values.keys():
-        raise ConfigError(f"{str(path)!r}: expected verl's tables (actor_rollout_ref, data, trainer)")
+        name = next((str(key) for key in values if key in FOREIGN_KEY_NAMES), "num_generations")
+        tables = "expected verl's tables (actor_rollout_ref, data, trainer)"
+        raise ConfigError(f"{str(path)!r}: {tables}. {OTHER_FILES.format(name=name)}")
     source = SourceFile("verl")
     for entry in values.pop("defaults", None) or []:
         if str(entry) not in (*_SHIPPED_CONFIGS, "_self_"):
@@ -242,12 +259,41 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
+        loader = yaml.SafeLoader(read_text(path))
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError(f"{str(path)!r} is empty; expected verl's tables (actor_rollout_ref, data, trainer)")
+        # An alias stands for a copy of what its anchor names, so it is counted before it is copied.
+        spend(_expanded_size(node, {}))
+        values = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{str(path)!r} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{str(path)!r}: expected verl's tables (actor_rollout_ref, data, trainer)")
     return values
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return the characters and nodes of a YAML node with a copy for each alias.
+
+    Args:
+        node: The node.
+        sizes: Sizes by the identity of a node. 0 marks one whose parts are being counted.
+    """
+    size = sizes.get(id(node))
+    if size is None:
+        sizes[id(node)] = 0
+        parts = node.value if isinstance(node.value, list) else []
+        size = _NODE_STEPS + (0 if parts else len(node.value))
+        for part in parts:
+            for child in part if isinstance(part, tuple) else (part,):
+                size += _expanded_size(child, sizes)
+        # Before the numbers get long themselves.
+        spend(size)
+        sizes[id(node)] = size
+    elif not size:
+        raise ConfigError("The YAML has an anchor that contains itself. Fix: write the values out")
+    return size
 
 
 def resolve_references(source: SourceFile) -> None:
@@ -271,7 +317,7 @@ def read_toml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFil
     """
     try:
         values = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from error
     # The trainer's and the fine-tuning's own files have [optim] or [data] at their top level.
     if not {"orchestrator", "trainer", "inference", "deployment"} & values.keys() or {"optim", "data"} & values.keys():
@@ -283,7 +329,8 @@ def flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
     """Yield ``("a.b", 1)`` for nested tables, and ``a[0].b`` for a list of tables."""
     for key, value in values.items():
         name = f"{before}{key}"
-        if isinstance(value, dict):
+        spend(_NODE_STEPS + len(name))
+        if isinstance(value, dict) and value:
             yield from flatten(value, name + ".")
         elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
             yield from _flatten_list(value, name)

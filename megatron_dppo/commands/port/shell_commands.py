@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tree_sitter import Node
 
+from megatron_dppo.commands.port.budget import MAX_FILE_BYTES
 from megatron_dppo.commands.port.shell_conditions import evaluate_words
 from megatron_dppo.commands.port.shell_control import Command, ControlFlow
 from megatron_dppo.commands.port.shell_values import State, Word, join_words, line, merge_states, node_text, parse
@@ -16,7 +17,6 @@ from megatron_dppo.errors import ConfigError
 
 _MAX_DEPTH = 20
 """Deepest nesting of functions, sourced files and strings that are scripts."""
-_MAX_FILE_SIZE = 1 << 20
 _HARMLESS_FILES = re.compile(
     r"(activate|conda\.sh|bashrc|\.profile|bash_profile|set_env\.sh|setvars\.sh|modules?\.sh)\b"
 )
@@ -134,7 +134,7 @@ class ScriptReader(ControlFlow):
         for folder in folders:
             path = Path(folder, word.text).resolve()
             # After ``resolve``, so that no link leads out of the root.
-            if path.is_relative_to(self._root) and path.is_file() and path.stat().st_size <= _MAX_FILE_SIZE:
+            if path.is_relative_to(self._root) and path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
                 return path
         return None
 
@@ -176,7 +176,8 @@ class ScriptReader(ControlFlow):
     def shift(self, node: Node, arguments: Sequence[Word]) -> bool | None:
         """Read ``shift``."""
         count = arguments[0].text if arguments else "1"
-        self.expander.arguments = self.expander.arguments[int(count) if count.isdigit() else 1 :]
+        is_number = re.fullmatch(r"[0-9]{1,9}", count) is not None
+        self.expander.arguments = self.expander.arguments[int(count) if is_number else 1 :]
         return None
 
     def set_arguments(self, node: Node, arguments: Sequence[Word]) -> bool | None:

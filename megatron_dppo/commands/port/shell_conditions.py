@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from tree_sitter import Node
 
 from megatron_dppo.commands.port.shell_expansion import Expander
-from megatron_dppo.commands.port.shell_values import UnknownValueError, Word, node_text
+from megatron_dppo.commands.port.shell_values import UnknownValueError, Word, matches, node_text
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
@@ -118,11 +117,11 @@ def _unary(sign: str, text: str) -> bool | None:
 
 def _binary(left: str, sign: str, right: str, is_pattern: bool) -> bool | None:
     if sign in ("=", "=="):
-        return fnmatch.fnmatchcase(left, right) if is_pattern else left == right
+        return matches(left, right) if is_pattern else left == right
     if sign == "!=":
         return negate(_binary(left, "=", right, is_pattern))
     if sign in _NUMBERS:
-        if not all(re.fullmatch(r"\s*-?\d+\s*", text) for text in (left, right)):
+        if not all(re.fullmatch(r"\s*-?\d{1,18}\s*", text) for text in (left, right)):
             return None
         return _NUMBERS[sign](int(left), int(right))
     if sign in ("<", ">", r"\<", r"\>"):

@@ -6,7 +6,6 @@ differently is unknown, with the reason.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tree_sitter import Node
 
+from megatron_dppo.commands.port.budget import spend
 from megatron_dppo.commands.port.shell_conditions import both, evaluate_test, negate
 from megatron_dppo.commands.port.shell_expansion import Expander
 from megatron_dppo.commands.port.shell_nodes import assigned_names, is_left_early, patterns, split_clause
@@ -24,16 +24,14 @@ from megatron_dppo.commands.port.shell_values import (
     Word,
     join_words,
     line,
+    matches,
     merge_states,
     node_text,
 )
-from megatron_dppo.errors import ConfigError
 
 _MAX_ITERATIONS = 1000
 """Iterations of a counted loop that are gone through."""
-_MAX_STATEMENTS = 20_000
-_MAX_CHARACTERS = 100_000
-"""Longest value of a variable."""
+_STATEMENT_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class ControlFlow(ABC):
         self.script = Script()
         self._conditions: list[str] = []
         self._functions: dict[str, Node] = {}
-        self._num_statements = 0
         self._locals: list[dict[str, Variable | None]] = []
 
     @property
@@ -78,11 +75,8 @@ class ControlFlow(ABC):
 
     def walk(self, node: Node) -> bool | None:
         """Read a statement, and return whether it succeeds. None if that is unknown."""
-        self._num_statements += 1
-        if self._num_statements > _MAX_STATEMENTS:
-            raise ConfigError(
-                f"The script runs more than {_MAX_STATEMENTS} statements. Fix: give the training command itself"
-            )
+        # Its parts are looked through once or a few times.
+        spend(_STATEMENT_STEPS + node.end_byte - node.start_byte)
         if node.type == "ERROR" and node_text(node).strip("\\ \n"):
             self.script.unread.append(f"line {line(node)}: {node_text(node)[:40]!r} cannot be parsed")
         if node.type == "command":
@@ -108,10 +102,7 @@ class ControlFlow(ABC):
             key = word.text
         is_added = any(child.type == "+=" for child in node.children)
         variable = dict(self._state.variables.get(name, {}))
-        if sum(len(word.text) + 1 for word in variable.values()) > _MAX_CHARACTERS:
-            raise ConfigError(
-                f"${name} has more than {_MAX_CHARACTERS} characters. Fix: give the training command itself"
-            )
+        spend(10 * len(variable))
         if value is not None and value.type == "array":
             elements = self._array(value)
             start = len(variable) if is_added else 0
@@ -235,7 +226,7 @@ class ControlFlow(ABC):
             self._either(line(node), condition, choices)
             return None
         for item, body in zip(items, bodies, strict=True):
-            if any(fnmatch.fnmatchcase(word.text, self._pattern(pattern)) for pattern in patterns(item)):
+            if any(matches(word.text, self._pattern(pattern)) for pattern in patterns(item)):
                 self._guarded(f"line {line(item)}: {condition}", lambda body=body: self.walk_each(body))  # type: ignore[misc]
                 break
         return None

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from tree_sitter import Node
 
+from megatron_dppo.commands.port.budget import spend
 from megatron_dppo.commands.port.shell_arithmetic import Arithmetic
 from megatron_dppo.commands.port.shell_output import command_output, resolve_path, substituted_commands
 from megatron_dppo.commands.port.shell_values import (
@@ -19,6 +20,7 @@ from megatron_dppo.commands.port.shell_values import (
     Word,
     join_words,
     line,
+    matches,
     node_text,
     parse,
 )
@@ -102,6 +104,7 @@ class Expander:
                 return [Word(text, f"${name} {self.state.changed_by}")]
             # The environment holds no arrays, so this one is empty. The reader of the words reports it.
             return [Word("", blank=f"${name} is not set in the file", source=text)]
+        spend(10 * len(self.state.variables[name]))
         return list(self.state.variables[name].values())
 
     def _value(self, node: Node) -> Word:
@@ -223,6 +226,7 @@ class Expander:
         return self._select(node, variable, index)
 
     def _select(self, node: Node, variable: Variable, index: Node) -> Word:
+        spend(len(variable))
         uncertain = next((word.unknown for word in variable.values() if word.unknown), None)
         if uncertain:
             raise UnknownValueError(uncertain)
@@ -230,7 +234,7 @@ class Expander:
         # A subscript is arithmetic, where a name needs no ``$``.
         if key not in variable and key.isidentifier() and key in self.state.variables:
             key = self._known(self._variable(key))
-        if re.fullmatch(r"-\d+", key) and all(name.isdigit() for name in variable):
+        if re.fullmatch(r"-\d{1,9}", key) and all(name.isdigit() for name in variable):
             key = str(len(variable) + int(key))
         if key not in variable:
             raise UnsetVariableError(f"{node_text(node)} is not set in the file")
@@ -278,7 +282,7 @@ class Expander:
             return Word(
                 _substitute(text, pattern.replace("\0", "/"), replacement.replace("\0", "/").strip("\"'"), sign)
             )
-        if sign == ":" and (bounds := re.fullmatch(r"\s*(-?\d+)(?::(-?\d+))?", argument)):
+        if sign == ":" and (bounds := re.fullmatch(r"\s*(-?\d{1,18})(?::(-?\d{1,18}))?", argument)):
             start = int(bounds.group(1))
             tail = text[start:] if start >= 0 or -start <= len(text) else ""
             return Word(tail if bounds.group(2) is None else tail[: int(bounds.group(2))])
@@ -335,11 +339,13 @@ def _join_parts(parts: Sequence[Word], expanded: Sequence[bool]) -> Word:
     """Return the concatenation. A path that begins with an empty variable is marked: the script means another one."""
     joined = join_words(parts)
     for i, part in enumerate(parts):
+        if not expanded[i] or part.unknown or part.text:
+            continue
+        spend(len(parts) + len(joined.text))
         before = "".join(word.text for word in parts[:i])
         after = "".join(word.text for word in parts[i + 1 :])
-        is_empty = expanded[i] and not part.unknown and part.text == ""
         # ``$X/models`` with an empty X is the absolute path ``/models``.
-        if is_empty and after.startswith("/") and before[-1:] in ("", "=", "[", ",", "'", '"'):
+        if after.startswith("/") and before[-1:] in ("", "=", "[", ",", "'", '"'):
             return replace(joined, blank=joined.blank or f"the path {after[:40]!r} begins with an empty variable")
     return joined
 
@@ -350,7 +356,7 @@ def _strip(text: str, pattern: str, sign: str) -> str:
     # The first match wins: the shortest for one sign, the longest for two.
     for length in lengths:
         part = text[:length] if sign[0] == "#" else text[len(text) - length :]
-        if fnmatch.fnmatchcase(part, pattern):
+        if matches(part, pattern):
             return text[length:] if sign[0] == "#" else text[: len(text) - length]
     return text
 
@@ -358,11 +364,20 @@ def _strip(text: str, pattern: str, sign: str) -> str:
 def _substitute(text: str, pattern: str, replacement: str, sign: str) -> str:
     # ``translate`` anchors the end, but a substitution may be anywhere.
     expression = fnmatch.translate(pattern.strip("\"'")).removesuffix("\\Z").removesuffix("\\z")
-    return re.sub(expression, lambda match: replacement, text, count=1 if sign == "/" else 0)
+    # A star may be tried at each character.
+    spend(1 + len(text) * len(text) // 100 + len(text) * len(pattern) // 10)
+
+    def replaced(match: re.Match[str]) -> str:
+        spend(1 + len(replacement))
+        return replacement
+
+    return re.sub(expression, replaced, text, count=1 if sign == "/" else 0)
 
 
 def _braces(text: str) -> list[str]:
     match = re.fullmatch(r"([^{}]*)\{([^{}]*,[^{}]*)\}([^{}]*)", text)
     if match is None:
         return [text]
-    return [match.group(1) + part + match.group(3) for part in match.group(2).split(",")]
+    parts = match.group(2).split(",")
+    spend(len(parts) * len(text))
+    return [match.group(1) + part + match.group(3) for part in parts]

@@ -53,7 +53,7 @@ def command_output(name: str, arguments: Sequence[str], folder: str | None) -> s
     if name in ("realpath", "readlink"):
         paths = [word for word in arguments if word not in ("-f", "-e", "-m")]
         return resolve_path(folder, paths[0]) if len(paths) == 1 and not paths[0].startswith("-") else None
-    if name == "seq" and all(re.fullmatch(r"-?\d+", word) for word in arguments):
+    if name == "seq" and all(re.fullmatch(r"-?\d{1,18}", word) for word in arguments):
         return _sequence([int(word) for word in arguments])
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 import re
@@ -12,8 +13,11 @@ from difflib import SequenceMatcher
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from megatron_dppo.commands.port.budget import check_size, spend
+
 _MAX_ALTERNATIVES = 16
 """Most values of a word that are told apart."""
+_WORD_STEPS = 50
 _SEVERAL = "(several_values)"
 """Text of an unknown part with more values."""
 
@@ -33,6 +37,7 @@ class UnsetVariableError(UnknownValueError):
 
 def parse(text: str) -> Node:
     """Return the syntax tree of a bash script."""
+    spend(10 * len(text))
     # The grammar does not see $1 behind a part of a word (tree-sitter-bash 0.25.1), but sees ${1} there.
     text = re.sub(r"(?<=[\w}.,:/+-])\$(\d)", r"${\1}", text)
     return Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
@@ -59,6 +64,11 @@ class Word:
     """Parts of an unknown word that are known or unknown by themselves. Empty if there is one part."""
     source: str = ""
     """Expansion in the script that gives no words, for the report. Empty for other words."""
+
+    def __post_init__(self) -> None:
+        check_size(len(self.text))
+        # The object itself takes as much memory as some characters.
+        spend(_WORD_STEPS + len(self.text))
 
     @property
     def splits(self) -> list[Word]:
@@ -98,6 +108,8 @@ Variable = dict[str, Word]
 
 def join_words(words: Sequence[Word]) -> Word:
     """Return the concatenation of words."""
+    check_size(sum(len(word.text) for word in words))
+    spend(10 * sum(1 + len(word.parts) for word in words))
     unknown = next((word.unknown for word in words if word.unknown), None)
     blank = next((word.blank for word in words if word.blank), None)
     choices = [word.alternatives or (word,) for word in words]
@@ -113,6 +125,7 @@ def join_words(words: Sequence[Word]) -> Word:
 
 def merge_words(first: Sequence[Word], second: Sequence[Word], reason: str) -> list[Word]:
     """Return the words of two branches in order. Words of only one branch become unknown."""
+    spend(len(first) * len(second))
     merged: list[Word] = []
     for tag, i, j, k, m in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         if tag == "equal":
@@ -136,6 +149,7 @@ class State:
 
     def copy(self) -> State:
         """Return a state that can change independently."""
+        spend(sum(10 + len(value) for value in self.variables.values()))
         return replace(self, variables={name: dict(value) for name, value in self.variables.items()})
 
     def set(self, name: str, word: Word) -> None:
@@ -181,6 +195,12 @@ def _merge_variables(first: Variable | None, second: Variable | None, reason: st
         key: _merge_scalars(_element(first, key), _element(second, key), reason)
         for key in {**(first or {}), **(second or {})}
     }
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Return True if a text matches a shell pattern."""
+    spend(1 + len(text) * len(pattern) // 10)
+    return fnmatch.fnmatchcase(text, pattern)
 
 
 def _element(variable: Mapping[str, Word] | None, key: str) -> Variable | None:

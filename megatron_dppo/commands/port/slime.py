@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from megatron_dppo.commands.port.derived import ServerGpus, put_server_count
 from megatron_dppo.commands.port.draft import (
     Draft,
     NoCounterpart,
@@ -24,6 +27,7 @@ _MODEL = "the model's shape is read from model.path/config.json"
 _BOXED = ("math", "deepscaler", "dapo", "boxed_math")
 _RAY = "torchrun or srun starts the processes; there is no Ray"
 _OPTIMIZER = ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer")
+_STAGES = ("sglang-pp-size", "sglang-pipeline-parallel-size")
 _PARALLEL = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
 
 
@@ -51,7 +55,6 @@ TABLE: dict[str, Rule] = {
     "input-key": map_to("data.prompt_key", text),
     "label-key": map_to("data.label_key", text),
     "apply-chat-template": map_to("data.apply_chat_template", flag),
-    "rollout-max-prompt-len": map_to("data.max_prompt_tokens", integer),
     "rollout-shuffle": unsupported("prompts are always shuffled, by run.seed"),
     "num-rollout": map_to("run.num_steps", integer),
     "rollout-batch-size": map_to("rollout.prompts_per_step", integer),
@@ -64,8 +67,6 @@ TABLE: dict[str, Rule] = {
     "eval-interval": map_to("eval.every", integer),
     "n-samples-per-eval-prompt": map_to("eval.samples_per_prompt", integer),
     "eval-max-response-len": map_to("eval.max_new_tokens", integer),
-    "eval-top-p": map_to("eval.top_p", number),
-    "eval-top-k": map_to("eval.top_k", _steps),
     "entropy-coef": map_to("loss.entropy_coef", number),
     "lr": map_to("optimizer.lr", number),
     "min-lr": map_to("optimizer.min_lr", number),
@@ -180,6 +181,13 @@ def _sizes(draft: Draft) -> None:
         tokens, context = draft.read("max-tokens-per-gpu", integer), draft.read("context-parallel-size", integer)
         note = f"{tokens} a GPU * {context}" if context and context > 1 else ""
         draft.put("train.micro_batch_tokens", tokens and tokens * (context or 1), "max-tokens-per-gpu", note=note)
+    with draft.target("data.max_prompt_tokens"):
+        key = "rollout-max-prompt-len"
+        length, context = draft.read(key, integer), draft.read("rollout-max-context-len", integer)
+        if length is None and context:
+            draft.put("data.max_prompt_tokens", context - 1, "rollout-max-context-len", note=f"{context} - 1")
+        else:
+            draft.put("data.max_prompt_tokens", length, key)
     with draft.target("run.num_epochs"):
         if draft.read("num-rollout", integer) is None:
             draft.put("run.num_epochs", draft.read("num-epoch", number), "num-epoch")
@@ -203,7 +211,9 @@ def _schedule(draft: Draft) -> None:
 def _mini_batches(draft: Draft) -> None:
     batch = draft.read("global-batch-size", integer)
     prompts, samples = draft.read("rollout-batch-size", integer), draft.read("n-samples-per-prompt", integer)
-    if not batch or not prompts:
+    if not batch:
+        raise UnreadSettingError("global-batch-size", "not set: Megatron's default depends on the layout")
+    if not prompts:
         return
     if prompts * samples % batch:
         raise UnreadSettingError("global-batch-size", f"{prompts} * {samples} samples are not a multiple of {batch}")
@@ -218,8 +228,12 @@ def _engine(draft: Draft) -> None:
             draft.put("rollout.servers.colocated", True, "colocate")
             draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
     with draft.target("rollout.sglang.tp-size"):
-        size = draft.read("rollout-num-gpus-per-engine", integer)
-        draft.put("rollout.sglang.tp-size", size, "rollout-num-gpus-per-engine")
+        size, stages = draft.read("rollout-num-gpus-per-engine", integer), _stages(draft)
+        note = f"{size} GPUs of an engine / {stages} stages" if stages > 1 else ""
+        if size > 1 or draft.has("rollout-num-gpus-per-engine"):
+            draft.put("rollout.sglang.tp-size", size // stages, "rollout-num-gpus-per-engine", note=note)
+    with draft.target("rollout.servers.count"):
+        _servers(draft)
     for key in ("offload", "offload-train", "offload-rollout"):
         with draft.target("rollout.servers.colocated"):
             if draft.has(key) and draft.get("rollout.servers.colocated"):
@@ -227,6 +241,25 @@ def _engine(draft: Draft) -> None:
                 draft.record(
                     key, "changed", "rollout.servers.colocated = True: server and trainer take turns on the GPU"
                 )
+
+
+def _stages(draft: Draft) -> int:
+    return int(next((draft.read(key, integer) for key in _STAGES if draft.has(key)), 1))
+
+
+def _servers(draft: Draft) -> None:
+    """Translate the number of engines. Colocated ones get the trainer's GPUs unless a number is set."""
+    total, per_node = draft.read("rollout-num-gpus", integer), draft.read("num-gpus-per-node", integer)
+    source = "rollout-num-gpus"
+    if total is None and draft.read("colocate", flag):
+        source = "actor-num-gpus-per-node"
+        total = draft.read("actor-num-nodes", integer) * draft.read(source, integer)
+    if total is None:
+        raise UnreadSettingError(source, "not set: the number of servers is open")
+    per_node = min(per_node, total)
+    gpus = ServerGpus(per_node, math.ceil(total / per_node), draft.read("rollout-num-gpus-per-engine", integer))
+    put_server_count(draft, gpus, "rollout-num-gpus-per-engine")
+    draft.record("rollout-num-gpus", "ported", "rollout.servers.count")
 
 
 def _layout(draft: Draft) -> None:
@@ -243,7 +276,8 @@ def _layout(draft: Draft) -> None:
             draft.put(dispatcher, "flex", "moe-enable-deepep", note="DeepEP")
             draft.record("moe-token-dispatcher-type", "ported", "moe_token_dispatcher_type = 'flex'")
             draft.put("model.transformer.moe_flex_dispatcher_backend", "deepep", note="--moe-enable-deepep")
-    with draft.target("run.output_dir"):
+    # Without these numbers that of colocated servers is open, too.
+    with draft.target("rollout.servers.count"):
         nodes, gpus = draft.read("actor-num-nodes", integer), draft.read("actor-num-gpus-per-node", integer)
         draft.num_processes = nodes * gpus
     for key in ("actor-num-nodes", "actor-num-gpus-per-node"):
@@ -256,15 +290,20 @@ def _evaluation(draft: Draft) -> None:
         if len(pairs) == 1:
             draft.put("data.eval", pairs[0], "eval-prompt-data")
         elif pairs and len(pairs) % 2 == 0:
-            draft.put("data.eval", dict(zip(pairs[::2], pairs[1::2], strict=True)), "eval-prompt-data")
-    with draft.target("eval.temperature"):
-        temperature = draft.read("eval-temperature", number)
-        if temperature is not None:
-            draft.put("eval.temperature", temperature, "eval-temperature")
-        else:
-            draft.put(
-                "eval.temperature", draft.read("rollout-temperature", number), note="slime evaluates at the rollout's"
-            )
+            sets = dict(zip(pairs[::2], pairs[1::2], strict=True))
+            if len(sets) < len(pairs) // 2:
+                raise UnreadSettingError("eval-prompt-data", f"two sets have one name: {' '.join(pairs[::2])}")
+            draft.put("data.eval", sets, "eval-prompt-data")
+    for name, convert in (("temperature", number), ("top-p", number), ("top-k", _steps)):
+        path = "eval." + name.replace("-", "_")
+        with draft.target(path):
+            value = draft.read(f"eval-{name}", convert)
+            if value is not None:
+                draft.put(path, value, f"eval-{name}")
+            elif (value := draft.read(f"rollout-{name}", convert)) != (1.0 if convert is number else 0) or path == (
+                "eval.temperature"
+            ):
+                draft.put(path, value, note="slime evaluates at the rollout's")
 
 
 def _reward(draft: Draft) -> None:

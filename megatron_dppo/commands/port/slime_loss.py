@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.commands.port.draft import Draft, UnreadSettingError, flag, number, text
+from megatron_dppo.commands.port.draft import Draft, UnreadSettingError, flag, integer, number, text
 from megatron_dppo.commands.port.verl_loss import KL_ESTIMATORS
 
 _ADVANTAGES = {"grpo": "std", "gspo": "std", "cispo": "std", "reinforce_plus_plus": "none"}
@@ -99,7 +99,9 @@ def _advantage(draft: Draft) -> None:
         reason = f"no estimator here is slime's {estimator!r}: there is no critic; choose train.advantage"
         raise UnreadSettingError("advantage-estimator", reason)
     kind = _ADVANTAGES[estimator]
-    if kind == "std" and draft.read("disable-grpo-std-normalization", flag):
+    # slime does not divide by the spread of a group of one.
+    is_single = draft.read("n-samples-per-prompt", integer) == 1
+    if kind == "std" and (is_single or draft.read("disable-grpo-std-normalization", flag)):
         kind = "mean"
     if kind != "none" and draft.read("disable-rewards-normalization", flag):
         kind = "none"

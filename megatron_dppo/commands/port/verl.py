@@ -28,6 +28,9 @@ _REFERENCE = "the reference model uses the parallel layout of the policy"
 _ULYSSES = "Megatron's context parallelism instead of Ulysses"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SCORING = "training and scoring use the same batch"
+_MANAGER = "scores come from reward.function; the overlong penalty of dapo is reward.overlong_buffer_tokens"
+_SEQUENCE_PARALLEL = (_A + "ulysses_sequence_parallel_size", _A + "fsdp_config.ulysses_sequence_parallel_size")
+"""What FSDP's backend has in place of context parallelism. The first one replaces the second if it is above 1."""
 
 
 def _steps(value: object) -> int:
@@ -36,8 +39,6 @@ def _steps(value: object) -> int:
 
 TABLE: dict[str, Rule] = {
     "data.train_files": map_to("data.train", one_or_list),
-    "data.max_prompt_length": map_to("data.max_prompt_tokens", integer),
-    "data.max_response_length": map_to("rollout.max_new_tokens", integer),
     "data.prompt_key": map_to("data.prompt_key", text),
     "data.shuffle": unsupported("prompts are always shuffled, by run.seed"),
     "data.return_raw_chat": unsupported("the chat template is always applied"),
@@ -62,7 +63,6 @@ TABLE: dict[str, Rule] = {
     _A + "router_replay.mode": map_to("train.router_replay", text),
     _R + "enable_rollout_routing_replay": unsupported("asked for where train.router_replay needs it"),
     _A + "entropy_coeff": map_to("loss.entropy_coef", number),
-    _A + "ulysses_sequence_parallel_size": map_to("parallel.context_parallel_size", integer, _ULYSSES),
     _A + "ppo_micro_batch_size_per_gpu": unsupported("rows are packed up to train.micro_batch_tokens"),
     _A + "use_dynamic_bsz": unsupported("rows are always packed up to train.micro_batch_tokens"),
     _R + "n": map_to("rollout.samples_per_prompt", integer),
@@ -83,7 +83,6 @@ TABLE: dict[str, Rule] = {
     "trainer.max_actor_ckpt_to_keep": map_to("checkpoint.keep", integer),
     _A + "veomni.expert_parallel_size": map_to("parallel.expert_model_parallel_size", integer),
     _A + "veomni.ulysses_parallel_size": map_to("parallel.context_parallel_size", integer, _ULYSSES),
-    _A + "fsdp_config.ulysses_sequence_parallel_size": map_to("parallel.context_parallel_size", integer, _ULYSSES),
     _A + "megatron.dtype": map_to("model.dtype", lambda value: _DTYPES[text(value)]),
 } | {
     f"{_A}megatron.{name}_parallel_size": map_to(f"parallel.{name}_parallel_size", integer)
@@ -131,6 +130,8 @@ PATTERNS: dict[str, Rule] = {
     _R: unsupported("a server flag: set it under the server's name in [rollout.sglang] or [rollout.vllm]"),
     "critic.": unsupported("there is no critic: the baseline is the mean reward of the group"),
     "reward_model.": unsupported("reward models run as servers (docs/rewards.md)"),
+    "reward_model.reward_manager": unsupported(_MANAGER),
+    "reward.reward_manager": unsupported(_MANAGER),
     "hydra.": unsupported("the launcher's"),
     "ray_": unsupported("no Ray"),
     "model_engine": unsupported("Megatron is the only engine"),
@@ -195,15 +196,38 @@ def _sizes(draft: Draft) -> None:
             draft.put("data.overlong_prompts", {"left": "truncate_left"}.get(truncation, "error"), "data.truncation")
     if draft.has("data.truncation"):
         draft.record("data.truncation", "unsupported", "prompts are dropped, truncated at the left, or an error")
+    _lengths(draft)
+    with draft.target("parallel.context_parallel_size"):
+        size = _sequence_parallel_size(draft)
+        key = next((key for key in _SEQUENCE_PARALLEL if draft.has(key)), None)
+        if key is not None:
+            draft.put("parallel.context_parallel_size", size, key, note=_ULYSSES)
     with draft.target("train.micro_batch_tokens"):
-        context = draft.read(_A + "megatron.context_parallel_size", integer) or 1
-        # What FSDP's backend has in place of context parallelism.
-        for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
-            context *= draft.read(_A + name, integer) or 1
+        context = (draft.read(_A + "megatron.context_parallel_size", integer) or 1) * _sequence_parallel_size(draft)
         tokens = draft.read(_A + "ppo_max_token_len_per_gpu", integer)
         note = f"{tokens} a GPU * {context}" if context > 1 else ""
         # A micro-batch here is that of all context-parallel ranks; verl counts the tokens of one GPU.
         draft.put("train.micro_batch_tokens", tokens and tokens * context, _A + "ppo_max_token_len_per_gpu", note=note)
+
+
+def _sequence_parallel_size(draft: Draft) -> int:
+    first, second = (draft.read(key, integer) or 1 for key in _SEQUENCE_PARALLEL)
+    return int(first if first > 1 else second)
+
+
+def _lengths(draft: Draft) -> None:
+    """Translate the lengths. Those of the engine follow the data's unless they are set themselves."""
+    for path, own, general in (
+        ("rollout.max_new_tokens", "response_length", "data.max_response_length"),
+        ("data.max_prompt_tokens", "prompt_length", "data.max_prompt_length"),
+    ):
+        key = "actor_rollout_ref.rollout." + own
+        with draft.target(path):
+            # A reference such as ${data.max_response_length} is resolved before.
+            source = key if draft.has(key) else general
+            draft.put(path, draft.read(source, integer), source)
+            if source == key:
+                draft.record(general, "unsupported", f"{key} sets the length")
 
 
 def _synchronous_sizes(draft: Draft) -> None:
@@ -298,7 +322,8 @@ def _layout(draft: Draft) -> None:
         if size and size > 1 and draft.has(sequence):
             draft.put("parallel.sequence_parallel", is_on, sequence)
     nodes, gpus = "trainer.nnodes", "trainer.n_gpus_per_node"
-    with draft.target("run.output_dir"):
+    # Without these numbers that of the servers is open, too.
+    with draft.target("rollout.servers.count"):
         draft.num_processes = draft.read(nodes, integer) * draft.read(gpus, integer)
     for key in (nodes, gpus):
         draft.record(key, "ported", "torchrun's --nnodes and --nproc-per-node")

@@ -27,7 +27,11 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "seq_mean_token_sum",
     "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
 }
-_FIXED_AGGREGATIONS = {"verl/gspo": "gspo.loss_agg_mode", "sapo": "sapo.loss_agg_mode"}
+_FIXED_AGGREGATIONS = {
+    "verl/gspo": "gspo.loss_agg_mode",
+    "sapo": "sapo.loss_agg_mode",
+    "gmpo": "geo_mean.loss_agg_mode",
+}
 """Entries of the version's defaults for losses that ignore ``loss_agg_mode``."""
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """Names of KL estimators in verl and slime."""
@@ -56,10 +60,11 @@ def _limit(draft: Draft, key: str) -> float:
 def _loss(draft: Draft) -> None:
     mode = draft.read(_MODE, text)
     if mode in ("dppo_tv", "dppo_kl"):
-        note = ""
+        draft.put("loss.name", f"verl/{mode}", _MODE)
         if draft.read(_C + "bypass_mode", flag):
-            note = "with bypass_mode verl replaces every loss_mode by its clipped loss; the named loss is kept here"
-        draft.put("loss.name", f"verl/{mode}", _MODE, note=note)
+            # In 0.9.1: v1/trainer_base.py copies the anchor. The legacy trainer and the separate ones also overwrite
+            # loss_mode, in the driver's copy of the configuration, which the actors do not read.
+            draft.record(_C + "bypass_mode", "ported", "the anchor is the rollout's own log-probability, as here")
         _put_limits(draft, "loss.divergence_threshold_low", "loss.divergence_threshold_high")
         _put_cap(draft, "loss.ratio_cap")
     elif mode == "vanilla":
@@ -74,6 +79,11 @@ def _loss(draft: Draft) -> None:
             draft.put("loss.ratio_floor", floor if floor > 0 else None, _LOW)
         with draft.target("loss.ratio_cap"):
             draft.put("loss.ratio_cap", 1 + _limit(draft, _HIGH), _HIGH)
+    elif mode == "geo_mean":
+        draft.put("loss.name", "gmpo", _MODE)
+        for path, key in (("loss.log_clip_low", _LOW), ("loss.log_clip_high", _HIGH)):
+            with draft.target(path):
+                draft.put(path, _limit(draft, key), key)
     elif mode == "sapo":
         draft.put("loss.name", "sapo", _MODE)
         for path, key in (

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+import math
 
-from megatron_dppo.commands.port.draft import Draft, UnreadSettingError, flag, integer, items, literal, number, text
+from megatron_dppo.commands.port.derived import ServerGpus, put_server_count, put_targets
+from megatron_dppo.commands.port.draft import (
+    Draft,
+    UnreadSettingError,
+    flag,
+    integer,
+    items,
+    literal,
+    name_files,
+    number,
+    text,
+)
 
 _R = "actor_rollout_ref.rollout."
 _SERVER_FLAGS = {
-    "sglang": {"tensor_model_parallel_size": "tp-size", "gpu_memory_utilization": "mem-fraction-static"},
+    "sglang": {
+        "tensor_model_parallel_size": "tp-size",
+        "data_parallel_size": "dp-size",
+        "pipeline_model_parallel_size": "pp-size",
+        "gpu_memory_utilization": "mem-fraction-static",
+    },
     "vllm": {
         "tensor_model_parallel_size": "tensor-parallel-size",
+        "data_parallel_size": "data-parallel-size",
+        "pipeline_model_parallel_size": "pipeline-parallel-size",
         "gpu_memory_utilization": "gpu-memory-utilization",
         "max_num_batched_tokens": "max-num-batched-tokens",
         "max_num_seqs": "max-num-seqs",
@@ -36,6 +54,8 @@ def combine_run(draft: Draft) -> None:
 
 
 def _engine(draft: Draft) -> None:
+    # Only verl's asynchronous programs, whose servers have GPUs of their own, have these defaults.
+    is_separate = any(key.startswith("async_training.") for key in draft.defaults)
     with draft.target("rollout.engine"):
         engine = draft.read(_R + "name", text)
         if engine is None:
@@ -43,8 +63,6 @@ def _engine(draft: Draft) -> None:
         if engine not in _SERVER_FLAGS:
             raise UnreadSettingError(_R + "name", f"no engine here is verl's {engine!r}; choose vllm or sglang")
         draft.put("rollout.engine", engine, _R + "name")
-        # Only verl's asynchronous trainers, whose servers have GPUs of their own, have these defaults.
-        is_separate = any(key.startswith("async_training.") for key in draft.defaults)
         if not is_separate:
             draft.put(
                 "rollout.servers.colocated", True, note="as in verl's hybrid engine; false = servers on other GPUs"
@@ -53,6 +71,24 @@ def _engine(draft: Draft) -> None:
         for theirs, ours in _SERVER_FLAGS[engine].items():
             with draft.target(f"rollout.{engine}.{ours}"):
                 draft.put(f"rollout.{engine}.{ours}", draft.read(_R + theirs, literal), _R + theirs)
+    # It has no value only if verl has no default engine and the file names none.
+    if draft.get("rollout.engine") is not None:
+        with draft.target("rollout.servers.count"):
+            _servers(draft, "rollout." if is_separate else "trainer.")
+
+
+def _servers(draft: Draft, before: str) -> None:
+    """Translate the number of servers, which verl derives: as many as its GPUs hold."""
+    separate_roles = _R + "disaggregation.enabled"
+    if draft.read(separate_roles, flag):
+        raise UnreadSettingError(separate_roles, "servers for prefill and servers for decode; here all do both")
+    sizes = [_R + f"{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model")]
+    gpus = ServerGpus(
+        per_node=draft.read(before + "n_gpus_per_node", integer),
+        num_nodes=draft.read(before + "nnodes", integer),
+        per_server=math.prod(draft.read(key, integer) or 1 for key in sizes),
+    )
+    put_server_count(draft, gpus, sizes[0], before + "n_gpus_per_node", before + "nnodes")
 
 
 def _adapters(draft: Draft) -> None:
@@ -63,9 +99,23 @@ def _adapters(draft: Draft) -> None:
             if size:
                 draft.put("lora.rank", size, rank_key)
                 draft.put("lora.alpha", draft.read(alpha_key, number), alpha_key)
+                with draft.target("lora.target_modules"):
+                    _adapted_layers(draft, before if before == "lora." else "")
             else:
                 for key in (rank_key, alpha_key):
                     draft.record(key, "ported", f"no adapters ({before[:4]})")
+
+
+def _adapted_layers(draft: Draft, before: str) -> None:
+    """Translate the layers that get adapters; ``before`` starts the names of Megatron's backend."""
+    model = "actor_rollout_ref.model."
+    excluded = draft.read(f"{model}{before}exclude_modules", items)
+    if excluded:
+        raise UnreadSettingError(f"{model}{before}exclude_modules", f"{excluded}: list the layers that get adapters")
+    key = f"{model}{before}target_modules"
+    names = draft.read(key, items)
+    if names:
+        put_targets(draft, names, key)
 
 
 def _reward(draft: Draft) -> None:
@@ -98,8 +148,7 @@ def _evaluation(draft: Draft) -> None:
         files = draft.read("data.val_files", items)
         if files:
             draft.put("eval.every", every, "trainer.test_freq")
-            sets = files[0] if len(files) == 1 else {PurePath(f).stem or str(i): f for i, f in enumerate(files)}
-            draft.put("data.eval", sets, "data.val_files")
+            draft.put("data.eval", files[0] if len(files) == 1 else name_files(files), "data.val_files")
 
 
 def _length(draft: Draft) -> None:

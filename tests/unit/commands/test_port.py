@@ -146,7 +146,7 @@ def test_a_launch_of_slime_becomes_a_configuration(tmp_path: Path) -> None:
     clip = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "mismatch": "truncate", "mismatch_high": 2.0}
     loss = {"name": "ppo_decoupled", "kl_coef": 0.01, "kl_estimator": "k3", "entropy_coef": 0.0} | clip
     assert values["loss"] == loss | {"aggregation": "seq_mean_token_mean"}
-    assert values["rollout"]["servers"] == {"colocated": True}
+    assert values["rollout"]["servers"] == {"colocated": True, "count": 8}  # one engine a GPU
     assert rows["${MODEL_ARGS[@]}"] == ("unread", "$MODEL_ARGS is not set in the file")
     assert rows["num-layers"][0] == "unsupported" and rows["colocate"][0] == "ported"
 

@@ -129,7 +129,7 @@ GOLDEN: list[tuple[str, str, dict[str, Any], set[str], int | None]] = [
             "optimizer": {"lr": 1e-6, "lr_warmup_steps": 10, "weight_decay": 0.1, "adam_beta2": 0.999},
             "parallel": {"context_parallel_size": 4},
             "rollout.max_new_tokens": 20480,
-            "rollout.servers": None,  # servers on GPUs of their own
+            "rollout.servers": {"count": 2},  # on GPUs of their own: 8 a node, 4 a server
             "reward": {"overlong_buffer_tokens": 4096, "overlong_penalty": 1.0},
         },
         set(),
