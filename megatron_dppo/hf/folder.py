@@ -38,6 +38,9 @@ _ROUTER_BIAS = "e_score_correction_bias"
 _DECAY = ".linear_attn.A_log"
 
 
+_LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+
+
 _FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
 
 
@@ -235,7 +238,11 @@ def preload_models() -> None:
 
 
 def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) -> Any:
-    """Return a transformers causal language model with random weights. ``seed`` makes them reproducible."""
+    """Return a transformers causal language model with random weights. ``seed`` makes them reproducible.
+
+    The norms of latents have the configuration's ``rms_norm_eps``, as in Megatron, SGLang and vLLM. transformers always
+    gives them 1e-6.
+    """
     from transformers import AutoModelForCausalLM
 
     # The caller's random state stays as it is.
@@ -243,6 +250,9 @@ def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) 
         if seed is not None:
             torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
+    for name, module in model.named_modules():
+        if name.endswith(_LATENT_NORMS):
+            module.variance_epsilon = hf_config.rms_norm_eps
     # from_config converts router biases to ``dtype``; from_pretrained keeps them in fp32. It rounds decays of linear
     # attention, servers do not.
     if dtype.itemsize < 4:
