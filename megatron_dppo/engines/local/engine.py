@@ -19,6 +19,7 @@ from megatron_dppo.engines.local.lockstep import CompletionTarget, LockstepRunne
 from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
+from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
@@ -369,6 +370,9 @@ def build_generation(
         request: The request.
         end_tokens: Tokens that end any response, besides those of the request.
         version: Version of the weights.
+
+    Raises:
+        TrainingStopped: The logits were not finite, so that no token was sampled from them.
     """
     limit = request.params.max_new_tokens
     stops = {*end_tokens, *request.stop_token_ids}
@@ -376,6 +380,11 @@ def build_generation(
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
     length = len(tokens) if end is None else end + 1
     # Shorter than the limit and without an end token: other rows reached the target, which stopped this one.
+    if not bool(decoded.logprobs[row, :length].isfinite().all()):
+        raise TrainingStopped(
+            f"the logits of weights version {version} are not finite: no token can be sampled. Fix: lower the learning "
+            "rate, and resume from a checkpoint before these weights"
+        )
     reason = FinishReason.LENGTH if length == limit else FinishReason.ABORT
     if end is not None:
         reason = FinishReason.STOP

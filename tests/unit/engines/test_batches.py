@@ -157,9 +157,8 @@ def test_plan_and_dry_run_count_a_long_prompt() -> None:
     from megatron_dppo.commands.local_engine_memory import LocalEngineMemory
     from megatron_dppo.config.io import load_config
 
-    config = load_config(EXAMPLE)
+    config = load_config(EXAMPLE, ["--rollout.dtype", "fp32"])
     layout = resolve_layout(config.parallel, config.batch, 2, model_shape(CONFIG))
-    config.rollout.dtype = "fp32"
     prompts, siblings, new = (
         config.rollout.prompts_per_step // 2,
         config.rollout.samples_per_prompt,
@@ -176,5 +175,5 @@ def test_plan_and_dry_run_count_a_long_prompt() -> None:
     assert LocalEngineMemory.from_config(config, CONFIG, 1000, layout, 20_000).batch == 4 * MAX_VALUES
     alone = (MAX_VALUES + new) * cached + MAX_VALUES * inner
     assert LocalEngineMemory.from_config(config, CONFIG, 1000, layout, MAX_VALUES).batch == 4 * alone
-    config.rollout.engine = "sglang"
+    config = load_config(EXAMPLE.parent / "sglang.toml")
     assert LocalEngineMemory.from_config(config, CONFIG, 1000, layout) == (0, 0)
