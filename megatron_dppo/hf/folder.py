@@ -22,7 +22,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import require_regular_files
-from megatron_dppo.hf.config_keys import check_config_keys
+from megatron_dppo.hf.config_keys import check_config_keys, check_counts
 from megatron_dppo.hf.families import ALIASES, FAMILIES, get_family
 from megatron_dppo.hf.families.family import check_sizes
 from megatron_dppo.hf.families.rules import OUTPUT, rename
@@ -85,6 +85,7 @@ def _load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_counts(values)
     alias = ALIASES.get(values.get("model_type"))
     _check_tied(values)
     if alias is None:
