@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_dppo.commands.local_engine_memory import LocalEngineMemory
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import RewardError, UserError
 from megatron_dppo.files import format_bytes
@@ -35,6 +36,7 @@ def preview_lines(config: Config, inputs: Inputs) -> Iterator[str]:
     """Yield data, epochs and a prompt of a run whose data could be read."""
     yield inputs.data_summary
     yield epochs_line(config, inputs)
+    yield from local_engine_lines(config, inputs)
     prompt = inputs.train_prompts[0]
     yield f"prompt   {_shorten(prompt.text)} (label {_shorten(prompt.label, 60)})"
     yield from overlap_lines(inputs)
@@ -70,6 +72,20 @@ def epochs_line(config: Config, data: DataSets) -> str:
         f"epochs   {config.run.num_steps} steps x {config.rollout.prompts_per_step} prompts = {used:,} prompts = "
         f"{passes}; the longest prompt has {prompts.longest} tokens"
     )
+
+
+def local_engine_lines(config: Config, inputs: Inputs) -> Iterator[str]:
+    """Yield the memory of the local engine, which splits a batch that needs more."""
+    longest = inputs.train_prompts.longest
+    # An agent's or a function's later turns begin with all earlier ones.
+    if config.rollout.generate is not None or config.agent.is_set:
+        longest += config.rollout.max_new_tokens
+    memory = LocalEngineMemory.from_config(config, inputs.hf_config, inputs.num_parameters, inputs.layout, longest)
+    if memory.weights:
+        yield (
+            f"sampling the local engine takes {format_bytes(memory.weights)} of weights and up to "
+            f"{format_bytes(memory.batch)} for a batch in each process"
+        )
 
 
 def overlap_lines(data: DataSets) -> Iterator[str]:

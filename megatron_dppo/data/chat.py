@@ -14,6 +14,7 @@ from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.messages import Messages
 from megatron_dppo.errors import CheckpointError, DataError
 from megatron_dppo.files import require_regular_files
+from megatron_dppo.hf.trial import try_tokenizer
 
 _OURS = (
     "messages",
@@ -150,7 +151,8 @@ def load_tokenizer(path: str | Path) -> Any:
     """Return the transformers tokenizer of a folder, from local files and without remote code.
 
     Raises:
-        CheckpointError: The folder has no tokenizer, or one without an end-of-sequence token.
+        CheckpointError: The folder has no tokenizer, one without an end-of-sequence token, or one that takes time or
+            memory without limit.
     """
     from transformers import AutoTokenizer
 
@@ -161,6 +163,7 @@ def load_tokenizer(path: str | Path) -> Any:
             f"model.path = {str(path)!r} has no tokenizer; expected tokenizer.json in the folder. Copy tokenizer.json, "
             "tokenizer_config.json and, if the model has it, chat_template.jinja there"
         )
+    try_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # transformers, tokenizers and huggingface_hub raise many kinds of errors.

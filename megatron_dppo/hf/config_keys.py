@@ -48,6 +48,42 @@ _IDS = ("_token_id", "_token_ids")
 """Ends of keys that name tokens, such as ``unk_token_id``. A language model computes the same with each."""
 
 
+_MOST_LAYERS = 1024
+"""Largest number of layers that is read. Published models have at most 126, and 512 experts for each."""
+_MOST_EXPERTS = 1 << 17
+"""Largest number of experts in all layers. Published models have at most 30,720."""
+_COUNTED = ("layer", "expert", "dense_replace", "depth")
+"""Parts of the keys that count layers or experts, of which transformers makes lists."""
+
+
+def check_counts(values: Mapping[str, Any]) -> None:
+    """Check the numbers of layers and experts in a config.json, before transformers makes a list or a module of each.
+
+    Raises:
+        CheckpointError: There are more than any model has.
+    """
+    counts = {
+        key: value
+        for key, value in values.items()
+        if any(part in key for part in _COUNTED) and type(value) is int and "size" not in key
+    }
+    for key, value in counts.items():
+        if value > (most := _MOST_LAYERS * (16 if "expert" in key else 1)):
+            raise CheckpointError(
+                f"config.json has {key} = {value}. Expected at most {most}. Fix: copy the file again from the model"
+            )
+    layers = max((value for key, value in counts.items() if "layer" in key), default=1)
+    experts = max((value for key, value in counts.items() if "expert" in key), default=1)
+    if layers * experts > _MOST_EXPERTS:
+        raise CheckpointError(
+            f"config.json has {layers} layers of {experts} experts. Expected at most {_MOST_EXPERTS} experts in all. "
+            "Fix: copy the file again from the model"
+        )
+    for nested in values.values():
+        if isinstance(nested, Mapping):
+            check_counts(nested)
+
+
 def check_config_keys(values: Mapping[str, Any], hf_config: Any, file: Path) -> None:
     """Check that every key of config.json is known, and that two spellings of a key agree.
 

@@ -22,7 +22,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import check_model_folder, require_regular_files
-from megatron_dppo.hf.config_keys import check_config_keys
+from megatron_dppo.hf.config_keys import check_config_keys, check_counts
 from megatron_dppo.hf.families import ALIASES, FAMILIES, get_family
 from megatron_dppo.hf.families.family import check_sizes
 from megatron_dppo.hf.families.rules import OUTPUT, rename
@@ -36,6 +36,9 @@ _ROUTER_BIAS = "e_score_correction_bias"
 
 
 _DECAY = ".linear_attn.A_log"
+
+
+_LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 
 _FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
@@ -78,6 +81,7 @@ def _load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_counts(values)
     alias = ALIASES.get(values.get("model_type"))
     _check_tied(values)
     if alias is None:
@@ -231,7 +235,11 @@ def preload_models() -> None:
 
 
 def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) -> Any:
-    """Return a transformers causal language model with random weights. ``seed`` makes them reproducible."""
+    """Return a transformers causal language model with random weights. ``seed`` makes them reproducible.
+
+    The norms of latents have the configuration's ``rms_norm_eps``, as in Megatron, SGLang and vLLM. transformers always
+    gives them 1e-6.
+    """
     from transformers import AutoModelForCausalLM
 
     # The caller's random state stays as it is.
@@ -239,6 +247,9 @@ def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) 
         if seed is not None:
             torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False).eval()
+    for name, module in model.named_modules():
+        if name.endswith(_LATENT_NORMS):
+            module.variance_epsilon = hf_config.rms_norm_eps
     # from_config converts router biases to ``dtype``; from_pretrained keeps them in fp32. It rounds decays of linear
     # attention, servers do not.
     if dtype.itemsize < 4:

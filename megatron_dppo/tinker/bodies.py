@@ -10,6 +10,8 @@ from megatron_dppo.tinker.errors import RequestError
 
 Name = Annotated[str, Field(max_length=256)]
 CheckpointName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+SequenceNumber = Annotated[int, Field(ge=0, lt=2**63)]
+"""Number of a request or session, which the client counts."""
 Ignored = Annotated[Any, Field(default=None)]
 """A field of the service's bookkeeping, without a meaning on one's own machine."""
 
@@ -50,7 +52,7 @@ class LoraRequest(Body):
     """Adapters of a new model."""
 
     rank: int = Field(ge=1)
-    seed: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=0, lt=2**63)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -66,7 +68,7 @@ class CreateModel(Body):
     """Body of ``create_model``."""
 
     session_id: Name
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: SequenceNumber
     base_model: Name
     user_metadata: dict[str, str] | None = None
     lora_config: LoraRequest
@@ -77,9 +79,9 @@ class LoadWeights(Body):
     """Body of ``load_weights``: into a new model, or into one that exists."""
 
     model_id: Name | None = None
-    seq_id: int | None = None
+    seq_id: SequenceNumber | None = None
     session_id: Name | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: SequenceNumber | None = None
     base_model: Name | None = None
     user_metadata: dict[str, str] | None = None
     path: Name
@@ -111,7 +113,7 @@ class OptimStep(Body):
     """Body of ``optim_step``."""
 
     model_id: Name
-    seq_id: int
+    seq_id: SequenceNumber
     adam_params: AdamParams
 
 
@@ -119,7 +121,7 @@ class SaveWeights(Body):
     """Body of ``save_weights``."""
 
     model_id: Name
-    seq_id: int
+    seq_id: SequenceNumber
     path: CheckpointName
     ttl_seconds: Ignored
     overwrite: bool = False
@@ -130,9 +132,9 @@ class SaveForSampler(Body):
     """Body of ``save_weights_for_sampler``: under a name, or for one sampling session."""
 
     model_id: Name
-    seq_id: int
+    seq_id: SequenceNumber
     path: CheckpointName | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: SequenceNumber | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Ignored
     user_metadata: Ignored
@@ -142,7 +144,7 @@ class CreateSampler(Body):
     """Body of ``create_sampling_session``."""
 
     session_id: Name
-    sampling_session_seq_id: int
+    sampling_session_seq_id: SequenceNumber
     base_model: Name | None = None
     model_path: Name | None = None
 
@@ -165,10 +167,17 @@ class SamplingOptions(Body):
 
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**62)
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Annotated[list[str], Field(max_length=128)] | Annotated[list[int], Field(max_length=128)] | None = None
     temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
+
+    @field_validator("top_k")
+    @classmethod
+    def _keeps_a_token(cls, top_k: int) -> int:
+        if not top_k:
+            raise ValueError("top_k = 0 leaves no token; -1 is without a limit")
+        return top_k
 
     @field_validator("stop")
     @classmethod
@@ -196,7 +205,7 @@ class Sample(Body):
     base_model: NotServed = None
     model_path: NotServed = None
     sampling_session_id: Name
-    seq_id: int
+    seq_id: SequenceNumber
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: NotServed = None
     topk_sample_logprobs: NotServed = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 
 class RequestError(Exception):
     """A request that cannot be served, for a reason that its sender can change.
@@ -14,3 +16,17 @@ class RequestError(Exception):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+def require_finite(logprobs: Tensor) -> Tensor:
+    """Return log-probabilities, if all are finite.
+
+    Raises:
+        RequestError: The weights give no such numbers.
+    """
+    if not bool(logprobs.isfinite().all()):
+        raise RequestError(
+            "the log-probabilities are not finite: an update has broken the weights. Fix: load weights that were saved "
+            "before it, and lower learning_rate"
+        )
+    return logprobs

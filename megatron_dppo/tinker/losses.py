@@ -40,6 +40,9 @@ _FUNCTION_KEYS = frozenset({"mask", "mask_options"})
 _SENT_INPUTS = frozenset({"rollout_logprobs"})
 """Inputs of ``LossInputs``, besides log pi and the advantages, that a request carries."""
 
+_ROUNDING = 1e-5
+"""Largest log-probability that is 0 by rounding: a forward pass of the client may be in fp32."""
+
 
 @dataclass(frozen=True)
 class RequestLoss:
@@ -181,6 +184,11 @@ def _check_inputs(datum: Datum, names: tuple[str, ...]) -> None:
             )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise RequestError(f"loss_fn_inputs {name!r} has values that are not finite")
+    anchor = datum.loss_inputs.get("logprobs")
+    if anchor is not None and bool((anchor > _ROUNDING).any()):
+        raise RequestError(
+            f"loss_fn_inputs 'logprobs' has {float(anchor.max()):g}: expected log-probabilities, which are at most 0"
+        )
 
 
 def _first_problem(error: Exception) -> str:

@@ -24,7 +24,7 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.run.inputs import ModelInputs
 from megatron_dppo.run.session import build_trainer
-from megatron_dppo.tinker.errors import RequestError
+from megatron_dppo.tinker.errors import RequestError, require_finite
 from megatron_dppo.tinker.losses import RequestLoss
 from megatron_dppo.tinker.wire import Datum
 
@@ -137,7 +137,7 @@ class TrainedModel:
             forward_only: Leave the gradients as they are.
 
         Raises:
-            RequestError: A datum does not fit the loss or the model.
+            RequestError: A datum does not fit the loss or the model, or a log-probability is not finite.
         """
         if not data:
             raise RequestError("the request has no data")
@@ -149,7 +149,7 @@ class TrainedModel:
             rows = self.trainer.accumulate_sum(packed.batches, loss.objective)
         logprobs = [torch.zeros(0)] * len(samples)
         for index, where, number in packed.positions(samples):
-            logprobs[index] = rows[number][where].clone()
+            logprobs[index] = require_finite(rows[number][where].clone())
         outputs = [loss.value(sample, each) for sample, each in zip(samples, logprobs, strict=True)]
         # Names end with the reduction by which the client joins the parts of a split batch.
         metrics = {

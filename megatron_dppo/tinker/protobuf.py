@@ -19,6 +19,30 @@ _WRAP = 1 << 64
 Value = int | float | bytes
 
 
+class FieldReader:
+    """Reader of the fields of a message and of the messages in it.
+
+    Args:
+        max_fields: Maximum number of fields in all of them together: an empty field takes two bytes to send.
+    """
+
+    def __init__(self, max_fields: int) -> None:
+        self._max_fields = max_fields
+        self._num_fields = 0
+
+    def read(self, message: memoryview) -> Iterator[tuple[int, Value | memoryview]]:
+        """Yield the fields of a message, see ``read_fields``.
+
+        Raises:
+            ValueError: The message is cut, has a field of another type, or there are too many fields.
+        """
+        for field in read_fields(message):
+            self._num_fields += 1
+            if self._num_fields > self._max_fields:
+                raise ValueError(f"it has more than {self._max_fields} fields; send fewer data a request")
+            yield field
+
+
 def read_fields(message: memoryview) -> Iterator[tuple[int, Value | memoryview]]:
     """Yield the number and value of each field, in the order of the message.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.tinker.bodies import Sample
-from megatron_dppo.tinker.errors import RequestError
+from megatron_dppo.tinker.errors import RequestError, require_finite
 from megatron_dppo.tinker.models import AdapterSpec, AdapterState
 from megatron_dppo.tinker.wire import SampledSequence, write_samples
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample
@@ -87,6 +87,9 @@ def read_job(body: Sample, sampler: Sampler, *, vocab_size: int, max_tokens: int
     if last_n is not None and not (body.prompt_logprobs and last_n < len(prompt)):
         raise RequestError(f"prompt_logprobs_last_n = {last_n} needs prompt_logprobs, and at most {len(prompt) - 1}")
     stops = [options.stop] if isinstance(options.stop, str) else options.stop or []
+    stop_token_ids = tuple(stop for stop in stops if isinstance(stop, int))
+    if not all(0 <= token < vocab_size for token in stop_token_ids):
+        raise RequestError(f"stop has ids outside 0 to {vocab_size - 1}")
     params = SamplingParams(
         max_new_tokens=limit,
         temperature=options.temperature,
@@ -99,7 +102,7 @@ def read_job(body: Sample, sampler: Sampler, *, vocab_size: int, max_tokens: int
         prompt=prompt,
         num_samples=body.num_samples,
         params=params,
-        stop_token_ids=tuple(stop for stop in stops if isinstance(stop, int)),
+        stop_token_ids=stop_token_ids,
         stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
         has_seed=options.seed is not None,
         prompt_logprobs=bool(body.prompt_logprobs),
@@ -180,7 +183,7 @@ class SamplingEngine:
                 loss_mask=torch.ones(count, dtype=torch.bool),
                 advantages=torch.zeros(count),
             )
-            result[1:] = self._engine.rescore([sample], 1.0)[0]
+            result[1:] = require_finite(self._engine.rescore([sample], 1.0)[0])
         if job.last_n is not None:
             result[: -job.last_n] = torch.nan
         return result

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.tinker.errors import RequestError
-from megatron_dppo.tinker.protobuf import read_fields, write_message
+from megatron_dppo.tinker.protobuf import FieldReader, write_message
 
 _DTYPES = {1: torch.float32, 2: torch.int64, 3: torch.int32}
 """Numbers of the enumeration ``DType`` that a client sends."""
 _FLOAT32 = 1
 _STOP_REASONS = {"stop": 0, "length": 1}
+_MAX_DATA = 4096
+"""Largest number of data in a request. The SDK sends at most 1024."""
+_MAX_FIELDS = 1 << 18
+"""Largest number of fields in a request: 64 for each datum."""
+_MAX_DIMENSIONS = 8
 _CHUNK_TYPES = {2: "an image", 3: "audio"}
 
 
@@ -67,14 +72,17 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     data: list[Datum] = []
     config: dict[str, float | str] = {}
     old_config: dict[str, float | str] = {}
+    fields = FieldReader(_MAX_FIELDS)
     try:
-        for number, value in read_fields(memoryview(body)):
+        for number, value in fields.read(memoryview(body)):
             if number == 3:
-                data.append(_read_datum(value))
+                if len(data) == _MAX_DATA:
+                    raise ValueError(f"it has more than {_MAX_DATA} data; send fewer a request")
+                data.append(_read_datum(value, fields))
             elif number == 5:
-                old_config.update([_read_entry(value, float)])
+                old_config.update([_read_entry(value, _read_number, fields)])
             elif number == 7:
-                config.update([_read_entry(value, _read_config_value)])
+                config.update([_read_entry(value, _read_config_value, fields)])
             elif number in (1, 2, 4, 6):
                 values[number] = value
             else:
@@ -125,65 +133,75 @@ def write_samples(sequences: Sequence[SampledSequence], prompt_logprobs: Tensor 
     return write_message(*fields)
 
 
-def _read_datum(message: Any) -> Datum:
+def _read_datum(message: Any, fields: FieldReader) -> Datum:
     tokens: list[Tensor] = []
     inputs: dict[str, Tensor] = {}
-    for number, value in read_fields(_message(message)):
+    for number, value in fields.read(_message(message)):
         if number == 1:
-            tokens.append(_read_chunk(value))
+            tokens.append(_read_chunk(value, fields))
         elif number == 2:
-            inputs.update([_read_entry(value, _read_tensor)])
+            inputs.update([_read_entry(value, _read_tensor, fields)])
         elif number not in (3, 4):
             raise ValueError(f"field {number} of Datum is unknown")
         # Fields 3 and 4 name the sampled sequences that the tokens come from. The losses here do not read them.
     return Datum(torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64), inputs)
 
 
-def _read_chunk(message: Any) -> Tensor:
-    for number, value in read_fields(_message(message)):
+def _read_chunk(message: Any, fields: FieldReader) -> Tensor:
+    for number, value in fields.read(_message(message)):
         if number in _CHUNK_TYPES:
             raise RequestError(f"the model input has {_CHUNK_TYPES[number]}; this server trains on text tokens alone")
         if number != 1:
             raise ValueError(f"field {number} of Chunk is unknown")
-        for inner, content in read_fields(_message(value)):
+        for inner, content in fields.read(_message(value)):
             if inner == 1:
                 return _from_bytes(content, torch.int32).long()
     return torch.zeros(0, dtype=torch.int64)
 
 
-def _read_tensor(message: Any) -> Tensor:
-    fields: dict[int, Any] = {}
+def _read_tensor(message: Any, fields: FieldReader) -> Tensor:
+    parts: dict[int, Any] = {}
     shape: list[int] = []
-    for number, value in read_fields(_message(message)):
+    for number, value in fields.read(_message(message)):
         if number == 4:
             # Repeated numbers come packed in one field, or one by one.
             shape += [value] if isinstance(value, int) else _unpack_varints(value)
         else:
-            fields[number] = value
-    if 2 in fields:
+            parts[number] = value
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"a tensor has more than {_MAX_DIMENSIONS} dimensions")
+    if 2 in parts:
         raise RequestError("a loss input is a sparse tensor, which needs several targets a position; send a dense one")
-    if fields.get(3) not in _DTYPES:
-        raise ValueError(f"a tensor has the DType {fields.get(3)}, expected one of {sorted(_DTYPES)}")
-    tensor = _from_bytes(fields.get(1, b""), _DTYPES[fields[3]])
+    if parts.get(3) not in _DTYPES:
+        raise ValueError(f"a tensor has the DType {parts.get(3)}, expected one of {sorted(_DTYPES)}")
+    tensor = _from_bytes(parts.get(1, b""), _DTYPES[parts[3]])
     if shape and (min(shape) < 0 or math.prod(shape) != len(tensor)):
         raise ValueError(f"a tensor has {len(tensor)} values, and the shape {shape[:4]}")
     return tensor.reshape(shape) if shape else tensor
 
 
-def _read_config_value(message: Any) -> float | str:
-    for number, value in read_fields(_message(message)):
+def _read_number(value: Any, fields: FieldReader) -> float:
+    del fields
+    return float(value)
+
+
+def _read_config_value(message: Any, fields: FieldReader) -> float | str:
+    for number, value in fields.read(_message(message)):
         return float(value) if number == 1 and isinstance(value, float) else _text(value)
     return 0.0
 
 
-def _read_entry(message: Any, read: Callable[[Any], Any]) -> tuple[str, Any]:
+def _read_entry(message: Any, read: Callable[[Any, FieldReader], Any], fields: FieldReader) -> tuple[str, Any]:
     """Return one entry of a map: its key and its value."""
-    fields = dict(read_fields(_message(message)))
-    return _text(fields.get(1, b"")), read(fields[2] if 2 in fields else 0.0 if read is float else memoryview(b""))
+    parts: dict[int, Any] = dict(fields.read(_message(message)))
+    missing = 0.0 if read is _read_number else memoryview(b"")
+    return _text(parts.get(1, b"")), read(parts.get(2, missing), fields)
 
 
 def _unpack_varints(content: Any) -> list[int]:
     # As a message whose bytes are numbers: each gets a tag of its own.
+    if len(_message(content)) > 10 * _MAX_DIMENSIONS:
+        raise ValueError(f"a tensor has more than {_MAX_DIMENSIONS} dimensions")
     values: list[int] = []
     value = 0
     shift = 0

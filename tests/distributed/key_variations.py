@@ -77,7 +77,6 @@ OF_OTHER_FAMILIES: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys that some model has: a family that transformers gives none of them may find them in a config.json."""
 KNOWN = {
-    ("rms_norm_eps", True): "transformers has 1e-6 in the norms of latents (docs/models.md)",
     ("'linear_key_head_dim': 1}", False): "the norm of one number is its sign: rounding of 1e-7 becomes 1e-5",
 }
 """Differences by key or by change, and whether the model has latent attention."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo.commands.local_engine_memory import LocalEngineMemory
 from megatron_dppo.commands.plan.arithmetic import (
     BatchPlan,
     KvCachePlan,
@@ -86,7 +87,9 @@ class RankPlan:
     role: RankRole
     measured: UpdateMeasurement
     total: int
-    """Peak bytes, with memory outside torch and that of colocated servers."""
+    """Peak bytes, with memory outside torch, of the local engine and of colocated servers."""
+    between_updates: int
+    """Bytes of the trainer between updates: with buckets of the weight sync, or a teacher that scores responses."""
     sampling: int | None
     """Bytes while colocated servers sample. None if servers have separate GPUs."""
     update_seconds: float
@@ -109,6 +112,7 @@ class Plan:
     ranks: dict[str, RankPlan]
     kv_cache: KvCachePlan
     token_bytes: TokenBytes
+    local_engine: LocalEngineMemory
     transfers: TransferPlan
     step: StepPlan
 
@@ -166,6 +170,7 @@ def make_plan(
     layout = resolve_layout(config.parallel, config.batch, world_size, model.shape, config.model.transformer)
     batch = plan_batch(config, layout, mean_response)
     transfers = plan_transfers(config, model.parameters, model.trained, layout, machine)
+    local_engine = LocalEngineMemory.from_config(config, model.hf_config, model.parameters, layout)
     teacher = model.teacher.hf_config if model.teacher is not None and config.distillation.is_exact else None
     chosen = rank_roles(
         layout,
@@ -184,7 +189,7 @@ def make_plan(
         few_layers=few_layers and not layer_split(config.model.transformer),
     )
     ranks = {
-        name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model)
+        name: _rank_plan(config, role, measured, batch, layout, machine, transfers, model, local_engine)
         for (name, role), measured in zip(chosen.items(), measurements, strict=True)
     }
     kv_cache = plan_kv_cache(config, model.hf_config, model.parameters, machine)
@@ -212,6 +217,7 @@ def make_plan(
         ranks=ranks,
         kv_cache=kv_cache,
         token_bytes=token_bytes,
+        local_engine=local_engine,
         transfers=transfers,
         step=step,
     )
@@ -271,6 +277,7 @@ def _rank_plan(
     machine: GpuNode,
     transfers: TransferPlan,
     model: PlannedModel,
+    local_engine: LocalEngineMemory,
 ) -> RankPlan:
     teacher = model.teacher
     # Time: the rehearsed micro-batches stand for all of them; reduction and optimizer run once per update.
@@ -295,7 +302,10 @@ def _rank_plan(
     if teacher is not None:
         between_updates = max(between_updates, static + teacher.bytes_on_device(config, layout))
         start = max(start, teacher.bytes_on_rank(config, layout))
-    total = max(measured.peak.total, start, between_updates) + machine.reserved
+    # The local engine keeps its copy of the weights, and may sample later steps during updates.
+    sampled = static + local_engine.batch
+    updated = measured.peak.total + (local_engine.batch if config.train.max_staleness else 0)
+    total = max(updated, start, between_updates, sampled) + local_engine.weights + machine.reserved
 
     # Colocated servers: the trainer's weights are gathered for the sync, and read by the probe, while the servers have
     # all of their memory. During updates the servers sleep.
@@ -308,6 +318,7 @@ def _rank_plan(
         role=role,
         measured=measured,
         total=total,
+        between_updates=between_updates,
         sampling=sampling,
         update_seconds=(compute + communication) * bubble + host,
         communication_seconds=communication,

@@ -105,13 +105,32 @@ def _memory_table(plan: Plan) -> str:
         fits = _format_fit(plan, plan.machine.memory - rank.total)
         lines.append([_format_rank(name, rank), *map(format_gib, sizes), peak.phase, format_gib(rank.total), fits])
     start = max((rank.measured.start_peak.total for rank in plan.ranks.values()), default=0)
+    between = max((rank.between_updates for rank in plan.ranks.values()), default=0)
     machine = plan.machine
     explanation = (
-        f"\ntotal = the larger of this peak and {format_gib(start)} GiB while model and optimizer are built, plus "
+        f"\ntotal = the largest of this peak, {format_gib(start)} GiB while model and optimizer are built, and "
+        f"{format_gib(between)} GiB between updates{_between_parts(plan)}, plus {_local_engine_parts(plan)}"
         f"{format_gib(machine.reserved)} for CUDA context and NCCL (an estimate); {machine.name} has "
         f"{format_gib(machine.memory)} GiB."
     )
     return format_table(head, lines) + explanation + _host_memory(plan)
+
+
+def _between_parts(plan: Plan) -> str:
+    """Return what is in memory between updates beside weights, gradients and optimizer."""
+    buckets = plan.transfers.sync_buffer
+    parts = [f"{format_gib(buckets)} of weight-sync buckets"] if buckets else []
+    if plan.model.teacher is not None:
+        parts.append("the teacher")
+    return f" (with {' or '.join(parts)})" if parts else ""
+
+
+def _local_engine_parts(plan: Plan) -> str:
+    weights, batch = plan.local_engine
+    if not weights:
+        return ""
+    when = ", which is there during updates too" if plan.config.train.max_staleness else " between updates"
+    return f"{format_gib(weights)} of the local engine's weights, up to {format_gib(batch)} of its batch{when}, "
 
 
 def _host_memory(plan: Plan) -> str:
@@ -158,7 +177,7 @@ def _collectives_table(plan: Plan) -> str:
             )
     if not lines:
         return "No collectives: every group has one rank."
-    return format_table(["rank", "collective", "group", "calls", "GiB sent by the rank"], lines)
+    return format_table(["rank", "collective", "group", "calls", "GiB of input"], lines)
 
 
 def _group_layout(ranks: tuple[int, ...]) -> str:

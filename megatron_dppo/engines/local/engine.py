@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dppo.engines.local.batches import MAX_BATCH, MAX_VALUES, BatchMemory, split_batch
 from megatron_dppo.engines.local.decode import Decoded, decode
 from megatron_dppo.engines.local.lockstep import CompletionTarget, LockstepRunner, PendingResponse
 from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
+from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
@@ -31,7 +33,8 @@ class LocalEngine:
     """A ``RolloutEngine`` that samples one batch after another with a transformers model, in its own thread.
 
     The same calls under the same weights give the same responses. The random numbers depend on the seed, the row of the
-    batch, and the tokens that the responses of the call had before. A user function has to be deterministic too.
+    batch, and the tokens that the responses of the call had before. They do not depend on the parts into which a batch
+    is split for its memory. A user function has to be deterministic too.
 
     Args:
         hf_config: Transformers config of the model.
@@ -53,7 +56,7 @@ class LocalEngine:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        max_batch: int = 512,
+        max_batch: int = MAX_BATCH,
         function: GenerateFunction | None = None,
         perturbation: Perturbation | None = None,
     ) -> None:
@@ -64,6 +67,7 @@ class LocalEngine:
         self._model = build_hf_model(hf_config, dtype).to(device)
         self._end_tokens = end_tokens(hf_config, tokenizer)
         self._routing = routing_shape(hf_config)
+        self._memory = BatchMemory.from_config(hf_config)
         perturbation = perturbation or Perturbation()
         # Before the RouteRecorder, whose hooks must see the choices of perturbed routers.
         self._perturbed = PerturbedModel(self._model, perturbation, self._routing)
@@ -269,7 +273,9 @@ class LocalEngine:
                 sample.response.next_request("", params, sample.stop_token_ids, tokens_left[sample]) for sample in batch
             ]
             should_stop = None if target is None else _stop_callback(target, batch)
-            for sample, generation in zip(batch, self._decode(requests, params, generator, should_stop), strict=True):
+            generations = self._decode(requests, params, generator, should_stop)
+            # Fewer generations than requests: the target was reached before the last part of the batch.
+            for generation, sample in zip(generations, batch, strict=False):
                 sample.response.append_sampled(generation)
                 if generation.finish_reason != FinishReason.ABORT:
                     sample.completion = sample.response.completion(generation.finish_reason, self._tokenizer)
@@ -280,17 +286,51 @@ class LocalEngine:
         params: SamplingParams,
         generator: torch.Generator,
         should_stop: Callable[[list[int]], bool] | None,
-    ) -> list[Generation]:
-        """Decode a batch of requests; those that ``should_stop`` stops (see ``decode``) are aborted."""
+    ) -> Iterator[Generation]:
+        """Decode a batch of requests, in parts that memory has room for.
+
+        The random numbers of a row do not depend on the parts. Those that ``should_stop`` stops (see ``decode``) are
+        aborted, and later parts are left out.
+        """
+        limits = [request.params.max_new_tokens for request in requests]
+        initial_state = generator.get_state()
+        last_state = initial_state
+        longest = 0
+        for rows in split_batch(self._memory, [request.token_ids for request in requests], limits, MAX_VALUES):
+            # Every part draws the numbers of the complete batch, from its first step on.
+            generator.set_state(initial_state)
+            part = [requests[row] for row in rows]
+            callback = None if should_stop is None else _PartCallback(should_stop, rows.start)
+            decoded = self._decode_part(part, params, generator, callback, rows.start, len(requests))
+            if decoded.tokens.shape[1] > longest:
+                longest = decoded.tokens.shape[1]
+                last_state = generator.get_state()
+            for row, request in enumerate(part):
+                yield build_generation(decoded, row, request, self._end_tokens, self.policy_version)
+            if callback is not None and callback.has_stopped:
+                break
+        generator.set_state(last_state)
+
+    def _decode_part(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        generator: torch.Generator,
+        should_stop: Callable[[list[int]], bool] | None,
+        first_row: int,
+        batch: int,
+    ) -> Decoded:
+        """Decode consecutive requests of a batch of ``batch`` requests, from ``first_row`` on."""
         recorder = self._recorder if params.routed_experts else None
         with nullcontext() if recorder is None else recorder.recording(weights=params.router_weights):
-            decoded = decode(
+            return decode(
                 self._model,
                 [request.token_ids for request in requests],
                 Sampler(
                     params,
                     generator,
-                    len(requests),
+                    batch,
+                    first_row=first_row,
                     unrecorded_top_p=self._unrecorded_top_p,
                     unrecorded_temperature=self._unrecorded_temperature,
                     reveals_hidden_filter=self._reveals_hidden_filter,
@@ -303,12 +343,20 @@ class LocalEngine:
                 return_sampling_mask=params.return_sampling_mask or self._reveals_hidden_filter,
                 recorder=recorder,
                 should_stop=should_stop,
-            )
-        on_cpu = decoded.cpu()
-        return [
-            build_generation(on_cpu, row, request, self._end_tokens, self.policy_version)
-            for row, request in enumerate(requests)
-        ]
+            ).cpu()
+
+
+class _PartCallback:
+    """``should_stop`` of a part of a batch, called with rows of the part."""
+
+    def __init__(self, should_stop: Callable[[list[int]], bool], first_row: int) -> None:
+        self._should_stop = should_stop
+        self._first_row = first_row
+        self.has_stopped = False
+
+    def __call__(self, rows: list[int]) -> bool:
+        self.has_stopped = self._should_stop([self._first_row + row for row in rows])
+        return self.has_stopped
 
 
 def build_generation(
@@ -322,6 +370,9 @@ def build_generation(
         request: The request.
         end_tokens: Tokens that end any response, besides those of the request.
         version: Version of the weights.
+
+    Raises:
+        TrainingStopped: The logits were not finite, so that no token was sampled from them.
     """
     limit = request.params.max_new_tokens
     stops = {*end_tokens, *request.stop_token_ids}
@@ -329,6 +380,11 @@ def build_generation(
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
     length = len(tokens) if end is None else end + 1
     # Shorter than the limit and without an end token: other rows reached the target, which stopped this one.
+    if not bool(decoded.logprobs[row, :length].isfinite().all()):
+        raise TrainingStopped(
+            f"the logits of weights version {version} are not finite: no token can be sampled. Fix: lower the learning "
+            "rate, and resume from a checkpoint before these weights"
+        )
     reason = FinishReason.LENGTH if length == limit else FinishReason.ABORT
     if end is not None:
         reason = FinishReason.STOP

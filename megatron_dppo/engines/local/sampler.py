@@ -52,7 +52,8 @@ class Sampler:
             log-probabilities of the unchanged logits. Otherwise it applies temperature, top-k, top-p and min-p, in this
             order.
         generator: Random generator on the device of the logits.
-        batch: Number of rows at the start.
+        batch: Number of rows for which random numbers are drawn.
+        first_row: Index in this batch of the first row, if the logits are those of a part of the batch.
         unrecorded_top_p: Top-p filter that the log-probabilities do not include (``rollout.perturbation``).
         unrecorded_temperature: Factor of the temperature that the log-probabilities do not include.
         reveals_hidden_filter: Include this filter in the log-probabilities after all; the samples stay the same.
@@ -64,6 +65,7 @@ class Sampler:
         generator: torch.Generator,
         batch: int,
         *,
+        first_row: int = 0,
         unrecorded_top_p: float = 1.0,
         unrecorded_temperature: float = 1.0,
         reveals_hidden_filter: bool = False,
@@ -72,6 +74,7 @@ class Sampler:
 
         self._generator = generator
         self._batch = batch
+        self._first_row = first_row
         self._is_greedy = params.temperature == 0
         self._filters = [] if self._is_greedy else build_filters(params)
         self._hidden_temperature = unrecorded_temperature
@@ -86,7 +89,7 @@ class Sampler:
 
         Args:
             logits: Logits of the rows that are left, [b, V].
-            rows: Their indices in the complete batch, [b].
+            rows: Their indices, counted from ``first_row``, [b].
         """
         scores = logits.float()
         for apply_filter in self._filters:
@@ -108,7 +111,7 @@ class Sampler:
         """
         clocks = scores.new_empty(self._batch, scores.shape[1]).exponential_(generator=self._generator)
         if len(rows) < self._batch:
-            clocks = clocks[rows]
+            clocks = clocks[self._first_row + rows]
         return scores.softmax(-1).div_(clocks).argmax(-1)
 
     def _invert(self, scores: Tensor, rows: Tensor) -> Tensor:
@@ -116,7 +119,7 @@ class Sampler:
         uniform = torch.rand(self._batch, 1, dtype=torch.float64, device=scores.device, generator=self._generator)
         size = max(1, _INVERSION_BLOCK // scores.shape[1])
         tokens = []
-        for block, draws in zip(scores.split(size), uniform[rows].split(size), strict=True):
+        for block, draws in zip(scores.split(size), uniform[self._first_row + rows].split(size), strict=True):
             # In fp64: sums in fp32 would be too coarse for improbable tokens.
             sums = block.softmax(-1).cumsum(-1, dtype=torch.float64)
             total = sums[:, -1:]

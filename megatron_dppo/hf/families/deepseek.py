@@ -1,7 +1,7 @@
 """DeepSeek-V3, Moonlight, Kimi-K2 and GLM-4.7-Flash: latent attention (MLA), sigmoid routers, shared experts.
 
-The norms of the latents use the model's ``rms_norm_eps``, as in Megatron, SGLang and vLLM. transformers uses 1e-6
-there: the same for DeepSeek-V3, less than Moonlight's 1e-5.
+The norms of the latents use the model's ``rms_norm_eps``, as in Megatron, SGLang and vLLM, and in the local engine
+(``build_hf_model``). transformers uses 1e-6 there.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ FAMILIES = (
             },
         },
         variants={
-            "moonlight": {**LATENT_TINY, "q_lora_rank": None},
+            # So large that the norms of latents show it.
+            "moonlight": {**LATENT_TINY, "q_lora_rank": None, "rms_norm_eps": 1e-2},
             "kimi_k2": {
                 **LATENT_TINY,
                 "q_lora_rank": 32,
@@ -223,6 +224,7 @@ FAMILIES = (
             **{key: value for key, value in LATENT_TINY.items() if key != "first_k_dense_replace"},
             "q_lora_rank": 32,
             "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-2,
         },
         published=(Published("GLM-4.7-Flash", {}, 29.94, (30, 3)),),
         shape=_lite_shape,

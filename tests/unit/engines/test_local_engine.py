@@ -12,6 +12,7 @@ import torch
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.response import PartialResponse
@@ -243,3 +244,19 @@ def test_invalid_submissions_are_rejected() -> None:
         one.submit([GroupRequest(key, PROMPTS[key], 2)], params(), 1)[0].result()
     with pytest.raises(ValueError, match="without the Top-K, routes or sampling masks of this run"):
         one.submit(requests([key]), params(topk_logprobs=2), 1)[0].result()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_an_error_and_no_token(value: float, temperature: float) -> None:
+    one = engine()
+    broken = [
+        (name, torch.full_like(w, value) if name == "model.norm.weight" else w) for name, w in stream_model(MODELS[0])
+    ]
+    one.update_weights(broken, 7)
+    with pytest.raises(TrainingStopped, match="the logits of weights version 7 are not finite"):
+        one.generate(PROMPTS, params(temperature=temperature))
+    futures = one.submit(requests(), params(temperature=temperature), 1)
+    assert all(isinstance(future.exception(), TrainingStopped) for future in futures)
+    one.update_weights(stream_model(MODELS[0]), 8)
+    assert one.generate(PROMPTS[:1], params())

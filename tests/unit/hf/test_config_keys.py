@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families import get_family
-from megatron_dppo.hf.folder import model_shape, read_hf_config
+from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
 from tests.distributed.families import TINY, family_config
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data/published_configs.json").read_text())[
@@ -42,6 +44,33 @@ def test_a_published_config_is_accepted(name: str, tmp_path: Path) -> None:
     hf_config = read(tmp_path, values)
     for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         assert getattr(hf_config, key) == language_model[key]
+
+
+def test_the_page_names_each_model_whose_norms_of_latents_differ_from_transformers() -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+    sentence, equal = re.search(r"it is 1e-5 in (.*?)\. .*DeepSeek-V3 and (.*?) have 1e-6", page, re.S).groups()  # type: ignore[union-attr]
+    models = {name: values.get("text_config", values) for name, values in PUBLISHED.items()}
+    latent = {name: float(values["rms_norm_eps"]) for name, values in models.items() if "kv_lora_rank" in values}
+    assert len(latent) >= 4 and set(latent.values()) == {1e-5, 1e-6}
+    for name, eps in latent.items():
+        assert (name in sentence) == (eps == 1e-5)
+        assert (name in f"DeepSeek-V3 {equal}") == (eps == 1e-6)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite"])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_norms_of_latents_in_the_local_engine_have_the_epsilon_of_config_json(name: str, eps: float) -> None:
+    config = family_config(name)
+    config.rms_norm_eps = eps
+    ours = build_hf_model(config, torch.float32, seed=1)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain.load_state_dict(ours.state_dict())
+    tokens = torch.arange(40)[None]
+    assert torch.equal(ours(tokens).logits, plain(tokens).logits) == (eps == 1e-6)
+    for module_name, module in plain.named_modules():
+        if "_a_layernorm" in module_name:
+            module.variance_epsilon = eps
+    assert torch.equal(ours(tokens).logits, plain(tokens).logits)
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.tinker.bodies import CreateModel, LoadWeights, Sample, SaveWeights, read_body
-from megatron_dppo.tinker.errors import RequestError
+from megatron_dppo.tinker.errors import RequestError, require_finite
 from megatron_dppo.tinker.futures import Request, RequestQueue
+from megatron_dppo.tinker.samplers import SampleJob, Sampler, read_job
 from megatron_dppo.tinker.serve import check_config, read_key
 from tests.unit.configs import config
 
@@ -147,6 +149,15 @@ SAMPLE: dict[str, Any] = {
         (Sample, SAMPLE | {"sampling_params": {"stop": []}}, "empty stop"),
         (Sample, SAMPLE | {"sampling_params": {"stop": ["a", ""]}}, "empty stop"),
         (Sample, SAMPLE | {"sampling_params": {"temperature": -1}}, "temperature"),
+        (Sample, SAMPLE | {"sampling_params": {"top_k": 0}}, "top_k = 0 leaves no token; -1 is without"),
+        (Sample, SAMPLE | {"sampling_params": {"top_k": 2**31}}, "top_k"),
+        (Sample, SAMPLE | {"sampling_params": {"stop": [1] * 129}}, "stop"),
+        (Sample, SAMPLE | {"seq_id": 10**400}, "seq_id"),
+        (Sample, SAMPLE | {"seq_id": -1}, "seq_id"),
+        (SaveWeights, {"model_id": "m", "seq_id": 2**63, "path": "a"}, "seq_id"),
+        (LoadWeights, {"path": "p", "optimizer": True, "model_id": "m", "seq_id": 2**64}, "seq_id"),
+        (CreateModel, MODEL | {"model_seq_id": 10**400}, "model_seq_id"),
+        (CreateModel, MODEL | {"lora_config": {"rank": 1, "seed": 10**400}}, "seed"),
         (Sample, SAMPLE | {"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "chunks"),
     ],
 )
@@ -154,3 +165,21 @@ def test_bodies_are_refused_with_the_field_that_is_wrong(kind: Any, body: dict[s
     assert read_body(Sample, SAMPLE | {"topk_sample_logprobs": 0, "record_stability_info": False}).num_samples == 1
     with pytest.raises(RequestError, match=words):
         read_body(kind, body)
+
+
+@pytest.mark.parametrize("stop", [[2**70], [-1], [7, 100], [2**31]])
+def test_stop_ids_outside_the_vocabulary_are_refused(stop: list[int]) -> None:
+    def job(ids: list[int]) -> SampleJob:
+        body = read_body(Sample, SAMPLE | {"sampling_params": {"stop": ids, "max_tokens": 4}})
+        return read_job(body, Sampler(None), vocab_size=100, max_tokens=10)
+
+    assert job([0, 99]).stop_token_ids == (0, 99)
+    with pytest.raises(RequestError, match="stop has ids outside 0 to 99"):
+        job(stop)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_log_probabilities_that_are_not_finite_are_no_answer(value: float) -> None:
+    assert require_finite(torch.tensor([-1.0, 0.0])).tolist() == [-1.0, 0.0]
+    with pytest.raises(RequestError, match="not finite: an update has broken the weights"):
+        require_finite(torch.tensor([-1.0, value]))

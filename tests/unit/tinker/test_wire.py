@@ -10,6 +10,7 @@ import pytest
 import torch
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from megatron_dppo.tinker import protobuf, wire
 from megatron_dppo.tinker.errors import RequestError
 from megatron_dppo.tinker.wire import SampledSequence, read_forward_backward, write_forward_output, write_samples
 
@@ -152,6 +153,54 @@ def test_parts_that_are_not_served_are_refused_by_name() -> None:
     body.data[0].loss_fn_inputs[0].value.sparse_csr.tokens = b""
     with pytest.raises(RequestError, match="sparse"):
         read_forward_backward(body.SerializeToString())
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A length-delimited field."""
+    body = message("Text")
+    body.tokens = content
+    return bytes([number << 3 | 2]) + body.SerializeToString()[1:] if content else bytes([number << 3 | 2, 0])
+
+
+SMALL_FIELDS = {
+    "empty data": lambda count: field(3, b"") * count,
+    "empty chunks of one datum": lambda count: field(3, field(1, b"") * count),
+    "empty inputs of one datum": lambda count: field(3, field(2, field(2, b"\x18\1")) * count),
+    "spans of one datum": lambda count: field(3, field(3, b"") * count),
+    "empty entries of the configuration": lambda count: field(7, b"\n\0") * count,
+    "numbers of the old configuration": lambda count: field(5, b"\n\0") * count,
+    "sizes of a shape, one by one": lambda count: field(3, field(2, field(2, b"\x18\1" + b"\x20\1" * count))),
+    "sizes of a shape, packed": lambda count: field(3, field(2, field(2, b"\x18\1" + field(4, b"\1" * count)))),
+    "values of a number, repeated": lambda count: b"\x10\1" * count,
+    "chunks in many data": lambda count: field(3, field(1, b"") * 1000) * (count // 1000),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_FIELDS)
+def test_a_million_small_fields_are_refused_after_a_limited_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def count(message: memoryview, position: int, inner: Any = protobuf._read_varint) -> tuple[int, int]:
+        nonlocal calls
+        calls += 1
+        return inner(message, position)
+
+    monkeypatch.setattr(protobuf, "_read_varint", count)
+    with pytest.raises(RequestError, match=r"more than \d+ (data|fields|dimensions)"):
+        read_forward_backward(SMALL_FIELDS[name](1_000_000))
+    # A tag and a length for each field that is read.
+    assert calls <= 2 * (wire._MAX_FIELDS + 10)
+
+
+def test_the_largest_request_of_the_sdk_is_read() -> None:
+    body = message("Request")
+    for _ in range(1024):
+        datum = body.data.add()
+        for _ in range(8):
+            datum.model_input.add().encoded_text.tokens = np.arange(2, dtype=np.int32).tobytes()
+        for name in ("target_tokens", "logprobs", "advantages"):
+            add_tensor(datum, name, np.zeros(16, np.float32), shape=True)
+    assert len(read_forward_backward(body.SerializeToString()).data) == 1024
 
 
 def test_answers_are_read_by_googles_library() -> None:
