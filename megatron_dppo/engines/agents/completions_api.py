@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo.data.formats.base import make_tool_call
 from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.protocol_record import Protocol, arguments_text
 from megatron_dppo.engines.agents.request_fields import (
     is_token_list,

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from megatron_dppo.data.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.agent_request import MODEL, CallError
 from megatron_dppo.engines.agents.episode import Episode
-from megatron_dppo.engines.agents.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.limited_server import LimitedServer
 from megatron_dppo.engines.agents.loopback_network import LoopbackNetwork
 from megatron_dppo.engines.agents.protocols import MESSAGES, PROTOCOLS, Protocol

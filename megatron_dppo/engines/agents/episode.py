@@ -26,7 +26,7 @@ from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.running_calls import RunningCalls
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.engines.agents.tool_clock import ToolClock
-from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo.rollout.response_text import decode_response, decode_tokens
 from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
@@ -327,7 +327,7 @@ class Episode:
         self._counts.ignored.update([*call.ignored, *self._reader.unfollowed_settings(call)])
         branch = conversation.branch
         prompt = branch.token_ids
-        decode = self._reader.text if call.is_chat else partial(decode_response, self._turns.tokenizer)
+        decode = self._reader.text if call.is_chat else partial(decode_tokens, self._turns.tokenizer)
         strings = StopStrings(call.stop, decode) if call.stop else None
         turn = await branch.sample(call.limit, self._reader.stop_token_ids(call), strings)
         match = turn.stop_match
@@ -337,7 +337,8 @@ class Episode:
             parsed = replace(parsed, tool_calls=self._call_ids.make_unique(parsed.tool_calls, call.messages))
             message = self._reader.message(parsed)
         else:
-            message = {"role": "assistant", "content": turn.text if match is None else turn.text[: match.start]}
+            text = decode(turn.token_ids)
+            message = {"role": "assistant", "content": text if match is None else text[: match.start]}
         response = build_response(call, turn, prompt, message)
         if call.returns_logprobs:
             values = branch.response.logprobs(len(prompt), branch.position)
@@ -354,7 +355,7 @@ class Episode:
             conversation.response_keys.add(conversation.keys[-1])
         elif isinstance(call.text, str):
             # With its stop string: a prompt without that does not continue these tokens.
-            conversation.text = call.text + turn.text
+            conversation.text = call.text + text
         return response
 
     def _append(self, prepared: PreparedCall, *, is_trained: bool, session: str) -> Conversation:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from megatron_dppo.data.formats import FORMATS, ParsedResponse, ResponseFormat
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
-from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse, ResponseFormat
-from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo.rollout.response_text import decode_tokens
 from megatron_dppo.rollout.stop_strings import StopMatch
 
 _TAIL_TOKENS = 16
@@ -88,7 +88,7 @@ class ResponseReader:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of sampled tokens, in which tool calls and stop strings are looked for."""
-        return decode_response(self._tokenizer, tokens, self._format.text_tokens)
+        return decode_tokens(self._tokenizer, tokens, self._format.text_tokens)
 
     def parse(
         self,
@@ -119,7 +119,7 @@ class ResponseReader:
             text = text[: stop_match.start - len(self.text(tokens))]
         tools = call.tools if call.reads_tool_calls else ()
         # The template may open the thought, so that the response begins in it.
-        tail = decode_response(self._tokenizer, prompt[max(0, start - _TAIL_TOKENS) : start])
+        tail = decode_tokens(self._tokenizer, prompt[max(0, start - _TAIL_TOKENS) : start])
         return self._format.parse(text, tools, starts_in_thought=tail.rstrip().endswith(("<think>", "[THINK]")))
 
     def message(self, parsed: ParsedResponse) -> Message:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_dppo.data.formats.base import make_tool_call
 from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.protocol_record import (
     Protocol,
     StoredMessages,
