@@ -174,7 +174,7 @@ class PromptDataset:
             for row in rows:
                 # For the error below: ``PackedList`` knows nothing of rows.
                 location = row.location
-                prompt = _to_prompt(row, tokenizer, chat)
+                prompt = _to_prompt(row, tokenizer, chat, writes_tools=not are_tasks)
                 prompt = _as_task(prompt, row) if are_tasks else prompt
                 exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
                 # If the response may fill the context, no prompt fits, however short.
@@ -277,8 +277,8 @@ def _as_task(prompt: Prompt, row: DataRow) -> Prompt:
     return replace(prompt, messages=tuple(messages), is_task=True)
 
 
-def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions) -> Prompt:
-    text, is_templated = chat.render(row, tokenizer)
+def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions, *, writes_tools: bool) -> Prompt:
+    text, is_templated = chat.render(row, tokenizer, writes_tools=writes_tools)
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:
         raise DataError(f"{row.location}: the prompt has no tokens; write a text, or remove the row")

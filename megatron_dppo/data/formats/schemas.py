@@ -57,6 +57,18 @@ class ValueSchema:
                 found.setdefault(name, ValueSchema(schema, (*self.roots, schema)))
         return found
 
+    def required(self) -> set[str]:
+        """Return the names of the properties that an object must have."""
+        lists = [part.get("required") for part in self._parts(self.schema, set())]
+        names = {name for each in lists if isinstance(each, list) for name in each if isinstance(name, str)}
+        return names & self.property_schemas().keys()
+
+    def items(self) -> ValueSchema:
+        """Return the schema of a list's entries."""
+        entries = [part.get("items") for part in self._parts(self.schema, set())]
+        schema = next((each for each in entries if isinstance(each, Mapping)), None)
+        return ValueSchema(schema, (*self.roots, schema))
+
     def other_properties(self) -> ValueSchema:
         """Return the schema of properties that have none of their own."""
         others = [part.get("additionalProperties") for part in self._parts(self.schema, set())]
