@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError
 from megatron_dppo.engines.agents.agent_response import AgentResponse, build_response
 from megatron_dppo.engines.agents.call_ids import CallIds
 from megatron_dppo.engines.agents.conversations import Conversation, TurnSpan, tools_key
@@ -22,6 +22,7 @@ from megatron_dppo.engines.agents.episode_result import CallCounts, SegmentChoic
 from megatron_dppo.engines.agents.episode_rewards import AgentRun, EpisodeRewards
 from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
+from megatron_dppo.engines.agents.protocol_record import StoredResponses
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.running_calls import RunningCalls
 from megatron_dppo.engines.agents.template import ChatTemplate
@@ -93,8 +94,7 @@ class Episode:
         self._counts = CallCounts()
         self.calls = RunningCalls(self._counts)
         """Calls in progress."""
-        self.stored_messages: dict[str, Sequence[Message]] = {}
-        """Messages up to each response of the Responses API, by its id."""
+        self.stored_responses = StoredResponses()
         self._tool_clock = ToolClock()
         self._call_ids = CallIds()
         self._runs: tuple[AgentRun, ...] = ()
@@ -161,6 +161,14 @@ class Episode:
         """
         conversation, _ = self._find_response(response_id)
         conversation.is_left_out = True
+
+    def _leave_out_last(self, name: str) -> None:
+        """Remove a response that nobody got from the end of its conversation. One that was continued was read."""
+        conversation, order = self._conversation_by_response[name]
+        if conversation.last_order == order:
+            conversation.turns.pop()
+            conversation.branch.position = conversation.turns[-1].end if conversation.turns else 0
+            conversation.branch.finish_reason = FinishReason.STOP
 
     def _find_response(self, response_id: str) -> tuple[Conversation, int]:
         # An id is a prefix of the protocol and the name of the response.
@@ -232,7 +240,9 @@ class Episode:
         """
         reward = None if failure else self.reward
         reward_parts = {} if failure else self._rewards.parts
-        # Sampled by calls that were in progress when the agent ended, and sent to nobody.
+        for response in self.calls.undelivered:
+            self._leave_out_last(response.name)
+        # Sampled by calls that were in progress when the agent ended, and responses that nobody read.
         interrupted = sum(c.branch.response.num_sampled_tokens(c.branch.position) for c in self._conversations)
         # Such a call may have begun a conversation and sampled nothing.
         self._conversations = [each for each in self._conversations if each.num_sampled]

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_dppo.data.conversation import ConversationError
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
 from megatron_dppo.engines.agents.call_ids import CallIds
 from megatron_dppo.engines.agents.conversations import (
@@ -88,8 +87,6 @@ def _rejected_if_it_fails() -> Iterator[None]:
         yield
     except CallError:
         raise
-    except ConversationError as error:
-        raise CallError(str(error)) from error
     except BaseException as error:
         # Everything here depends on the text of the call alone, which must not end the run. A panic of the
         # tokenizer is no ``Exception``.
