@@ -9,7 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.chat_template import apply_chat_template
+from megatron_dppo.data.chat_template import apply_chat_template, prints_tools, template_problem
+from megatron_dppo.data.conversation import TOOL_COLUMNS
 from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.messages import Messages
 from megatron_dppo.errors import CheckpointError, DataError
@@ -68,14 +69,20 @@ class ChatOptions:
                     "spelling, or remove it"
                 )
 
-    def render(self, row: DataRow, tokenizer: Any) -> tuple[str, bool]:
+    def render(self, row: DataRow, tokenizer: Any, *, writes_tools: bool = True) -> tuple[str, bool]:
         """Return the text of a row, and True if the template made it. It then includes the special tokens.
+
+        Args:
+            row: The row.
+            tokenizer: A transformers tokenizer.
+            writes_tools: True to write the row's tools into its prompt. An agent brings its own.
 
         Raises:
             DataError: Messages without a template, options without use, or a template that refuses the messages.
         """
+        tools = row.tools() if writes_tools else []
         if self._needs_template(row, tokenizer):
-            return self._apply_template(row, tokenizer), True
+            return self._apply_template(row, tokenizer, tools), True
         if not isinstance(row.prompt, str):
             raise DataError(
                 f"{row.location}: the prompt is a list of messages, but data.apply_chat_template = false. Use a plain "
@@ -87,6 +94,7 @@ class ChatOptions:
                 f"{row.location}: data.{name} is set, but the prompt is a plain string, to which no chat template is "
                 f"applied. Set data.apply_chat_template = true, or remove data.{name}"
             )
+        _check_tools(row, tools, row.prompt, "the prompt is a plain string, to which no chat template is applied")
         return row.prompt, False
 
     def _needs_template(self, row: DataRow, tokenizer: Any) -> bool:
@@ -94,7 +102,7 @@ class ChatOptions:
             return self.apply
         return isinstance(row.prompt, list) or (row.is_problem and bool(tokenizer.chat_template))
 
-    def _apply_template(self, row: DataRow, tokenizer: Any) -> str:
+    def _apply_template(self, row: DataRow, tokenizer: Any, tools: list[dict[str, Any]]) -> str:
         if not tokenizer.chat_template:
             reason = "the prompt is a list of messages" if self.apply is None else "data.apply_chat_template = true"
             raise DataError(
@@ -107,18 +115,45 @@ class ChatOptions:
         begun = ""
         if messages[-1]["role"] == "assistant":
             *messages, last = messages
+            if last.get("tool_calls"):
+                raise DataError(
+                    f"{row.location}: the messages end with tool calls, which have no results. Add a message of the "
+                    "role tool for each, or remove the last message"
+                )
             begun = last["content"]
         try:
             text = apply_chat_template(
-                tokenizer, messages, self.now, add_generation_prompt=True, variables=self.template_kwargs
+                tokenizer,
+                messages,
+                self.now,
+                tools=tools or None,
+                add_generation_prompt=True,
+                variables=self.template_kwargs,
             )
         except Exception as error:  # a template is a program of the model's authors and may raise anything
-            raise DataError(
-                f"{row.location}: the chat template refuses the messages: {error}. Change their roles or order, or use "
-                "a model folder with another template"
-            ) from error
+            raise DataError(f"{row.location}: {template_problem(error)}") from error
+        if tools and not prints_tools(tokenizer, self.now, self.template_kwargs):
+            raise DataError(_unprinted(row, "the model's chat template writes no tools"))
         _check_complete(row.location, messages, text)
         return _continue_answer(text, begun)
+
+
+def _check_tools(row: DataRow, tools: list[dict[str, Any]], text: str, reason: str) -> None:
+    """Check that a prompt without template names the row's tools.
+
+    Raises:
+        DataError: It does not.
+    """
+    if any(tool["function"]["name"] not in text for tool in tools):
+        raise DataError(_unprinted(row, reason))
+
+
+def _unprinted(row: DataRow, reason: str) -> str:
+    column = next(name for name in TOOL_COLUMNS if row.metadata.get(name))
+    return (
+        f"{row.location}: field {column!r} has tools that cannot reach the prompt: {reason}. Use messages and a model "
+        "folder whose template writes tools, or rename the column"
+    )
 
 
 def _check_complete(location: str, messages: Messages, text: str) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron_dppo.data.conversation import NOTE_ROLES, fold_notes, with_text_arguments
+from megatron_dppo.data.formats import choose_format
 
 _CODES = "aAwdbBmyYHIpMSfjUWcxXGuVDFTRenthCg"
 """Format codes of ``strftime`` that have a value without a time zone."""
@@ -21,6 +25,9 @@ A template takes no functions as variables. The line break after the last tag is
 template itself still begins at the start of a line.
 """
 
+_prints_tools: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+"""Results of ``prints_tools`` by tokenizer, template and variables."""
+
 
 def apply_chat_template(
     tokenizer: Any,
@@ -33,6 +40,9 @@ def apply_chat_template(
     variables: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the text of messages, or their token ids.
+
+    System messages that the template refuses or leaves out are joined at the start, or folded into the user's message
+    before them. Arguments of tool calls are text where the model's format needs that.
 
     Args:
         tokenizer: A transformers tokenizer with a chat template.
@@ -55,12 +65,87 @@ def apply_chat_template(
         arguments["strftime_values"] = _values(now)
     if tokenize:
         arguments["return_dict"] = False
-    return tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tools=None if tools is None else list(tools),
-        add_generation_prompt=add_generation_prompt,
-        tokenize=tokenize,
-        **arguments,
+    if choose_format(template).needs_text_arguments:
+        messages = with_text_arguments(messages)
+
+    def render(each: Sequence[Mapping[str, Any]]) -> Any:
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in each],
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=tokenize,
+            **arguments,
+        )
+
+    folded = fold_notes(messages)
+    if folded == [dict(message) for message in messages]:
+        return render(messages)
+    try:
+        text = render(messages)
+    except Exception as error:
+        try:
+            return render(folded)
+        except Exception:
+            # The first error is about the messages as they were written.
+            raise error from None
+    notes = [message["content"].strip() for message in messages if message["role"] in NOTE_ROLES]
+    return text if tokenize or all(note in text for note in notes) else render(folded)
+
+
+def prints_tools(tokenizer: Any, now: datetime, variables: Mapping[str, Any] | None = None) -> bool:
+    """Return True if the chat template writes tools into the prompt; some silently leave them out.
+
+    Args:
+        tokenizer: A transformers tokenizer with a chat template.
+        now: Date and time that the template sees.
+        variables: Further variables of the template.
+    """
+    known = _prints_tools.setdefault(tokenizer, {})
+    key = repr((tokenizer.chat_template, variables))
+    if key not in known:
+        known[key] = _render_marked_tool(tokenizer, now, variables)
+    return known[key]
+
+
+def _render_marked_tool(tokenizer: Any, now: datetime, variables: Mapping[str, Any] | None) -> bool:
+    name = "marked_tool_7c1f"
+    function = {"name": name, "description": "x", "parameters": {"type": "object", "properties": {}}}
+    messages = [{"role": "user", "content": "x"}]
+    try:
+        text = apply_chat_template(
+            tokenizer,
+            messages,
+            now,
+            tools=[{"type": "function", "function": function}],
+            add_generation_prompt=True,
+            variables=variables,
+        )
+    except Exception:  # what it says of real messages is told then
+        return True
+    return name in text
+
+
+def template_problem(error: Exception) -> str:
+    """Return what an exception of ``apply_chat_template`` says, and the fix.
+
+    A template refuses messages by an exception of its own. Any other one is a mistake of the template, or a value that
+    it does not expect.
+    """
+    kind = type(error).__name__
+    if kind == "TemplateSyntaxError":
+        line = getattr(error, "lineno", "?")
+        return (
+            f"the chat template has a syntax error in line {line}: {error}. Fix chat_template.jinja (or the field "
+            "chat_template of tokenizer_config.json), or copy the published one into the model folder"
+        )
+    if kind == "TemplateError":
+        return (
+            f"the chat template refuses the messages: {error}. Change their roles or order, or use a model folder with "
+            "another template"
+        )
+    return (
+        f"the chat template fails on the messages: {kind}: {error}. Compare their fields with those that the template "
+        "reads, or use a model folder with another template"
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.data import reasoning_gym
+from megatron_dppo.data.conversation import TOOL_COLUMNS, ConversationError, read_row_tools
 from megatron_dppo.data.json_values import number_to_text
 from megatron_dppo.data.messages import (
     Messages,
@@ -22,7 +23,7 @@ from megatron_dppo.data.messages import (
     missing_prompt_hint,
     parse_messages,
 )
-from megatron_dppo.data.sources import read_records, require
+from megatron_dppo.data.sources import is_columnar, read_records, require
 from megatron_dppo.data.tasks import PREFIX, TASKS, Split
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import PromptLimits
@@ -54,8 +55,24 @@ class DataRow:
     """The prompt is a bare problem (a column ``problem`` or ``question``), not text made for a model."""
     source: str = ""
     """Name of the row's source, as in ``[data.sources]``."""
+    is_columnar: bool = False
+    """The row's file gives every object the fields of all, with null for those that it has not."""
     limits: PromptLimits | None = None
     """Limits of the row's source. None: those of the run."""
+
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the tools of the row, which its chat template writes into the prompt; empty if there are none.
+
+        Raises:
+            DataError: A column of tools holds something else.
+        """
+        try:
+            return read_row_tools(self.metadata, is_columnar=self.is_columnar)
+        except ConversationError as error:
+            raise DataError(
+                f"{self.location}: {error}. Write tools as a list of {{type, function}}, or rename the column: "
+                f"{' and '.join(TOOL_COLUMNS)} are given to the chat template"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,7 @@ def iter_rows(
         yield from (DataRow(*problem) for problem in reasoning_gym.problems(source, split))
         return
     first: tuple[str, RowLayout] | None = None
+    has_fillers = is_columnar(source)
     for location, record in read_records(source):
         if problem := media_problem(record):
             raise DataError(f"{location}: {problem}")
@@ -105,7 +123,7 @@ def iter_rows(
                 "rows of a file must have one layout: convert the row or, if only the columns differ, name them with "
                 "data.prompt_key and data.label_key"
             )
-        yield _parse_row(location, record, layout)
+        yield _parse_row(location, record, layout, is_columnar=has_fillers)
     if first is None:
         raise DataError(f"{source} has no rows; expected rows with a prompt and a label (layouts: docs/data.md)")
 
@@ -130,8 +148,14 @@ def detect_layout(location: str, record: Mapping[str, Any], prompt_key: str | No
     return RowLayout(prompt_key, label_key, "messages")
 
 
-def _read_prompt(location: str, record: Mapping[str, Any], key: str) -> str | Messages:
+def _read_prompt(location: str, record: Mapping[str, Any], key: str, *, is_columnar: bool = False) -> str | Messages:
     """Return a prompt: text, or messages, which may be written as JSON text.
+
+    Args:
+        location: Source and line.
+        record: The row.
+        key: Column of the prompt.
+        is_columnar: See ``DataRow``.
 
     Raises:
         DataError: The field holds anything else.
@@ -153,11 +177,22 @@ def _read_prompt(location: str, record: Mapping[str, Any], key: str) -> str | Me
             )
         if problem := messages_problem(prompt):
             raise DataError(f"{location}: field {key!r} holds no chat messages: {problem}")
-        return clean_messages(prompt)
+        try:
+            return clean_messages(prompt, _known_tools(record, is_columnar), is_columnar=is_columnar)
+        except ConversationError as error:
+            raise DataError(f"{location}: field {key!r}: {error}") from error
     raise DataError(
         f"{location}: field {key!r} must be a non-empty string or a list of messages {{role, content}}, got "
         f"{prompt!r:.200}"
     )
+
+
+def _known_tools(record: Mapping[str, Any], is_columnar: bool) -> list[dict[str, Any]]:
+    """Return the tools of a row; empty if they cannot be read, which counts where they are needed."""
+    try:
+        return read_row_tools(record, is_columnar=is_columnar)
+    except ConversationError:
+        return []
 
 
 def _first(location: str, record: Mapping[str, Any], names: tuple[str, ...], meaning: str) -> str:
@@ -203,7 +238,7 @@ def _answer(text: str) -> str:
     return _LAST_LINE.split(text)[-1] if boxed is None else boxed
 
 
-def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout) -> DataRow:
+def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout, *, is_columnar: bool) -> DataRow:
     label = require(location, record, layout.label_key) if layout.label_key else ""
     # The row's other columns are the function's metadata, nested ones as a table.
     outer_column = layout.label_key.partition(".")[0]
@@ -216,10 +251,11 @@ def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout) -> D
     used = (layout.prompt_key, layout.label_key)
     return DataRow(
         location,
-        _read_prompt(location, record, layout.prompt_key),
+        _read_prompt(location, record, layout.prompt_key, is_columnar=is_columnar),
         _answer(text) if layout.label_key in _ANSWER_COLUMNS else text,
         {key: value for key, value in record.items() if key not in used},
         is_problem=layout.prompt_key.rpartition(".")[2] in PROBLEM_COLUMNS,
+        is_columnar=is_columnar,
     )
 
 

@@ -7,6 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_dppo.data.conversation import read_row_calls
+from megatron_dppo.data.formats.schemas import Tools
+
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MEDIA_LISTS = ("images", "videos", "audios")
@@ -65,7 +68,8 @@ def messages_problem(value: list[Any]) -> str:
             return (
                 f"message {index} has a list of parts as content; the policy reads text, so join the text of the parts"
             )
-        if not isinstance(content, str):
+        # OpenAI's form of a message of tool calls alone.
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"message {index} has the content {content!r:.80}, expected text"
     if not any(message["content"].strip() or message.get("tool_calls") for message in value):
         return "all messages are empty"
@@ -88,9 +92,29 @@ def media_problem(record: Mapping[str, Any]) -> str:
     return ""
 
 
-def clean_messages(value: list[Any]) -> Messages:
-    """Return messages without empty fields: a Parquet file gives every message the fields of all."""
-    return [{name: each for name, each in message.items() if each is not None} for message in value]
+def clean_messages(value: list[Any], tools: Tools = (), *, is_columnar: bool = False) -> Messages:
+    """Return messages in the form that chat templates expect.
+
+    Empty fields leave: a Parquet file gives every message, and every tool call, the fields of all. Arguments of tool
+    calls that are JSON as text become objects.
+
+    Args:
+        value: Messages without a problem (``messages_problem``).
+        tools: Tools of the row.
+        is_columnar: See ``read_row_calls``.
+
+    Raises:
+        ConversationError: A tool call is malformed.
+    """
+    messages: Messages = []
+    for index, each in enumerate(value):
+        message = {name: part for name, part in each.items() if part is not None}
+        if calls := message.pop("tool_calls", None):
+            name = f"message {index}: tool_calls"
+            message = {"content": "", **message}
+            message["tool_calls"] = read_row_calls(calls, name, tools, is_columnar=is_columnar)
+        messages.append(message)
+    return messages
 
 
 def missing_prompt_hint(record: Mapping[str, Any]) -> str:

@@ -176,7 +176,8 @@ class PromptDataset:
                 location = row.location
                 # The variables of the template are for the agent's calls, which a task in plain text has to become.
                 is_text = are_tasks and isinstance(row.prompt, str)
-                prompt = _to_prompt(row, tokenizer, replace(chat, template_kwargs={}) if is_text else chat)
+                options = replace(chat, template_kwargs={}) if is_text else chat
+                prompt = _to_prompt(row, tokenizer, options, writes_tools=not are_tasks)
                 prompt = _as_task(prompt, row) if are_tasks else prompt
                 exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
                 # If the response may fill the context, no prompt fits, however short.
@@ -279,8 +280,8 @@ def _as_task(prompt: Prompt, row: DataRow) -> Prompt:
     return replace(prompt, messages=tuple(messages), is_task=True)
 
 
-def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions) -> Prompt:
-    text, is_templated = chat.render(row, tokenizer)
+def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions, *, writes_tools: bool) -> Prompt:
+    text, is_templated = chat.render(row, tokenizer, writes_tools=writes_tools)
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:
         raise DataError(f"{row.location}: the prompt has no tokens; write a text, or remove the row")

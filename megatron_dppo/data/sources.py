@@ -74,9 +74,23 @@ def _open(source: str) -> Iterator[Record]:
         start = opened.read(_START_BYTES)
     if problem := _foreign_format(start) or _TABLES.get(file.suffix.lower(), ""):
         raise DataError(f"data file {source!r} {problem}")
-    if file.suffix.lower() == ".parquet" or start.startswith(_PARQUET_MAGIC):
+    if _is_parquet(file, start):
         return _read_parquet(file)
     return _read_json_array(file) if start.removeprefix(_BOM).lstrip().startswith(b"[") else _read_jsonl(file)
+
+
+def is_columnar(source: str) -> bool:
+    """Return True if a source gives each object the fields of all, with null for those that it has not."""
+    file = Path(source)
+    try:
+        with file.open("rb") as opened:
+            return _is_parquet(file, opened.read(_START_BYTES))
+    except OSError:  # no file, or one whose problem ``read_records`` reports
+        return source.startswith(HUB)
+
+
+def _is_parquet(file: Path, start: bytes) -> bool:
+    return file.suffix.lower() == ".parquet" or start.startswith(_PARQUET_MAGIC)
 
 
 def require(location: str, record: Mapping[str, Any], key: str) -> Any:

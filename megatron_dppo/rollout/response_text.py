@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megatron_dppo.data.formats import choose_format
 from megatron_dppo.rewards.answers.thinking import THINKING_TAGS
 
 _TAGS = frozenset(tag for pair in THINKING_TAGS for tag in pair) | {"<tool_call>", "</tool_call>"}
@@ -13,15 +14,29 @@ _special_ids: WeakKeyDictionary[Any, dict[frozenset[str], tuple[frozenset[int], 
 """Ids of the special tokens of a tokenizer that leave the text, and of those that stay in it, by the kept tokens."""
 
 
-def decode_response(tokenizer: Any, token_ids: Sequence[int], text_tokens: frozenset[str] = frozenset()) -> str:
-    """Return the text of a response without special tokens.
+def decode_response(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Return the text of a response as rewards, judges and user functions read it.
+
+    The model's chat template says in which format it is. Channels become thoughts between tags and the answer behind
+    them. Other special tokens leave the text.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        token_ids: Tokens of the response.
+    """
+    response_format = choose_format(getattr(tokenizer, "chat_template", None))
+    return response_format.answer_text(decode_tokens(tokenizer, token_ids, response_format.text_tokens))
+
+
+def decode_tokens(tokenizer: Any, token_ids: Sequence[int], text_tokens: frozenset[str] = frozenset()) -> str:
+    """Return the text of tokens without special tokens.
 
     Tags of thoughts and tool calls stay, although some tokenizers list them as special tokens: without them a reward
     would take the thought for the answer.
 
     Args:
         tokenizer: Tokenizer of the model.
-        token_ids: Tokens of the response.
+        token_ids: The tokens.
         text_tokens: Further special tokens that stay.
     """
     dropped, tags = _split_special_ids(tokenizer, text_tokens)

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.formats import format_note
 from megatron_dppo.engines.agents.containers import check_images, choose_image
-from megatron_dppo.engines.agents.formats import format_note
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.engines.serving.environment import expandable_segments_variable, shares_memory
 from megatron_dppo.errors import ConfigError, ErrorCollector, GenerateError, MultipleErrors, UserError

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import resolve_layout
-from megatron_dppo.engines.agents.formats import choose_format
+from megatron_dppo.data.formats import choose_format
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rewards import RewardItem
 from megatron_dppo.run.engines import open_scorer

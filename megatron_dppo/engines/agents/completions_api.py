@@ -10,16 +10,17 @@ from typing import Any
 
 from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.formats.base import make_tool_call
-from megatron_dppo.engines.agents.protocol_record import Protocol, arguments_text
+from megatron_dppo.engines.agents.protocol_record import Protocol, arguments_text, logprob_entries
 from megatron_dppo.engines.agents.request_fields import (
     is_token_list,
     read_bool,
+    read_call,
     read_limit,
     read_model,
     read_stop,
     read_tool_choice,
     read_tools,
+    refuse_begun_answer,
     require_object,
     require_text_format,
     text_of_parts,
@@ -60,8 +61,6 @@ def read_chat(data: object) -> AgentRequest:
         raise CallError("'messages' is missing, empty or no list")
     tools = read_tools(body)
     choice = read_tool_choice(body.get("tool_choice"), tools, path=("function", "name"))
-    if body.get("functions") or body.get("function_call"):
-        raise CallError("'functions' and 'function_call' are not supported; use 'tools'")
     return AgentRequest(
         messages=tuple(_read_message(message, index) for index, message in enumerate(body["messages"])),
         is_chat=True,
@@ -150,9 +149,10 @@ def _read_message(message: Any, index: int) -> Message:
     if not isinstance(calls, list):
         raise CallError(f"messages[{index}].tool_calls = {calls!r:.80}, expected a list")
     if calls:
-        result["tool_calls"] = [_read_tool_call(call, index) for call in calls]
+        result["tool_calls"] = [read_call(call, f"messages[{index}].tool_calls") for call in calls]
     result |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
     if role == "assistant":
+        refuse_begun_answer(message, f"messages[{index}]")
         # vLLM and litellm have either name.
         reasoning = [message[name] for name in ("reasoning_content", "reasoning") if isinstance(message.get(name), str)]
         if any(reasoning):
@@ -162,17 +162,6 @@ def _read_message(message: Any, index: int) -> Message:
 
 def _read_content(content: Any, index: int) -> str:
     return text_of_parts(content, ["text"], f"messages[{index}].content")
-
-
-def _read_tool_call(call: Any, index: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise CallError(f"messages[{index}].tool_calls has an entry without a function's name")
-    arguments = function.get("arguments") or "{}"
-    call_id = call.get("id") or ""
-    if not isinstance(arguments, str | dict) or not isinstance(call_id, str):
-        raise CallError(f"messages[{index}].tool_calls: 'id' and 'function.arguments' must be strings")
-    return make_tool_call(call_id, function["name"], arguments)
 
 
 def response_body(response: AgentResponse) -> dict[str, Any]:
@@ -235,11 +224,7 @@ def _logprobs(response: AgentResponse) -> dict[str, Any] | None:
     """Return the log-probabilities of all sampled tokens, those of thoughts and of the end included."""
     if not response.call.returns_logprobs:
         return None
-    tokens = zip(response.token_texts, response.logprobs, strict=True)
-    entries = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in tokens
-    ]
-    return {"content": entries, "refusal": None}
+    return {"content": logprob_entries(response), "refusal": None}
 
 
 def _content(response: AgentResponse) -> str | None:

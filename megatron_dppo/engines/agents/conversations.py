@@ -24,7 +24,7 @@ class ForkReason(StrEnum):
     """Reasons why a call with an earlier response of the episode begins a segment. Each is a metric."""
 
     HISTORY = "history"
-    """Its messages before or after that response differ: they were edited, trimmed or summarized."""
+    """Its messages before or after that response differ, or it has another text in the place of the response."""
     TOOLS = "tools"
     """It has other tools."""
     TEMPLATE = "template"
@@ -152,10 +152,21 @@ def _continue_chat(
         reason = ForkReason.TEMPLATE if any(each.tools == tools for each in prefixes) else ForkReason.TOOLS
     elif any(known and known == keys[: len(known)] for known in busy_keys):
         reason = ForkReason.PARALLEL
-    elif {key for each in idle for key in each.response_keys} & set(keys):
+    elif {key for each in idle for key in each.response_keys} & set(keys) or any(
+        _replaces_response(messages, keys, each) for each in idle
+    ):
         reason = ForkReason.HISTORY
     opening = template.opening(call_ids.as_written(_restore_thoughts(messages, keys, idle, reader)), call.tools)
     return Continuation(None, opening, reason)
+
+
+def _replaces_response(messages: Sequence[Message], keys: Sequence[str], conversation: Conversation) -> bool:
+    """Return True if a call repeats what a response answered, with another assistant's message behind it."""
+    known = conversation.keys
+    for index, key in enumerate(known[: len(keys)]):
+        if key != keys[index]:
+            return key in conversation.response_keys and messages[index]["role"] == "assistant"
+    return False
 
 
 def _continue_text(call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate) -> Continuation:

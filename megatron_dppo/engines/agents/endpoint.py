@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from megatron_dppo.data.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.agent_request import MODEL, CallError
 from megatron_dppo.engines.agents.episode import Episode
-from megatron_dppo.engines.agents.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.agents.limited_server import LimitedServer
 from megatron_dppo.engines.agents.loopback_network import LoopbackNetwork
 from megatron_dppo.engines.agents.protocols import MESSAGES, PROTOCOLS, Protocol
@@ -150,32 +150,37 @@ class Endpoint:
             digest = hashlib.sha256(start + await request.read()).digest()
             # The body is parsed in the episode's threads: a large one must not delay other episodes.
             call = episode.respond(
-                lambda: protocol.read(read_json(), episode.stored_messages),
+                lambda: protocol.read(read_json(), episode.stored_responses),
                 digest=digest,
                 is_trained=is_trained,
                 session=session,
             )
             response = await _run_in_episode_loop(episode, call)
             if protocol.store is not None:
-                protocol.store(response, episode.stored_messages)
+                protocol.store(response, episode.stored_responses)
+            keep = partial(episode.loop.call_soon_threadsafe, episode.calls.keep_undelivered, digest, response)
             if request.transport is None or request.transport.is_closing():
                 # The client was gone before the response was complete. It may send the same body again.
-                episode.loop.call_soon_threadsafe(episode.calls.keep_undelivered, digest, response)
+                keep()
             if protocol.events is None or not response.call.stream:
                 return web.json_response(protocol.body(response))
             # The response is already complete; the stream is only the format that the client asked for.
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             async with asyncio.timeout(_TRANSFER_SECONDS):
-                await stream.prepare(request)
-                for event in protocol.events(response):
-                    await stream.write(event)
+                try:
+                    await stream.prepare(request)
+                    for event in protocol.events(response):
+                        await stream.write(event)
+                except (ConnectionError, TimeoutError, asyncio.CancelledError):
+                    keep()
+                    raise
                 await stream.write_eof()
             return stream
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         with self._authorized(request) as episode:
             read_json = await self._read_body(request)
-            count = episode.count_tokens(lambda: MESSAGES.read(read_json(), episode.stored_messages))
+            count = episode.count_tokens(lambda: MESSAGES.read(read_json(), episode.stored_responses))
             return web.json_response({"input_tokens": await _run_in_episode_loop(episode, count)})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:

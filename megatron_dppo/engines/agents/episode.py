@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError
 from megatron_dppo.engines.agents.agent_response import AgentResponse, build_response
 from megatron_dppo.engines.agents.call_ids import CallIds
 from megatron_dppo.engines.agents.conversations import Conversation, TurnSpan, tools_key
@@ -22,11 +22,12 @@ from megatron_dppo.engines.agents.episode_result import CallCounts, SegmentChoic
 from megatron_dppo.engines.agents.episode_rewards import AgentRun, EpisodeRewards
 from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
+from megatron_dppo.engines.agents.protocol_record import StoredResponses
 from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.engines.agents.running_calls import RunningCalls
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.engines.agents.tool_clock import ToolClock
-from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo.rollout.response_text import decode_response, decode_tokens
 from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
@@ -93,8 +94,7 @@ class Episode:
         self._counts = CallCounts()
         self.calls = RunningCalls(self._counts)
         """Calls in progress."""
-        self.stored_messages: dict[str, Sequence[Message]] = {}
-        """Messages up to each response of the Responses API, by its id."""
+        self.stored_responses = StoredResponses()
         self._tool_clock = ToolClock()
         self._call_ids = CallIds()
         self._runs: tuple[AgentRun, ...] = ()
@@ -161,6 +161,14 @@ class Episode:
         """
         conversation, _ = self._find_response(response_id)
         conversation.is_left_out = True
+
+    def _leave_out_last(self, name: str) -> None:
+        """Remove a response that nobody got from the end of its conversation. One that was continued was read."""
+        conversation, order = self._conversation_by_response[name]
+        if conversation.last_order == order:
+            conversation.turns.pop()
+            conversation.branch.position = conversation.turns[-1].end if conversation.turns else 0
+            conversation.branch.finish_reason = FinishReason.STOP
 
     def _find_response(self, response_id: str) -> tuple[Conversation, int]:
         # An id is a prefix of the protocol and the name of the response.
@@ -232,7 +240,9 @@ class Episode:
         """
         reward = None if failure else self.reward
         reward_parts = {} if failure else self._rewards.parts
-        # Sampled by calls that were in progress when the agent ended, and sent to nobody.
+        for response in self.calls.undelivered:
+            self._leave_out_last(response.name)
+        # Sampled by calls that were in progress when the agent ended, and responses that nobody read.
         interrupted = sum(c.branch.response.num_sampled_tokens(c.branch.position) for c in self._conversations)
         # Such a call may have begun a conversation and sampled nothing.
         self._conversations = [each for each in self._conversations if each.num_sampled]
@@ -327,7 +337,7 @@ class Episode:
         self._counts.ignored.update([*call.ignored, *self._reader.unfollowed_settings(call)])
         branch = conversation.branch
         prompt = branch.token_ids
-        decode = self._reader.text if call.is_chat else partial(decode_response, self._turns.tokenizer)
+        decode = self._reader.text if call.is_chat else partial(decode_tokens, self._turns.tokenizer)
         strings = StopStrings(call.stop, decode) if call.stop else None
         turn = await branch.sample(call.limit, self._reader.stop_token_ids(call), strings)
         match = turn.stop_match
@@ -337,7 +347,8 @@ class Episode:
             parsed = replace(parsed, tool_calls=self._call_ids.make_unique(parsed.tool_calls, call.messages))
             message = self._reader.message(parsed)
         else:
-            message = {"role": "assistant", "content": turn.text if match is None else turn.text[: match.start]}
+            text = decode(turn.token_ids)
+            message = {"role": "assistant", "content": text if match is None else text[: match.start]}
         response = build_response(call, turn, prompt, message)
         if call.returns_logprobs:
             values = branch.response.logprobs(len(prompt), branch.position)
@@ -354,7 +365,7 @@ class Episode:
             conversation.response_keys.add(conversation.keys[-1])
         elif isinstance(call.text, str):
             # With its stop string: a prompt without that does not continue these tokens.
-            conversation.text = call.text + turn.text
+            conversation.text = call.text + text
         return response
 
     def _append(self, prepared: PreparedCall, *, is_trained: bool, session: str) -> Conversation:

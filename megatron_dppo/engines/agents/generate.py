@@ -15,11 +15,11 @@ from typing import Any
 
 from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.data.formats import choose_format
 from megatron_dppo.engines.agents.containers import ContainerAgent
 from megatron_dppo.engines.agents.endpoint import Endpoint
 from megatron_dppo.engines.agents.environment import EnvironmentAgent
 from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
-from megatron_dppo.engines.agents.formats import choose_format
 from megatron_dppo.engines.agents.launcher import landlock_version
 from megatron_dppo.engines.agents.named_rewards import NamedRewards
 from megatron_dppo.engines.agents.renderer_reader import RendererReader, import_renderers, load_renderer

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
 from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.protocol_record import Protocol, StoredMessages
+from megatron_dppo.engines.agents.protocol_record import Protocol, StoredResponses
 from megatron_dppo.engines.agents.request_fields import (
     is_token_list,
     read_bool,
@@ -35,7 +35,7 @@ _PARAMS_WITHOUT_EFFECT = frozenset(
 _MAX_STOP_TOKENS = 64
 
 
-def read_generate(data: object, _: StoredMessages | None = None) -> AgentRequest:
+def read_generate(data: object, _: StoredResponses | None = None) -> AgentRequest:
     """Read a body of ``/inference/v1/generate``.
 
     Raises:

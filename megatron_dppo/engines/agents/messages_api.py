@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
+from megatron_dppo.data.conversation import fold_notes
+from megatron_dppo.data.formats.base import make_tool_call
 from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.formats.base import make_tool_call
-from megatron_dppo.engines.agents.protocol_record import Protocol, StoredMessages, named_event
+from megatron_dppo.engines.agents.protocol_record import Protocol, StoredResponses, named_event
 from megatron_dppo.engines.agents.request_fields import (
-    make_tool,
+    BEGUN_ANSWER,
     read_bool,
     read_limit,
     read_model,
@@ -37,13 +37,11 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-_NOTE = "note"
-"""Role of system messages behind the first messages, until they are folded."""
 _SIGNATURE = "unsigned"
 """Clients expect one in each block of thoughts. Nothing checks it."""
 
 
-def read_messages(data: object, _: StoredMessages | None = None) -> AgentRequest:
+def read_messages(data: object, _: StoredResponses | None = None) -> AgentRequest:
     """Read a body of ``/v1/messages``.
 
     Raises:
@@ -62,10 +60,10 @@ def read_messages(data: object, _: StoredMessages | None = None) -> AgentRequest
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(body["messages"]):
         messages += _read_message(message, f"messages[{index}]")
-    messages = _fold_notes(messages)
+    messages = fold_notes(messages)
     if messages[-1]["role"] == "assistant":
-        raise CallError("the last message is the assistant's; the beginning of a response cannot be given")
-    tools = [_read_tool(tool, index) for index, tool in enumerate(read_tools(body))]
+        raise CallError(f"the last message is the assistant's; {BEGUN_ANSWER}")
+    tools = read_tools(body, "custom", None)
     choice = body.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, dict) or choice.get("type", "auto") not in _TOOL_CHOICES:
         raise CallError(f"'tool_choice' = {choice!r:.200}, expected an object with the type auto, any, tool or none")
@@ -85,32 +83,6 @@ def read_messages(data: object, _: StoredMessages | None = None) -> AgentRequest
     )
 
 
-def _read_tool(tool: Any, index: int) -> Mapping[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(tool, dict) or kind not in (None, "custom") or not isinstance(tool.get("name"), str):
-        raise CallError(
-            f"tools[{index}] has the type {kind!r:.80}; only tools of your own are served, with name and input_schema"
-        )
-    return make_tool(tool, "input_schema")
-
-
-def _fold_notes(messages: list[Message]) -> list[Message]:
-    """Return messages whose notes are a part of the user's message before them, or else a user's message.
-
-    Clients add notes in the middle of a conversation, where few templates accept a system message.
-    """
-    result: list[Message] = []
-    for is_note, group in groupby(messages, lambda message: message["role"] == _NOTE):
-        if not is_note:
-            result += group
-            continue
-        texts = [message["content"] for message in group]
-        if result and result[-1]["role"] == "user":
-            texts.insert(0, result.pop()["content"])
-        result.append({"role": "user", "content": "\n\n".join(texts)})
-    return result
-
-
 def _read_message(message: Any, name: str) -> list[Message]:
     """Return the messages of the chat that one message stands for."""
     role = message.get("role") if isinstance(message, dict) else None
@@ -126,7 +98,7 @@ def _read_message(message: Any, name: str) -> list[Message]:
     texts = [block for block in blocks if block.get("type") != "tool_result"]
     text = text_of_parts(texts, ["text"], f"{name}.content")
     if role == "system":
-        return [{"role": _NOTE, "content": text}]
+        return [{"role": "system", "content": text}]
     return [*results, {"role": "user", "content": text}] if texts or not results else results
 
 

@@ -59,6 +59,7 @@ def prepare_call(
         template.check_size(call, max_tokens)
         call = replace(call, messages=tuple(order_tool_results(call.messages)))
         reader.check(call)
+        template.check_tools(call)
         continuation = find_continuation(
             call, conversations, template, reader, call_ids, is_trained=is_trained, session=session
         )

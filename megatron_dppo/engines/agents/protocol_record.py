@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
 
-StoredMessages = MutableMapping[str, Sequence[Message]]
-"""Messages of an episode's earlier responses by their ids, for ``previous_response_id``."""
+
+@dataclass
+class StoredResponses:
+    """Earlier responses of an episode, which its calls may name by id."""
+
+    messages: dict[str, Sequence[Message]] = field(default_factory=dict)
+    """Messages up to each response by its id, for ``previous_response_id``."""
+    items: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Output items by their ids, for ``item_reference``."""
 
 
 def openai_error(error: CallError) -> dict[str, Any]:
@@ -24,7 +31,7 @@ class Protocol:
     """One API of the endpoint."""
 
     path: str
-    read: Callable[[object, StoredMessages], AgentRequest]
+    read: Callable[[object, StoredResponses], AgentRequest]
     """Reads a body. Raises ``CallError``."""
     body: Callable[[AgentResponse], dict[str, Any]]
     """Returns the body of a response."""
@@ -32,7 +39,7 @@ class Protocol:
     """Yields the server-sent events of a complete response. None: ``read`` refuses streams."""
     error_body: Callable[[CallError], dict[str, Any]] = openai_error
     """Returns the body of an error, as the clients of the API read it."""
-    store: Callable[[AgentResponse, StoredMessages], None] | None = None
+    store: Callable[[AgentResponse, StoredResponses], None] | None = None
     """Keeps the messages up to a response. None: the API has no conversations of its own."""
 
 
@@ -44,3 +51,11 @@ def named_event(name: str, fields: dict[str, Any]) -> bytes:
 def arguments_text(call: dict[str, Any]) -> str:
     """Return the arguments of a tool call as JSON."""
     return json.dumps(call["function"]["arguments"])
+
+
+def logprob_entries(response: AgentResponse) -> list[dict[str, Any]]:
+    """Return the log-probabilities of all sampled tokens, those of thoughts, calls and the end included."""
+    tokens = zip(response.token_texts, response.logprobs, strict=True)
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in tokens
+    ]

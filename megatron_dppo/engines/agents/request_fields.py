@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
+from megatron_dppo.data.conversation import ConversationError, read_tool, read_tool_call
 from megatron_dppo.engines.agents.agent_request import CallError
 
 _MAX_MODEL_NAME = 256
 """Maximum length of the model's name, which each chunk of a stream repeats."""
+BEGUN_ANSWER = "the beginning of a response cannot be given"
+"""Rule of all APIs: tokens of a response are sampled, from the first one on."""
 _MAX_STOPS = 16
 """Maximum number of stop strings."""
 _MAX_STOP_LENGTH = 256
@@ -42,6 +46,31 @@ _IGNORED_SETTINGS: Mapping[str, Any] = {
 
 They are ignored: training computes each token's log-probability under the settings of the run.
 """
+
+
+_INPUT_FIELDS: Mapping[str, Any] = {
+    "prompt": None,
+    "conversation": None,
+    "mcp_servers": None,
+    "container": None,
+    "documents": None,
+    "chat_template": None,
+    "continue_final_message": False,
+    "add_generation_prompt": True,
+    "functions": None,
+    "function_call": None,
+    "top_logprobs": 0,
+    "background": False,
+}
+"""Fields that are input, bring tools or promise another answer, with the value besides None that does not.
+
+An API that has one reads it itself. Elsewhere the policy would answer something else than was asked.
+"""
+_GRAMMAR_FIELDS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "structural_tag"),
+    *("regex", "ebnf", "json_schema"),
+)
+"""Forms of a response, as vLLM and SGLang take them."""
 
 
 class ToolChoice(NamedTuple):
@@ -91,7 +120,16 @@ def unfollowed_fields(
 
     Returns:
         ``unknown_field`` for each field that no API has, because clients choose those names.
+
+    Raises:
+        CallError: A field is a part of the input, or a form of the response.
     """
+    for name, neutral in _INPUT_FIELDS.items():
+        if name not in served and body.get(name) not in (None, neutral, [], {}, ""):
+            raise CallError(f"{name!r} is not supported, and leaving it out changes what is asked. {_fix(name)}")
+    for name in _GRAMMAR_FIELDS:
+        if name not in served and body.get(name):
+            require_text_format(name, name)
     fields = [name for name, value in body.items() if value not in (None, [], {})]
     remaining = [name for name in fields if name not in served and name not in without_effect]
     return tuple(
@@ -99,6 +137,24 @@ def unfollowed_fields(
         for name in remaining
         if name not in _IGNORED_SETTINGS or body[name] != _IGNORED_SETTINGS[name]
     )
+
+
+def _fix(name: str) -> str:
+    if name in ("continue_final_message", "add_generation_prompt"):
+        return f"Leave it out: {BEGUN_ANSWER}"
+    if name == "top_logprobs":
+        return "Leave it out; the log-probabilities of the sampled tokens can be asked for"
+    return "Send the messages and tools themselves"
+
+
+def refuse_begun_answer(message: Mapping[str, Any], name: str) -> None:
+    """Check that an assistant's message is complete.
+
+    Raises:
+        CallError: It is the beginning of a response: ``prefix`` of DeepSeek and Mistral, ``partial`` of Kimi and Qwen.
+    """
+    if message.get("prefix") or message.get("partial"):
+        raise CallError(f"{name} is the beginning of a response; {BEGUN_ANSWER}")
 
 
 def require_text_format(output_format: Any, name: str) -> None:
@@ -120,16 +176,44 @@ def is_token_list(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
 
 
-def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools; empty if there are none.
+def read_tools(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
+    """Return the tools in the form of chat completions; empty if there are none.
+
+    Args:
+        body: The body.
+        kinds: Types of the tools that a program runs itself.
 
     Raises:
-        CallError: They are no list of objects.
+        CallError: They are no list of objects. Or one is a hosted or custom tool, or has no name.
     """
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
-    return tools
+    kinds = kinds or ("function", None)
+    with _refused_in_words():
+        return [read_tool(tool, f"tools[{index}]", kinds=kinds) for index, tool in enumerate(tools)]
+
+
+def read_call(call: Any, name: str) -> dict[str, Any]:
+    """Return a tool call as chat templates expect it.
+
+    Args:
+        call: The call.
+        name: Where it stands, for errors.
+
+    Raises:
+        CallError: It has no function's name, or its fields have other types.
+    """
+    with _refused_in_words():
+        return read_tool_call(call, name)
+
+
+@contextmanager
+def _refused_in_words() -> Iterator[None]:
+    try:
+        yield
+    except ConversationError as error:
+        raise CallError(str(error)) from error
 
 
 def read_tool_choice(
@@ -166,17 +250,6 @@ def read_tool_choice(
     # Of one tool the name is known.
     forced = names[0] if name is not None and len(names) == 1 else name
     return ToolChoice(reads_tool_calls=bool(tools) and choice != "none", forced_tool=forced)
-
-
-def make_tool(tool: Mapping[str, Any], schema_field: str) -> dict[str, Any]:
-    """Return a tool of another API in the form of chat completions.
-
-    Args:
-        tool: The tool, with a name.
-        schema_field: Field with the JSON schema of its parameters.
-    """
-    function = {"name": tool["name"], "description": tool.get("description") or ""}
-    return {"type": "function", "function": function | {"parameters": tool.get(schema_field) or {"type": "object"}}}
 
 
 def read_model(body: Mapping[str, Any]) -> str:

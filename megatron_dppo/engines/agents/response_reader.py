@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from megatron_dppo.data.formats import FORMATS, ParsedResponse, ResponseFormat
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
-from megatron_dppo.engines.agents.formats import FORMATS, ParsedResponse, ResponseFormat
-from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo.rollout.response_text import decode_tokens
 from megatron_dppo.rollout.stop_strings import StopMatch
 
 _TAIL_TOKENS = 16
@@ -88,7 +88,7 @@ class ResponseReader:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of sampled tokens, in which tool calls and stop strings are looked for."""
-        return decode_response(self._tokenizer, tokens, self._format.text_tokens)
+        return decode_tokens(self._tokenizer, tokens, self._format.text_tokens)
 
     def parse(
         self,
@@ -119,7 +119,7 @@ class ResponseReader:
             text = text[: stop_match.start - len(self.text(tokens))]
         tools = call.tools if call.reads_tool_calls else ()
         # The template may open the thought, so that the response begins in it.
-        tail = decode_response(self._tokenizer, prompt[max(0, start - _TAIL_TOKENS) : start])
+        tail = decode_tokens(self._tokenizer, prompt[max(0, start - _TAIL_TOKENS) : start])
         return self._format.parse(text, tools, starts_in_thought=tail.rstrip().endswith(("<think>", "[THINK]")))
 
     def message(self, parsed: ParsedResponse) -> Message:
@@ -144,8 +144,8 @@ class ResponseReader:
     def message_keys(self, messages: Sequence[Message]) -> list[str]:
         """Return keys that are equal for equal messages.
 
-        Clients strip the content of assistant messages, reformat the arguments of tool calls, and move or drop
-        thoughts, so all of these are normalized.
+        Clients strip the content of assistant messages, reformat the arguments of tool calls, write 2.0 as 2, and move
+        or drop thoughts, so all of these are normalized.
         """
         return [
             json.dumps(
@@ -154,7 +154,7 @@ class ResponseReader:
                     self._format.visible_text(message["content"])
                     if message["role"] == "assistant"
                     else message["content"],
-                    [call["function"] for call in message.get("tool_calls", ())],
+                    _by_value([call["function"] for call in message.get("tool_calls", ())]),
                 ],
                 sort_keys=True,
             )
@@ -164,3 +164,17 @@ class ResponseReader:
     def _token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         vocabulary = self._tokenizer.get_vocab()
         return tuple(vocabulary[token] for token in tokens if token in vocabulary)
+
+
+def _by_value(value: Any) -> Any:
+    """Return a JSON value whose numbers are floats, as JavaScript reads them, however they are spelled."""
+    if isinstance(value, dict):
+        return {key: _by_value(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_by_value(each) for each in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value) + 0.0  # no negative zero
+        except OverflowError:
+            return str(value)
+    return value

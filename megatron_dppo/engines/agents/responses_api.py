@@ -6,17 +6,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_dppo.data.formats.base import make_tool_call
 from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.formats.base import make_tool_call
 from megatron_dppo.engines.agents.protocol_record import (
     Protocol,
-    StoredMessages,
+    StoredResponses,
     arguments_text,
+    logprob_entries,
     named_event,
 )
 from megatron_dppo.engines.agents.request_fields import (
-    make_tool,
     read_bool,
     read_limit,
     read_model,
@@ -31,40 +31,40 @@ from megatron_dppo.engines.agents.request_fields import (
 _SERVED = frozenset(
     {
         *("model", "input", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls"),
-        *("stream", "previous_response_id", "text", "background"),
+        *("stream", "previous_response_id", "text", "include"),
     }
 )
 _WITHOUT_EFFECT = frozenset(
     {
-        *("store", "metadata", "user", "service_tier", "include", "prompt_cache_key", "prompt_cache_retention"),
+        *("store", "metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "stream_options"),
     }
 )
 """Fields that change nothing in a response, here as there."""
+_LOGPROBS = "message.output_text.logprobs"
+"""Entry of ``include`` that has an effect. The others are about hosted tools and images."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-def read_responses(data: object, stored: StoredMessages) -> AgentRequest:
+def read_responses(data: object, stored: StoredResponses) -> AgentRequest:
     """Read a body of ``/v1/responses``.
 
     Raises:
         CallError: The body is invalid, or asks for something unsupported.
     """
     body = require_object(data)
-    before = _previous_messages(body.get("previous_response_id"), stored)
+    before = _previous_messages(body.get("previous_response_id"), stored.messages)
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not (items or before):
         raise CallError("'input' is missing, empty, or neither a string nor a list of items")
     text_options = body.get("text") or {}
     require_text_format(text_options.get("format") if isinstance(text_options, dict) else text_options, "text.format")
-    if body.get("background"):
-        raise CallError("'background' is not supported; leave it out and wait for the response")
     instructions = text_of_parts(body.get("instructions"), _TEXT_PARTS, "'instructions'")
-    tools = [_read_tool(tool, index) for index, tool in enumerate(read_tools(body))]
+    tools = read_tools(body)
     choice = read_tool_choice(body.get("tool_choice"), tools)
-    history = [*before, *_read_items(items)]
+    history = [*before, *_read_items([_referenced_item(item, index, stored) for index, item in enumerate(items)])]
     return AgentRequest(
         model=read_model(body),
         messages=(*([{"role": "system", "content": instructions}] if instructions else []), *history),
@@ -76,17 +76,19 @@ def read_responses(data: object, stored: StoredMessages) -> AgentRequest:
         makes_parallel_calls=body.get("parallel_tool_calls") is not False,
         limit=read_limit(body, "max_output_tokens"),
         stream=read_bool(body, "stream"),
+        returns_logprobs=_LOGPROBS in (body.get("include") or ()),
         ignored=unfollowed_fields(body, _SERVED, _WITHOUT_EFFECT),
     )
 
 
-def store_response(response: AgentResponse, stored: StoredMessages) -> None:
-    """Keep the messages of a response for ``previous_response_id``. Its instructions are not carried over."""
+def store_response(response: AgentResponse, stored: StoredResponses) -> None:
+    """Keep a response for ``previous_response_id``, and its items. Its instructions are not carried over."""
     call = response.call
-    stored[f"resp_{response.name}"] = (*call.messages[call.num_instructions :], response.message)
+    stored.items.update({item["id"]: item for item in _output(response)})
+    stored.messages[f"resp_{response.name}"] = (*call.messages[call.num_instructions :], response.message)
 
 
-def _previous_messages(response_id: Any, stored: StoredMessages) -> Sequence[Message]:
+def _previous_messages(response_id: Any, stored: Mapping[str, Sequence[Message]]) -> Sequence[Message]:
     if response_id is None:
         return ()
     if not isinstance(response_id, str) or response_id not in stored:
@@ -98,11 +100,23 @@ def _previous_messages(response_id: Any, stored: StoredMessages) -> Sequence[Mes
     return stored[response_id]
 
 
-def _read_tool(tool: Any, index: int) -> Mapping[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(tool, dict) or kind != "function" or not isinstance(tool.get("name"), str):
-        raise CallError(f"tools[{index}] has the type {kind!r:.80}; only tools of the type 'function' are served")
-    return make_tool(tool, "parameters")
+def _referenced_item(item: Any, index: int, stored: StoredResponses) -> Any:
+    """Return the item of an earlier response that an item names by its id; any other item as it is.
+
+    Raises:
+        CallError: No response of the episode has an item of that id.
+    """
+    if not isinstance(item, dict) or item.get("type", None if "role" in item else "item_reference") != "item_reference":
+        return item
+    item_id = item.get("id")
+    if not isinstance(item_id, str) or item_id not in stored.items:
+        raise CallError(
+            f"input[{index}] is an 'item_reference' to {item_id!r:.80}, which no response of this episode has; send "
+            "the item itself",
+            400,
+            "item_not_found",
+        )
+    return stored.items[item_id]
 
 
 def _read_items(items: Sequence[Any]) -> list[Message]:
@@ -166,7 +180,8 @@ def _output(response: AgentResponse) -> list[dict[str, Any]]:
         items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content})
     status = "incomplete" if response.finish_reason == "length" else "completed"
     if response.text or not response.tool_calls:
-        text = {"type": "output_text", "text": response.text, "annotations": [], "logprobs": []}
+        logprobs = logprob_entries(response) if response.call.returns_logprobs else []
+        text = {"type": "output_text", "text": response.text, "annotations": [], "logprobs": logprobs}
         message = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status}
         items.append({**message, "content": [text]})
     for index, call in enumerate(response.tool_calls):
@@ -233,8 +248,11 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[s
         (part,) = item["content"]
         where["content_index"] = 0
         kind = "output_text" if item["type"] == "message" else "reasoning_text"
-        logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-        yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
+        logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        yield (
+            "response.content_part.added",
+            {**where, "part": {**part, "text": "", **({"logprobs": []} if logprobs else {})}},
+        )
         yield f"response.{kind}.delta", {**where, "delta": part["text"], **logprobs}
         yield f"response.{kind}.done", {**where, "text": part["text"], **logprobs}
         yield "response.content_part.done", {**where, "part": part}

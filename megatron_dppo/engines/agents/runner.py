@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.data.formats.json_values import parse_json
 from megatron_dppo.engines.agents.episode import Episode
 from megatron_dppo.engines.agents.episode_rewards import AgentRun
-from megatron_dppo.engines.agents.formats.json_values import parse_json
 
 T = TypeVar("T")
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
@@ -166,6 +166,24 @@ def exit_of_program(name: str, status: int, output: bytes | bytearray, task: Age
     return AgentExit(0.0, f"{name} ended with status {status}: {last or 'it wrote nothing'}")
 
 
+class _ProgramProtocol(asyncio.subprocess.SubprocessStreamProtocol):
+    """Streams of a program, and the moment at which its process ends.
+
+    ``Process.wait`` waits for the end of the pipes, too, which children of the program may hold open.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(limit=1 << 16, loop=loop)
+        self.exited: asyncio.Future[None] = loop.create_future()
+
+    def process_exited(self) -> None:
+        """See ``asyncio.SubprocessProtocol``."""
+        super().process_exited()
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+
 async def run_program(
     command: Sequence[str], environment: Mapping[str, str], task: AgentTask
 ) -> tuple[int, bytes | bytearray]:
@@ -179,26 +197,38 @@ async def run_program(
     """
     pipe = asyncio.subprocess.PIPE
     output = bytearray()
+    loop = asyncio.get_running_loop()
     with stop_signals_unblocked():
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environment, start_new_session=True
+        transport, protocol = await loop.subprocess_exec(
+            _ProgramProtocol,
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
+    process = asyncio.subprocess.Process(transport, protocol, loop)
     try:
         # Together: a program that writes before it reads would otherwise block both sides.
         streams = asyncio.gather(_write_task(process, asdict(task)), _read_output(process, output))
         try:
-            status = await process.wait()
+            await protocol.exited
             with suppress(TimeoutError):  # a child process that is still running may hold the output open
                 await asyncio.wait_for(streams, _OUTPUT_SECONDS)
         finally:
             streams.cancel()
+            await asyncio.wait([streams])
+            if not streams.cancelled():
+                streams.exception()  # marks it as retrieved: asyncio reports an exception that is never read
     finally:
         # Also after a normal exit: children that are still running are in its process group.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         # A child may keep the pipes open, and a transport that outlives its event loop raises when it is collected.
-        # asyncio has no public method to close it.
-        process._transport.close()  # type: ignore[attr-defined]
+        transport.close()
+    status = process.returncode
+    assert status is not None, "the process has exited"
     return status, output
 
 

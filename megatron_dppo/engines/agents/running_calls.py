@@ -71,6 +71,11 @@ class RunningCalls:
         """Keep a response whose client was gone, for the same body that is sent again."""
         self._undelivered[digest] = response
 
+    @property
+    def undelivered(self) -> list[AgentResponse]:
+        """Responses that no client has read."""
+        return list(self._undelivered.values())
+
     def check_interrupted(self) -> None:
         """Reject a call of an episode that has ended from the policy's side.
 

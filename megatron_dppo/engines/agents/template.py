@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from megatron_dppo.data.chat_template import apply_chat_template
+from megatron_dppo.data.chat_template import apply_chat_template, prints_tools, template_problem
+from megatron_dppo.data.conversation import with_text_arguments
 from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
 
 
@@ -54,6 +54,22 @@ class ChatTemplate:
     def _longest_token(self) -> int:
         """Number of characters of the longest token."""
         return max(map(len, self._tokenizer.get_vocab()))
+
+    def check_tools(self, call: AgentRequest) -> None:
+        """Check that the policy can see the tools of a call.
+
+        Raises:
+            CallError: The template leaves them out.
+        """
+        if call.tools and self._tokenizer.chat_template and not self._prints_tools:
+            raise CallError(
+                "'tools' were given, but the model's chat template does not write them into the prompt; describe the "
+                "tools in a message, or use a model folder whose template has them"
+            )
+
+    @cached_property
+    def _prints_tools(self) -> bool:
+        return prints_tools(self._tokenizer, self._now, self._variables)
 
     def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text, which may contain special tokens; token ids are checked and returned.
@@ -156,23 +172,11 @@ class ChatTemplate:
         try:
             return apply_chat_template(
                 self._tokenizer,
-                [_with_text_arguments(each) for each in messages] if self._has_text_arguments else messages,
+                with_text_arguments(messages) if self._has_text_arguments else messages,
                 self._now,
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 variables=self._variables,
             )
         except Exception as error:  # a template is a program of the model's authors and may raise any exception
-            raise CallError(f"the chat template refuses the messages: {error}") from error
-
-
-def _with_text_arguments(message: Message) -> Message:
-    """Return a message whose tool calls have their arguments as text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls}
+            raise CallError(template_problem(error)) from error

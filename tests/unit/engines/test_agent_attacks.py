@@ -251,7 +251,7 @@ ATTACKS = [
     Attack("a fraction of a token", lambda a: a.post({"prompt": [1.5]}, path="/completions"), 400, "'prompt' is"),
     Attack("half a character", lambda a: a.post(message(content="\ud800")), 400, "cannot be encoded"),
     Attack("a long text", lambda a: a.post(message(content="x" * 1_900_000)), 400, "context_length_exceeded"),
-    Attack("long tools", lambda a: a.post(message() | {"tools": [{"a": "x" * 1_000_000}]}), 400, "context_length"),
+    Attack("long tools", lambda a: a.post(message() | {"tools": [{"name": "x" * 1_000_000}]}), 400, "context_length"),
     Attack("many results of tools", lambda a: a.post({"messages": [{"role": "tool"}] * 90_000}), 400, "context_length"),
     Attack("many messages", lambda a: a.post({"messages": [{"role": "user"}] * 90_000}), 400, "context_length"),
     # With a key: rewards.

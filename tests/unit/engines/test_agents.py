@@ -20,12 +20,12 @@ import torch
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.data.data_rows import DataRow
+from megatron_dppo.data.formats import FORMATS
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.engines.agents import generate
 from megatron_dppo.engines.agents.agent_request import CallError
 from megatron_dppo.engines.agents.completions_api import read_chat, read_completion
-from megatron_dppo.engines.agents.formats import FORMATS
 from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
 from megatron_dppo.engines.agents.runner import _ENVIRONMENT, AgentTask
 from megatron_dppo.engines.agents.template import ChatTemplate

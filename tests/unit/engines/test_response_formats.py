@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.agents.formats import FORMATS, choose_format, format_note
+from megatron_dppo.data.formats import FORMATS, choose_format, format_note
 
 PARAMETERS = {
     "type": "object",
@@ -114,8 +114,6 @@ def test_a_call_in_a_thought_is_not_made(name: str) -> None:
     inside = thought(name, "x" if name == "gpt_oss" else f"I may {CALLS[name]}") + said(name, "No.")
     assert form.parse(inside, TOOLS).tool_calls == () and form.parse(inside, TOOLS).content == "No."
     if name == "gpt_oss":
-        analysis = "<|channel|>analysis to=functions.now<|message|>{}<|call|>"
-        assert form.parse(analysis, TOOLS).tool_calls == ()
         return
     opening, closing = TAGS[name]
     # A thought that is cut off, that the prompt has opened, or both.
@@ -167,6 +165,101 @@ def test_a_string_stays_text_whatever_it_looks_like() -> None:
     for value in ("12", "true", "null", "[1]", '{"a": 1}', '"x"'):
         text = f"<tool_call><function=weather><parameter=city>\n{value}\n</parameter></function></tool_call>"
         assert calls_made(FORMATS["qwen3_xml"].parse(text, TOOLS).tool_calls) == [("weather", {"city": value})]
+
+
+HARMONY_HEADERS = [
+    " to=functions.now<|channel|>commentary json",
+    "<|channel|>analysis to=functions.now code",
+    "<|channel|>analysis to=functions.now <|constrain|>json",
+    "<|channel|>commentary to=now <|constrain|>json",
+    "<|channel|>final to=now",
+    "<|channel|>plan to=functions.now",
+    " to=now",
+]
+
+
+NEXT = "<|end|><|start|>assistant"
+FINAL = f"{NEXT}<|channel|>final<|message|>5"
+
+
+@pytest.mark.parametrize("header", HARMONY_HEADERS)
+@pytest.mark.parametrize("before", ["", f"<|channel|>analysis<|message|>Hm.{NEXT}", f"Hm.{NEXT}"])
+def test_the_recipient_makes_a_call_whatever_the_channel(header: str, before: str) -> None:
+    form = FORMATS["gpt_oss"]
+    parsed = form.parse(f"{before}{header}<|message|>{{}}<|call|>", TOOLS)
+    assert calls_made(parsed.tool_calls) == [("now", {})] and parsed.num_malformed == 0, parsed
+    assert (parsed.content, parsed.reasoning) == ("", "Hm." if before else "")
+    # A recipient that is no tool is counted, and so is a body that is no object or cut off.
+    unknown = header.replace("functions.", "").replace("now", "now.x")
+    for text in (f"{unknown}<|message|>{{}}<|call|>", f"{header}<|message|>[]<|call|>", f"{header}<|message|>{{}}"):
+        parsed = form.parse(before + text, TOOLS)
+        assert (parsed.tool_calls, parsed.num_malformed) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final<|message|>5<|return|>", "5"),
+        (f"<|channel|>analysis<|message|>4{FINAL}<|return|>", "<think>4</think>5"),
+        (f"<|channel|>analysis<|message|>4{NEXT}<|channel|>commentary<|message|>3{FINAL}", "<think>4\n3</think>5"),
+        ("<|channel|>analysis<|message|>4", "<think>4</think>"),
+        ("<|channel|>plan<|message|>4<|end|>", "<think>4</think>"),
+        ("<|channel|>analysis<|message|>4<|channel|>final<|message|>5", "<think>4</think>5"),
+        (f"<|channel|>commentary to=functions.now<|message|>{{}}<|call|>{FINAL[7:]}", "<think>{}</think>5"),
+        (f" to=now<|channel|>final<|message|>{{}}<|call|>{FINAL[7:]}", "<think>{}</think>5"),
+        (f"<|start|>now to=assistant<|channel|>final<|message|>4{FINAL}", "<think>4</think>5"),
+        (f"<|channel|>final<|message|>4<|end|><|start|>user<|message|>No.{FINAL}<|return|>", "4<think>No.</think>5"),
+        (f"4{FINAL}", "<think>4</think>5"),
+        ("5<|return|>", "5"),
+        ("5", "5"),
+        ("", ""),
+    ],
+)
+def test_rewards_read_the_final_channel_of_gpt_oss(text: str, expected: str) -> None:
+    assert FORMATS["gpt_oss"].answer_text(text) == expected
+    assert FORMATS["hermes"].answer_text(text) == text
+
+
+STRINGS = ["a <think> b </think> c", "only </think>", "<|python_tag|>", "}; {", "\n", "</tool_call>"]
+THOUGHTS = ["", "<think>\nHm {1}\n</think>\n", "Hm {1}</think>", "<|python_tag|>", "So: <|python_tag|>"]
+
+
+@pytest.mark.parametrize("string", STRINGS)
+@pytest.mark.parametrize("before", THOUGHTS)
+def test_strings_in_the_json_of_llama_keep_every_character(string: str, before: str) -> None:
+    arguments = {"city": string}
+    parsed = FORMATS["llama"].parse(before + json.dumps({"name": "weather", "parameters": arguments}), TOOLS)
+    assert calls_made(parsed.tool_calls) == [("weather", arguments)] and parsed.num_malformed == 0
+    assert parsed.content == ("So:" if "So" in before else "")
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "glm", "minimax", "deepseek_xml"])
+@pytest.mark.parametrize("string", ["\na\n", "\n", " a ", "", "a\n\n", "\r\n"])
+def test_line_breaks_at_the_edges_of_a_string_stay(name: str, string: str) -> None:
+    before, _, after = CALLS[name].partition("12")
+    assert calls_made(FORMATS[name].parse(before + string + after, TOOLS).tool_calls)[0][1]["city"] == string
+
+
+def test_a_call_of_qwen_without_its_outer_tag_is_made_or_counted() -> None:
+    form = FORMATS["qwen3_xml"]
+    bare = "<function=now>\n</function>"
+    for text in (bare, f"{bare}\n</tool_call>", f"So: {bare}", f"<think>{bare}</think>{bare}"):
+        assert calls_made(form.parse(text, TOOLS).tool_calls) == [("now", {})], text
+    assert form.parse(bare[:-3], TOOLS).num_malformed == 1
+    # Only mentioned: a thought, or no tool of the request.
+    for text in (f"<think>{bare}</think>", bare.replace("now", "other")):
+        assert (form.parse(text, TOOLS).tool_calls, form.parse(text, TOOLS).num_malformed) == ((), 0)
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters", "args"])
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_arguments_under_another_name_are_read_or_counted(name: str, key: str) -> None:
+    text = CALLS[name].replace('"arguments"', f'"{key}"')
+    parsed = FORMATS[name].parse(text, TOOLS)
+    if key == "args":
+        assert (parsed.tool_calls, parsed.num_malformed > 0) == ((), True)
+    else:
+        assert calls_made(parsed.tool_calls) == [("weather", ARGUMENTS), ("now", {})]
 
 
 def test_a_value_may_contain_the_tags_of_its_form() -> None:

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.rewards import extract_answer
+from megatron_dppo.rewards.answers.extract import is_well_formed
 from megatron_dppo.rewards.answers.thinking import THINKING_TAGS, after_thinking
 from megatron_dppo.rollout.response_text import decode_response
 
@@ -47,3 +48,24 @@ def test_tags_of_tool_calls_stay() -> None:
     model = tokenizer("<tool_call>", "</tool_call>", special=True)
     ids = model.convert_tokens_to_ids(["<tool_call>", "I", "</tool_call>", "<eos>"])
     assert decode_response(model, ids) == "<tool_call>I</tool_call>"
+
+
+HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"]
+
+
+def test_the_chat_template_says_which_channel_is_the_answer() -> None:
+    model = tokenizer(*HARMONY, special=True)
+    model.add_tokens(["analysis", "final", "assistant", "commentary", r"\boxed{11}", r"\boxed{12}"])
+    model.chat_template = "<|start|>assistant<|channel|>final<|message|>"
+    start = ["<|start|>", "assistant", "<|channel|>"]
+    thought = ["<|channel|>", "analysis", "<|message|>", r"\boxed{12}", "<|end|>", *start]
+    unsure = [*thought, "final", "<|message|>", "I", " no", "<|return|>"]
+    sure = [*thought, "final", "<|message|>", r"\boxed{11}", "<|return|>"]
+    called = [*thought, "commentary", "<|message|>", r"\boxed{12}", "<|end|>"]
+    texts = [decode_response(model, model.convert_tokens_to_ids(names)) for names in (unsure, sure, called, thought)]
+    assert [after_thinking(text) for text in texts] == ["I no", r"\boxed{11}", "", ""]
+    assert [extract_answer(text) for text in texts] == [None, "11", None, None]
+    assert [is_well_formed(text) for text in texts] == [False, True, False, False]
+    # Without the template no channel is known.
+    model.chat_template = None
+    assert extract_answer(decode_response(model, model.convert_tokens_to_ids(unsure))) == "12"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_dppo.engines.agents.formats.json_values import parse_json
+from megatron_dppo.data.formats.json_values import parse_json
+from megatron_dppo.data.formats.schemas import Tools, ValueSchema, has_tool
 
-Tools = Sequence[Mapping[str, Any]]
-"""Tools of a request in the form of OpenAI's chat completions."""
 _SPACE = re.compile(r"\s*")
+_CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,9 @@ class ResponseFormat(Protocol):
             starts_in_thought: True if the prompt has opened the thought.
         """
 
+    def answer_text(self, text: str) -> str:
+        """Return the text of a response as rewards and judges read it: thoughts between tags, and then the answer."""
+
     def visible_text(self, text: str) -> str:
         """Return the content of an assistant message without thoughts, by which messages are compared."""
 
@@ -77,60 +79,32 @@ def skip_space(text: str, position: int) -> int:
     return position if match is None else match.end()
 
 
-def parameter_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the JSON schemas of a tool's parameters by name; empty if there are none."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if isinstance(function, Mapping) and function.get("name") == name:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
-
-
-def has_tool(tools: Tools, name: str) -> bool:
-    """Return True if a tool of that name was given."""
-    functions = [tool.get("function", tool) for tool in tools]
-    return any(isinstance(function, Mapping) and function.get("name") == name for function in functions)
-
-
-def typed_value(text: str, schema: Any) -> Any:
+def typed_value(text: str, schema: ValueSchema) -> Any:
     """Return the value of a parameter that is written without quotes.
 
-    A parameter of type ``string`` is its text. Any other is JSON if it can be read as such, and else its text.
+    It is the JSON that the text holds if the schema allows that, and else the text if it allows a string. Where it
+    allows a string, a JSON string is text with quotes.
 
     Args:
         text: Text of the value.
         schema: JSON schema of the parameter. Without one the value may have any type.
     """
-    types = _schema_types(schema)
-    if types == {"string"}:
-        return text
+    value: Any = text
     try:
         value = parse_json(text.strip())
     except ValueError:
         # Models trained on Python code write its constants.
-        constants = {"True": True, "False": False, "None": None}
-        return constants.get(text.strip(), text) if types - {"string"} else text
-    # "12" is no number where only a string or an object may stand.
-    if isinstance(value, int | float) and types and "string" in types and not types & {"integer", "number", "boolean"}:
-        return text
+        if not schema.allows_all:
+            value = _CONSTANTS.get(text.strip(), text)
+    if schema.allows_all:
+        return value
+    # A value of ``enum`` that the schema does not list still has one of its types.
+    for by_type in (False, True):
+        if not isinstance(value, str) and schema.allows(value, by_type=by_type):
+            return value
+        if schema.allows(text, by_type=by_type):
+            return text
     return value
-
-
-def _schema_types(schema: Any) -> set[str]:
-    """Return the types that a JSON schema names; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set()
-    if isinstance(declared, list):
-        types = {each for each in declared if isinstance(each, str)}
-    for key in ("anyOf", "oneOf"):
-        branches = schema.get(key)
-        for branch in branches if isinstance(branches, list) else ():
-            types |= _schema_types(branch)
-    return types
 
 
 class TaggedFormat:
@@ -146,6 +120,8 @@ class TaggedFormat:
     """Tag before a block of tool calls. None: the format has none."""
     start: re.Pattern[str] | None = None
     """Matches behind an opening tag that begins a call, and is not only mentioned. None: each one does."""
+    bare_call: re.Pattern[str] | None = None
+    """Matches a call without opening tag up to its ``name``, which counts if a tool has it. None: there is none."""
     text_tokens: frozenset[str] = frozenset()
     stop_tokens: tuple[str, ...] = ()
     turn_ends: tuple[str, ...] = ()
@@ -207,6 +183,10 @@ class TaggedFormat:
         reasoning = "\n".join(part for part in (thought.replace(closing, "").strip() for thought in thoughts) if part)
         return reasoning, "".join(visible).strip()
 
+    def answer_text(self, text: str) -> str:
+        """See ``ResponseFormat``. The tags of this form are those that rewards know."""
+        return text
+
     def visible_text(self, text: str) -> str:
         """See ``ResponseFormat``."""
         return self.split_thoughts(text)[1].strip()
@@ -222,7 +202,8 @@ class TaggedFormat:
         if self.open_tag is None or not tools:
             return []
         opening, closing = self.thought_tags
-        tag = re.compile("|".join(map(re.escape, (self.open_tag, opening, closing))))
+        tags = "|".join(map(re.escape, (self.open_tag, opening, closing)))
+        tag = re.compile(tags if self.bare_call is None else f"{tags}|{self.bare_call.pattern}")
         blocks: list[tuple[int, list[dict[str, Any]] | None]] = []
         position = self._end_of_thought(text, 0) if starts_in_thought else 0
         while match := tag.search(text, position):
@@ -232,10 +213,18 @@ class TaggedFormat:
             elif match[0] == closing:
                 # The thought began in the prompt: everything before was thought.
                 blocks = []
+            elif match[0] != self.open_tag:
+                if has_tool(tools, match["name"]):
+                    call, position = self._read_bare_call(text, match.start(), tools)
+                    blocks.append((match.start(), call))
             elif self.start is None or self.start.match(text, position):
                 calls, position = self._read_block(text, position, tools)
                 blocks.append((match.start(), calls))
         return blocks
+
+    def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+        """Return the call without opening tag at a position, as ``_read_block`` does; the position is later."""
+        raise NotImplementedError
 
     def _end_of_thought(self, text: str, position: int) -> int:
         closing = self.thought_tags[1]

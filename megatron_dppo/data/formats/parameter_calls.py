@@ -9,15 +9,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.engines.agents.formats.base import (
+from megatron_dppo.data.formats.base import (
     TaggedFormat,
-    Tools,
     make_tool_call,
-    parameter_schemas,
     skip_space,
     typed_value,
 )
-from megatron_dppo.engines.agents.formats.json_values import parse_json
+from megatron_dppo.data.formats.json_values import parse_json
+from megatron_dppo.data.formats.schemas import Tools, parameter_schemas
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class ParameterGrammar:
     value_end: re.Pattern[str]
     """End of a value. What follows is checked, so that a value may contain the tag."""
     call_end: re.Pattern[str]
+    has_line_breaks: bool = False
+    """True if the template writes a line break before and behind each value, which are no part of it."""
 
 
 def read_parameters(
@@ -40,20 +41,22 @@ def read_parameters(
     head = grammar.call.match(text, position)
     if head is None:
         return None, position
-    schemas = parameter_schemas(tools, head["name"])
+    schemas, other_schema = parameter_schemas(tools, head["name"])
     arguments: dict[str, Any] = {}
     end = head.end()
     while parameter := grammar.parameter.match(text, end):
         closing = grammar.value_end.search(text, parameter.end())
         if closing is None:
             return None, position
-        value = _strip_line_breaks(text[parameter.end() : closing.start()])
+        value = text[parameter.end() : closing.start()]
+        if grammar.has_line_breaks:
+            value = value.removeprefix("\n").removesuffix("\n")
         if grammar.parameter.search(value):
             # The end of the value is broken, and this is that of a later parameter.
             return None, position
         is_string = parameter.groupdict().get("is_string")
         if is_string is None:
-            arguments[parameter["key"]] = typed_value(value, schemas.get(parameter["key"]))
+            arguments[parameter["key"]] = typed_value(value, schemas.get(parameter["key"], other_schema))
         else:
             arguments[parameter["key"]] = value if is_string == "true" else _json_or_text(value)
         end = closing.end()
@@ -61,11 +64,6 @@ def read_parameters(
     if tail is None:
         return None, position
     return make_tool_call("", head["name"], arguments), tail.end()
-
-
-def _strip_line_breaks(value: str) -> str:
-    """Remove the line breaks that templates write around a value."""
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _json_or_text(value: str) -> Any:
@@ -80,6 +78,7 @@ _FUNCTION = ParameterGrammar(
     parameter=re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>"),
     value_end=re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))"),
     call_end=re.compile(r"\s*</function>"),
+    has_line_breaks=True,
 )
 
 
@@ -126,6 +125,15 @@ class QwenXmlFormat(ParameterFormat):
     text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
     # Cut off within its first tag, a call is malformed and not only mentioned.
     start = re.compile(r"\s*(<function=|<[a-z]*\Z|\Z)")
+    # The policy sometimes leaves the tag around a call out.
+    bare_call = re.compile(r"<function=(?P<name>[^>\s]+)>")
+
+    def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+        call, end = read_function(text, position, tools)
+        if call is None:
+            return None, position + 1
+        closing = skip_space(text, end)
+        return [call], closing + len(self.close_tag) if text.startswith(self.close_tag, closing) else end
 
 
 class GlmFormat(ParameterFormat):

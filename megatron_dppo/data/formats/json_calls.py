@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_dppo.engines.agents.formats.base import (
+from megatron_dppo.data.formats.base import (
     ParsedResponse,
     TaggedFormat,
-    Tools,
-    has_tool,
     make_tool_call,
     skip_space,
 )
-from megatron_dppo.engines.agents.formats.json_values import parse_json_prefix
-from megatron_dppo.engines.agents.formats.parameter_calls import read_function
+from megatron_dppo.data.formats.json_values import parse_json_prefix
+from megatron_dppo.data.formats.parameter_calls import read_function
+from megatron_dppo.data.formats.schemas import Tools, has_tool
 
 
 def read_arguments(text: str, position: int) -> tuple[dict[str, Any] | None, int]:
@@ -55,13 +54,26 @@ class HermesFormat(TaggedFormat):
         return [call], end + len(self.close_tag)
 
 
-def _read_named_object(text: str, position: int, key: str = "arguments") -> tuple[dict[str, Any] | None, int]:
+def _read_named_object(text: str, position: int) -> tuple[dict[str, Any] | None, int]:
     """Return the call of an object with name and arguments, and the position after it."""
     value, end = read_arguments(text, position)
-    arguments = value.get(key, {}) if value is not None else None
-    if value is None or not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
-        return None, position
-    return make_tool_call("", value["name"], arguments), end
+    call = call_of_object(value)
+    return call, end if call is not None else position
+
+
+def call_of_object(value: Any) -> dict[str, Any] | None:
+    """Return the call of an object with ``name`` and ``arguments`` (or ``parameters``); None if it is malformed.
+
+    An object with a name alone is a call without arguments. One with other fields has them under an unknown name.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    key = next((each for each in ("arguments", "parameters") if each in value), None)
+    arguments = {} if key is None else value[key]
+    if not isinstance(arguments, dict) or (key is None and not value.keys() <= {"name", "id"}):
+        return None
+    call_id = value.get("id")
+    return make_tool_call(call_id if isinstance(call_id, str) else "", value["name"], arguments)
 
 
 class SectionFormat(TaggedFormat):
@@ -160,15 +172,9 @@ class MistralFormat(TaggedFormat):
             values, end = parse_json_prefix(text, skip_space(text, position))
         except ValueError:
             return None, position
-        calls = []
-        for value in values if isinstance(values, list) else [values]:
-            name = value.get("name") if isinstance(value, dict) else None
-            arguments = value.get("arguments", {}) if isinstance(value, dict) else None
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                return None, position
-            call_id = value.get("id")
-            calls.append(make_tool_call(call_id if isinstance(call_id, str) else "", name, arguments))
-        return calls or None, end
+        calls = [call_of_object(value) for value in (values if isinstance(values, list) else [values])]
+        made = [call for call in calls if call is not None]
+        return (made, end) if made and len(made) == len(calls) else (None, position)
 
 
 class LlamaFormat(TaggedFormat):
@@ -185,22 +191,35 @@ class LlamaFormat(TaggedFormat):
 
     def parse(self, text: str, tools: Tools, *, starts_in_thought: bool = False) -> ParsedResponse:
         """See ``ResponseFormat``."""
+        closing = self.thought_tags[1]
+        ends = [self._end_of_leading_thoughts(text, is_open=starts_in_thought)]
+        if closing in text:
+            ends += [text.index(closing) + len(closing), text.rindex(closing) + len(closing)]
+        calls: list[dict[str, Any]] | None = []
+        # JSON first: its strings may contain any tag. Then behind a thought that the text does not open.
+        for end in ends:
+            start = skip_space(text, end)
+            tag = -1 if text.startswith("{", start) else text.find(self._tag, start)
+            start = start if tag < 0 else tag + len(self._tag)
+            calls = self._read_calls(text[start:], tools) if tools else []
+            if calls:
+                before = text[: end if tag < 0 else tag]
+                reasoning, content = self.split_thoughts(before, starts_in_thought=starts_in_thought)
+                return ParsedResponse(
+                    text=before.strip(), content=content.strip(), reasoning=reasoning, tool_calls=tuple(calls)
+                )
         reasoning, content = self.split_thoughts(text, starts_in_thought=starts_in_thought)
-        before, tag, body = content.partition(self._tag)
-        calls = self._read_calls(body if tag else before, tools) if tools else []
-        if calls:
-            before = before.strip() if tag else ""
-            start = text.rfind(content) if content else len(text)
-            return ParsedResponse(
-                text=text[:start].strip() if not before else text[: text.index(tag)].strip(),
-                content=before,
-                reasoning=reasoning,
-                tool_calls=tuple(calls),
-            )
         # The tag alone shows that a call was meant. A bare object may be an answer.
-        return ParsedResponse(
-            text=text, content=content, reasoning=reasoning, num_malformed=int(bool(tools and tag) or calls is None)
-        )
+        is_malformed = bool(tools and self._tag in content) or calls is None
+        return ParsedResponse(text=text, content=content, reasoning=reasoning, num_malformed=int(is_malformed))
+
+    def _end_of_leading_thoughts(self, text: str, *, is_open: bool) -> int:
+        """Return the position behind the thoughts with which a text begins."""
+        opening = self.thought_tags[0]
+        end = self._end_of_thought(text, 0) if is_open else 0
+        while text.startswith(opening, skip_space(text, end)):
+            end = self._end_of_thought(text, end)
+        return end
 
     def _read_calls(self, text: str, tools: Tools) -> list[dict[str, Any]] | None:
         """Return the calls of a text; empty if it holds none, None if one is malformed."""
