@@ -88,7 +88,7 @@ def _check_neighbors(path: Path) -> None:
         if module == "megatron_dppo":
             continue
         loaded = sys.modules.get(module)
-        other = find_module(module) if loaded is None else _file_of(loaded)
+        other = find_module(module) if loaded is None else _loaded_file(loaded)
         if other is None or not other.is_relative_to(path.parent):
             where = other or "a module of Python"
             raise ImportError(
@@ -97,6 +97,6 @@ def _check_neighbors(path: Path) -> None:
             )
 
 
-def _file_of(module: ModuleType) -> Path | None:
+def _loaded_file(module: ModuleType) -> Path | None:
     file = getattr(module, "__file__", None)
     return None if file is None else Path(file).resolve()

@@ -63,6 +63,10 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "distillation.teacher_timeout_seconds": "free",
     "distillation.teacher_max_in_flight": "free",
     "distillation.*": "results",
+    "train.max_skipped_updates": "free",
+    "train.max_first_prob_diff": "free",
+    "train.max_nonfinite_fraction": "free",
+    "train.sampling_test": "free",
     "train.*": "results",
     "optimizer.use_precision_aware_optimizer": "free",  # its dtypes are results
     "optimizer.*offload*": "free",

@@ -63,8 +63,8 @@ _FAR_RATE = 0.75
 _ROUTE_RATES = (0.1, 0.3, 1.0)
 
 _DROPPED_CAUSES = (
-    "Likely causes: overflow in the engine's half precision (try rollout.dtype = 'fp32', or bf16 instead of fp16), a "
-    "sampling filter, or a proxy that rewrites the server's responses"
+    "Likely causes: overflow in the engine's half precision (try rollout.dtype = 'fp32', or bf16 instead of fp16, and "
+    "resume with --allow-changed rollout.dtype), a sampling filter, or a proxy that rewrites the server's responses"
 )
 _DIFFERENCE_CAUSES = (
     "Likely causes: log-probabilities, tokens or routed experts of another position or request; log-probabilities at "
@@ -432,13 +432,13 @@ class FirstUpdateGuard:
             f"the policy's probabilities of tokens from older weights differ from those that the engine reported by "
             f"{difference:.3g} on average; allowed is {limit:.3g} ({_STALE_FACTOR:g} times the largest of this run's "
             f"last {_STALE_HISTORY} steps, at most {_MAX_STALE_PROB_DIFF:g}). If the policy itself moves that fast, "
-            f"lower the learning rate. {_DIFFERENCE_CAUSES}"
+            f"lower the learning rate (and resume with --allow-changed optimizer.lr). {_DIFFERENCE_CAUSES}"
         )
 
     def _difference_problem(self, difference: float, limit: float, origin: str = "") -> str:
         noise = (
             f"The policy includes train.layer_noise.std = {self.noise:g}, which makes a difference by itself: "
-            "lower it, or raise train.max_first_prob_diff. "
+            "raise train.max_first_prob_diff, or lower it (and resume with --allow-changed train.layer_noise.std). "
         )
         origin = origin or "train.max_first_prob_diff"
         return (

@@ -234,5 +234,6 @@ def _stuck_error(skipped: int, config: Config) -> TrainingStopped:
         f"the gradient was not finite in {skipped} updates in a row (train.max_skipped_updates = "
         f"{config.train.max_skipped_updates}). None of them was applied, and the weights were saved. Check "
         f"train/ratio_max, train/prob_rise_max and train/grad_norm in {metrics}. Usual causes: rollout "
-        "log-probabilities that do not fit the weights, a learning rate that is too high, or bf16 overflow"
+        "log-probabilities that do not fit the weights, a learning rate that is too high (to resume with a lower one: "
+        "--optimizer.lr VALUE --allow-changed optimizer.lr), or overflow"
     )

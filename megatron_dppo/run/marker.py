@@ -51,7 +51,7 @@ def read_marker(folder: Path) -> Marker | None:
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(
             f"{file} is damaged ({error}). If {folder} is the folder of a run, delete this file and set "
-            "checkpoint.accept_unverified = true once"
+            "checkpoint.accept_unverified = true once. Without a checkpoint in it use another run.output_dir"
         ) from error
 
 

@@ -145,10 +145,11 @@ def check_output_dir(config: Config) -> None:
                     "another run.output_dir"
                 )
     if conflicts := _conflicting_files(folder, adopt=config.checkpoint.accept_unverified):
+        older = ". To resume a run of an older version, set checkpoint.accept_unverified = true"
         raise ConfigError(
             f"run.output_dir = {str(folder)!r} holds {', '.join(conflicts)}, which a run writes, but no run began "
-            f"there (it has no {MARKER}). Choose another folder, or move these files away. To resume a run of an older "
-            "version, set checkpoint.accept_unverified = true"
+            f"there (it has no {MARKER}). Choose another folder, or move these files away"
+            f"{older if _has_states(folder) else ''}"
         )
 
 
@@ -180,9 +181,13 @@ def _conflicting_files(folder: Path, *, adopt: bool) -> list[str]:
     """Return names in ``RUN_FILES`` that exist without a marker. Empty if ``adopt`` and the folder has checkpoints."""
     if (folder / MARKER).exists():
         return []
-    if adopt and any(checkpoints_folder(folder).glob("step_*/state.json")):
+    if adopt and _has_states(folder):
         return []
     return [name for name in RUN_FILES if os.path.lexists(folder / name)]
+
+
+def _has_states(folder: Path) -> bool:
+    return any(checkpoints_folder(folder).glob("step_*/state.json"))
 
 
 def _prepare(folder: Path, config: Config) -> list[str]:

@@ -15,7 +15,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.run.changes import KEY_KINDS, change_kind, check_changes, find_changes
 from tests.unit.configs import config
 
-MIXED = ("run", "agent", "reward", "optimizer", "distillation", "eval")
+MIXED = ("run", "agent", "reward", "train", "optimizer", "distillation", "eval")
 FREE = {
     "eval.stop_at_accuracy",
     *(
@@ -28,6 +28,7 @@ FREE = {
         "run.hang_minutes",
     ),
     *("reward.max_failed_fraction", "reward.timeout_seconds", "reward.num_workers", "reward.async_concurrency"),
+    *("train.max_skipped_updates", "train.max_first_prob_diff", "train.max_nonfinite_fraction", "train.sampling_test"),
     "distillation.teacher_urls",
     "distillation.teacher_api_key_env",
     "distillation.teacher_timeout_seconds",
@@ -73,7 +74,7 @@ def test_sections_with_both_kinds_list_each_key() -> None:
     """A new key of these sections has to be put into one class here."""
     mixed = [key for key in keys() if key.split(".")[0] in MIXED]
     assert {key for key in mixed if change_kind(key) == "free"} == FREE
-    for section in ("model", "data", "loss", "train", "warmup"):
+    for section in ("model", "data", "loss", "warmup"):
         assert {change_kind(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
     for section in ("parallel", "checkpoint", "log", "rollout.servers", "rollout.weight_sync"):
         of_section = {key for key in keys() if key.startswith(f"{section}.")} - {"rollout.servers.model"}
