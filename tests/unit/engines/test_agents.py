@@ -27,7 +27,7 @@ from megatron_dppo.engines.agents import generate
 from megatron_dppo.engines.agents.agent_request import CallError
 from megatron_dppo.engines.agents.completions_api import read_chat, read_completion
 from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
-from megatron_dppo.engines.agents.runner import _ENVIRONMENT, AgentTask
+from megatron_dppo.engines.agents.runner import _ENVIRONMENT, AgentTask, run_with_time_limit
 from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
@@ -550,9 +550,26 @@ def test_a_slow_program_is_killed_but_waiting_for_the_policy_does_not_count(worl
     assert result.failure == "took longer than agent.timeout_seconds = 1"
 
 
-def test_episodes_have_the_limits_of_their_source(world: World) -> None:
+def test_episodes_have_the_limits_of_their_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are counted by the program, and tokens by the test: neither is taken from the episode."""
     world.script = {"assistant\n": "a long answer"}
+    is_asleep = asyncio.Event()
+
+    async def limit_when_asleep(agent: Any, episode: Any, seconds: float) -> Any:
+        """Begin the short limit when the slow agent has had its response, on a busy machine too."""
+        running = asyncio.ensure_future(agent)
+        if seconds == 0.2:
+            await is_asleep.wait()
+
+        async def finish() -> Any:
+            return await running
+
+        try:
+            return await run_with_time_limit(finish(), episode, seconds)
+        finally:
+            running.cancel()
+
+    monkeypatch.setattr(generate, "run_with_time_limit", limit_when_asleep)
     calls: dict[str, int] = {}
     refusals: dict[str, str] = {}
 
@@ -566,7 +583,8 @@ def test_episodes_have_the_limits_of_their_source(world: World) -> None:
             calls[task.label] = count + 1
             messages += [body["choices"][0]["message"], user("more")]
             if task.label == "slow":
-                await asyncio.sleep(60)
+                is_asleep.set()
+                await asyncio.sleep(600)
 
     limits: dict[str, dict[str, Any]] = {
         "run": {},
@@ -576,7 +594,7 @@ def test_episodes_have_the_limits_of_their_source(world: World) -> None:
     }
     tasks = [replace(TASK, label=name, limits=PromptLimits(source=name, **each)) for name, each in limits.items()]
     settings = SamplingParams(max_new_tokens=900, seed=1)
-    found = world.engine(agent, max_calls=4, timeout_seconds=30.0).generate(
+    found = world.engine(agent, max_calls=4, timeout_seconds=300.0).generate(
         [replace(TASK, label="plain"), *tasks], settings
     )
     assert calls == {"plain": 4, "run": 4, "calls": 2, "slow": 1, "short": 2}

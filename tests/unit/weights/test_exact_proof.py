@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.proof import SyncProof, WeightProofs
+from megatron_dppo.weights.quantization import Quantization, quantize_stream
 from tests.unit.weights.test_weight_digests import HIDDEN, KV_HEADS, layer, on_server, sha
 
 Held = list[dict[str, str]]
@@ -40,13 +42,16 @@ class Server:
             world_size=size,
         )
         self.is_synced = False
+        self.only: set[int] | None = None
+        """Ranks that it reports. None: all."""
 
     async def weight_layout(self) -> WeightLayout:
         return self.layout
 
     async def weight_digests(self) -> tuple[RankDigests, ...]:
         held = self.after if self.is_synced else self.before
-        return tuple(RankDigests(tp_rank=rank, digests=digests) for rank, digests in enumerate(held))
+        ranks = tuple(RankDigests(tp_rank=rank, digests=digests) for rank, digests in enumerate(held))
+        return tuple(rank for rank in ranks if self.only is None or rank.tp_rank in self.only)
 
 
 def sync(
@@ -103,6 +108,40 @@ def test_a_server_is_exact_only_if_every_tensor_that_was_sent_is_proved() -> Non
 
     proof, attempt = sync({"s": Server(plain(1), [{"model.norm.weight": sha(norm)}])}, {})
     assert not proof.exact, "nothing was sent, so nothing is proved"
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("neighbors", [0, 1, 2])
+def test_a_server_that_reports_a_part_of_its_ranks_fails(missing: int, neighbors: int) -> None:
+    """What a rank does not report is not proved, however right the other one is; beside honest servers, too."""
+    weights = layer()
+    digests = held(weights, 2)
+    partial = Server(plain(2), digests)
+    partial.only = {0, 1} - {missing}
+    honest = {f"honest {i}": Server(plain(2), digests) for i in range(neighbors)}
+    proof, attempt = sync({"partial": partial, **honest}, weights)
+    assert attempt.failed == {"partial": f"reports weights of ranks [{1 - missing}], expected all of 2"}
+    assert proof.exact == set(honest)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_quantized_weights_without_any_scale_are_wrong_and_not_merely_unproved(size: int) -> None:
+    """A tensor without a name of its own in the server may be unproved. A scale without one is not in use."""
+    weights = {
+        "model.norm.weight": torch.randn(128).bfloat16(),
+        "model.layers.0.self_attn.o_proj.weight": torch.randn(128, 256).bfloat16(),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(128, 256).bfloat16(),
+    }
+    sent = dict(quantize_stream(iter(weights.items()), Quantization("fp8")))
+    scales = {name for name in sent if name.endswith("_scale_inv")}
+    stream = StreamDigests([plain(size)], KV_HEADS)
+    list(stream.watch(iter(sent.items())))
+    digests = [{name: e.digest for name, e in stream.expected(plain(size), rank).items()} for rank in range(size)]
+    without = [{name: d for name, d in rank.items() if not name.endswith("_scale_inv")} for rank in digests]
+    assert scales and all(len(a) > len(b) for a, b in zip(digests, without, strict=True))
+    proof, attempt = sync({"all": Server(plain(size), digests), "none": Server(plain(size), without)}, sent)
+    assert "all" in proof.exact and "none" not in proof.exact
+    assert "_scale_inv" in attempt.failed["none"] and "not what was sent" in attempt.failed["none"]
 
 
 def test_digests_that_cover_everything_are_those_of_a_plain_layout_without_an_impossible_part() -> None:
