@@ -93,8 +93,8 @@ def require(location: str, record: Mapping[str, Any], key: str) -> Any:
             inside = f"{'.'.join(parts[:depth])!r}" if depth else "the row"
             available = sorted(value) if isinstance(value, Mapping) else repr(value)
             raise DataError(
-                f"{location}: field {key!r} is missing; {inside} has {available}. One key serves all files of data.train "
-                "and data.eval"
+                f"{location}: field {key!r} is missing; {inside} has {available}. One key serves all files of "
+                "data.train and data.eval"
             )
         value = value[part]
     return value
