@@ -46,7 +46,8 @@ def run_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     for run in runs:
         if not recorded_steps(run.folder):
             print(
-                f"note     {run.folder} has no rollouts: curves only. Fix: set log.rollouts_every = 1 in a run",
+                f"note     {run.folder} has no rollouts: curves only. Fix: in a run, set log.rollouts_every to at "
+                "most its number of steps, 1 records each",
                 flush=True,
             )
     target = options.output or options.run / FILE

@@ -122,6 +122,8 @@ class LossConfig(Section):
     @classmethod
     def _check_names(cls, values: Mapping[str, Any]) -> None:
         """Check that every keyword of a call is a key of some loss; pydantic would not name the nearest one."""
+        if cls.model_config.get("extra") != "forbid":
+            return  # A user's class that was not imported.
         known = [*dict.fromkeys([*cls.model_fields, *LossConfig.known_fields()])]
         for key in values:
             if key not in known:

@@ -170,7 +170,7 @@ def _read_prompt(location: str, record: Mapping[str, Any], key: str, *, is_colum
             return prompt
         prompt = parsed
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(each, str) for each in prompt):
+        if len(prompt) > 1 and all(isinstance(each, str) for each in prompt):
             raise DataError(
                 f"{location}: field {key!r} is a column of {len(prompt)} texts, expected one prompt. Write each row of "
                 "the table as an object of its own"

@@ -106,7 +106,10 @@ def require(location: str, record: Mapping[str, Any], key: str) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             inside = f"{'.'.join(parts[:depth])!r}" if depth else "the row"
             available = sorted(value) if isinstance(value, Mapping) else repr(value)
-            raise DataError(f"{location}: field {key!r} is missing; {inside} has {available}")
+            raise DataError(
+                f"{location}: field {key!r} is missing; {inside} has {available}. One key serves all files of "
+                "data.train and data.eval"
+            )
         value = value[part]
     return value
 

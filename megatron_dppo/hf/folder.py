@@ -57,7 +57,7 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
         CheckpointError: There is no config.json, or transformers cannot read it, or the end tokens are no token ids.
     """
     folder = Path(path)
-    check_model_folder(folder, key)
+    check_model_folder(path, key)
     require_regular_files(folder)
     try:
         hf_config = _load_config(folder)

@@ -25,7 +25,8 @@ def runnable() -> Iterator[Any]:
         mine = EXAMPLE + ("sglang.toml" if " serve " in line else "dppo.toml")
         words = line.partition("#")[0].replace("my.toml", mine).split()
         is_cheap = program == "megatron-dppo" and {"--dry-run", "--list"} & set(words)
-        needs_model = "train" in words and not any(word.startswith(EXAMPLE) for word in words)
+        # test_recipes_start.py has the others, with the published model.
+        needs_model = {"train", "serve"} & set(words) and not any(word.startswith(EXAMPLE) for word in words)
         if is_cheap and not needs_model and tuple(words) not in shown:
             shown.add(tuple(words))
             yield pytest.param(words, id=f"{page.stem}: {' '.join(words)}")

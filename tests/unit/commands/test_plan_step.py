@@ -227,7 +227,12 @@ def test_the_lines_on_a_step_warn_where_a_stop_takes_longer_than_the_script_give
     plan = planned(servers=16)
     text = format_plan(plan)
     assert "16 servers of 2 h100" in text and "--signal=B:TERM@" in text
-    assert "NOTE: launch/qwen3_moe_dppo.sh signals 600 s" not in text
+    # An evaluation counts as long as the sampling of a step; without one a stop fits into the script's time.
+    step = plan.step
+    assert step.has_evaluation and step.stop_seconds == step.seconds + (step.rollout or 0.0) + step.save > 600
+    short = replace(step, has_evaluation=False)
+    assert short.stop_seconds < 600 == short.signal_seconds
+    assert "NOTE: launch/qwen3_moe_dppo.sh signals 600 s" not in "\n".join(format_step(short, plan))
     slow = replace(plan.step, updates=1389.0)
     needed = int(re.findall(r"--signal=B:TERM@(\d+)", "\n".join(format_step(slow, plan)))[0])
     assert slow.stop_seconds <= needed < slow.stop_seconds + 60

@@ -177,6 +177,21 @@ def test_a_recipe_starts_with_the_published_model(
     assert f"model    {PARAMETERS.get(file.parent.name, '')}" in out
 
 
+def test_the_servers_of_a_recipe_are_planned_with_the_published_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pages' ``serve --dry-run``, which refuses a model that is not there."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    files = {*re.findall(r"^megatron-dppo serve (examples/(?!chain_sum)\S+\.toml) --dry-run$", text, re.M)}
+    assert files
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        assert main(["serve", name, "--dry-run"]) == 2 and "config.json is missing" in capsys.readouterr().err
+        write_models(load_config(name), (tmp_path / name).parent)
+        assert main(["serve", name, "--dry-run"]) == 0 and "--model-path" in capsys.readouterr().out
+
+
 def test_pages_and_tables_are_read() -> None:
     runs = dry_runs()
     assert {run.file for run in runs} == {*FILES}
