@@ -28,7 +28,11 @@ from megatron_dppo.hf.families.rules import OUTPUT
 from megatron_dppo.hf.folder import is_mtp_weight, model_shape
 from megatron_dppo.hf.weight_files import WeightSource
 from megatron_dppo.mcore.compat.layers import ColumnParallelGroupedLinear, RowParallelGroupedLinear
-from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
+from megatron_dppo.mcore.compat.transformer_engine import (
+    check_attention_support,
+    correct_tensor_parallel_marks,
+    has_transformer_engine,
+)
 from megatron_dppo.mcore.fusions import check_fp8, default_fusions, output_layer_without_fusion, row_multiple
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.mapping import router_biases
@@ -143,6 +147,7 @@ def build_provided_model(provider: Any, pp_rank: int, device: torch.device) -> l
                     f"model.provider = 'megatron-bridge': expected a GPTModel, got {type(chunk).__name__}; models for "
                     "images and hybrid models cannot be trained here"
                 )
+            correct_tensor_parallel_marks(chunk)
             hand_out_hidden_states(chunk)
             chunks.append(chunk.to(device))
     return chunks

@@ -91,14 +91,20 @@ def pass_at_k(n: int, solved: int, k: int) -> float:
 
 
 def majority_score(rollouts: Sequence[Rollout]) -> float:
-    """Return the mean score of the responses that give the most frequent answer. In a tie the first answer wins.
+    r"""Return the mean score of the responses that give the most frequent answer. In a tie the first answer wins.
 
-    An answer is the text of the last box or ``Answer:`` line; without either, the whole response.
+    An answer is the last box or ``Answer:`` line; without either, the whole response. ``\frac12`` and ``1/2`` are one
+    answer (``answer_key``).
     """
+    # sympy takes a second to import, and a run without several responses a prompt does not need it.
+    from megatron_dppo.rewards.answers.equality import answer_key
+
     by_answer: dict[str, list[float]] = {}
     for rollout in rollouts:
         text = rollout.completion.text
-        by_answer.setdefault(extract_answer(text) or text.strip(), []).append(rollout.score)
+        answer = extract_answer(text)
+        key = answer_key(answer) if answer else text.strip()
+        by_answer.setdefault(key, []).append(rollout.score)
     scores = max(by_answer.values(), key=len)
     return sum(scores) / len(scores)
 

@@ -70,8 +70,8 @@ class BatchMemory:
     def max_batch_values(self, *, rows: int, prompts: int, width: int, limit: int) -> int:
         """Return the most values of a part of a batch. The arguments are those of ``count`` for the complete batch."""
         rows = min(rows, MAX_BATCH)
-        whole = self.count(rows=rows, prompts=min(rows, prompts), width=width, limit=limit, is_padded=prompts > 1)
-        return max(min(whole, MAX_VALUES), self.count(rows=1, prompts=1, width=width, limit=limit, is_padded=False))
+        complete = self.count(rows=rows, prompts=min(rows, prompts), width=width, limit=limit, is_padded=prompts > 1)
+        return max(min(complete, MAX_VALUES), self.count(rows=1, prompts=1, width=width, limit=limit, is_padded=False))
 
 
 def split_batch(

@@ -9,7 +9,7 @@ from itertools import pairwise
 import sympy
 from sympy import Expr, Symbol
 
-from megatron_dppo.rewards.answers.normalize import comparison_text
+from megatron_dppo.rewards.answers.normalize import comparison_text, normalize_answer
 from megatron_dppo.rewards.answers.numbers import constant_ratio, evaluate, same_expression, same_quantity
 from megatron_dppo.rewards.answers.values import (
     Chain,
@@ -42,6 +42,21 @@ def same_answer(answer: str, label: str) -> bool:
         return any(_same(each, other) for each in read_values(answer) for other in wanted)
     except Exception:  # what sympy raises on unusual formulas is open; such an answer is no failure of the function
         return False
+
+
+def answer_key(answer: str) -> str:
+    r"""Return a text that answers share which are the same number, or set the same formula in another way.
+
+    It takes no algebra, so that many answers can be counted: ``\frac12`` is ``1/2`` and 0.5, but x + x is not 2x.
+    """
+    normalized = normalize_answer(answer)
+    # A text with two readings, such as 1,234, has the key of its text.
+    readings = read_values(normalized)
+    if len(readings) == 1 and isinstance(readings[0], Quantity) and readings[0].unit is None:
+        value = readings[0].expression
+        if value.is_Rational:
+            return str(value)
+    return comparison_text(normalized)
 
 
 def _same(answer: Value, label: Value) -> bool:

@@ -33,6 +33,7 @@ _UNICODE = {
     "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "ε": r"\epsilon ", "θ": r"\theta ",
     "λ": r"\lambda ", "μ": r"\mu ", "π": r"\pi ", "ρ": r"\rho ", "σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ",
     "ω": r"\omega ", "Δ": r"\Delta ", "Ω": r"\Omega ", "¢": r"\text{cent}", "€": r"\text{euro}", "£": r"\text{pound}",
+    "¥": r"\text{yen}",
 }  # fmt: skip
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _SUBSCRIPT_RUN = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
@@ -51,6 +52,7 @@ _RENAMED = {
     "backslash": r"\setminus", "smallsetminus": r"\setminus", "isin": r"\in", "prime": "'", "R": r"\mathbb{R}",
     "thickapprox": r"\approx", "simeq": r"\approx", "cong": r"\approx", "dots": r"\ldots", "cdots": r"\ldots",
     "epsilon": r"\epsilon", "coloneqq": ":=", "union": r"\cup", "bold": "",
+    "euro": r"\text{euro}", "pounds": r"\text{pound}", "yen": r"\text{yen}",
 }  # fmt: skip
 _WITHOUT_MEANING = frozenset((
     "left", "right", "middle", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr",
@@ -83,6 +85,11 @@ _FORMULA_IN_TEXT = re.compile(r"\\(?:text|mbox|textbf)\{\s*\$([^${}]*)\$\s*\}")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose\b([^{}]*)\}")
 _SYSTEM = re.compile(r"\\begin\{(?:cases|aligned|gathered)\}([^&]*)\\end\{(?:cases|aligned|gathered)\}")
 """Equations among each other; with ``&`` it is a function by cases."""
+_CURRENCY = re.compile(r"\\text\{(euro|pound|yen)\}\s*([-+]?\d[\d.,]*)")
+"""A currency before its number, where no other currency but the dollar is read."""
+_EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d{1,3})(?![\w.])")
+"""A number as programs write it. Digits in another base have a base behind them."""
+_CHOICE = re.compile(r"(?:\\text\{\s*)?([A-Za-z])\)(?:\s*\})?")
 _BETWEEN_SIGNS = re.compile(r"(?<![0-9.])\s+|\s+(?![0-9.])")
 
 
@@ -101,7 +108,12 @@ def normalize_answer(text: str) -> str:
     text = text.replace("{,}", ",").replace("{:}", ":").replace("^{\\circ}", "^\\circ").replace("{}^\\circ", "^\\circ")
     text = re.sub(r"\^\s*\\circ", r"^\\circ", text)
     text = re.sub(r"\^\s*(?:\{\s*('+)\s*\}|('+))", r"\1\2", text)
-    return _LEAD.sub("", _without_full_stop(re.sub(r"\s+", " ", text)))
+    text = _CURRENCY.sub(r"\2 \\text{\1}", text)
+    if "base" not in text:
+        text = _EXPONENT.sub(r"\1\\times 10^{\2}", text)
+    text = _LEAD.sub("", _without_full_stop(re.sub(r"\s+", " ", text)))
+    choice = _CHOICE.fullmatch(text)
+    return text if choice is None else choice[1]
 
 
 def comparison_text(normalized: str) -> str:
@@ -177,6 +189,8 @@ def _text(content: str, depth: int) -> str:
     r"""Return words as ``\text{...}``, but formulas that were only set upright as themselves."""
     inner = _plain_commands(content, depth + 1).strip()
     if re.fullmatch(r"[-+]?[\d.,\s/]+|[-+]?\d+\s*%", inner):
+        return inner
+    if re.fullmatch(r"\\text\{[^{}]*\}", inner):
         return inner
     if inner.casefold() == "infinity":
         return r"\infty "
