@@ -71,8 +71,8 @@ class ValueSchema:
 
     def other_properties(self) -> ValueSchema:
         """Return the schema of properties that have none of their own."""
-        others = [part.get("additionalProperties") for part in self._parts(self.schema, set())]
-        schema = next((each for each in others if isinstance(each, Mapping)), None)
+        extra_schemas = [part.get("additionalProperties") for part in self._parts(self.schema, set())]
+        schema = next((each for each in extra_schemas if isinstance(each, Mapping)), None)
         return ValueSchema(schema, (*self.roots, schema))
 
     def _parts(self, schema: Any, visited: set[int], depth: int = 0) -> Iterator[Mapping[str, Any]]:
