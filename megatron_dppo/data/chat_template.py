@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -88,8 +89,9 @@ def apply_chat_template(
         except Exception:
             # The first error is about the messages as they were written.
             raise error from None
-    notes = [message["content"].strip() for message in messages if message["role"] in NOTE_ROLES]
-    return text if tokenize or all(note in text for note in notes) else render(folded)
+    notes = Counter(message["content"].strip() for message in messages if message["role"] in NOTE_ROLES)
+    is_complete = tokenize or all(text.count(note) >= number for note, number in notes.items())
+    return text if is_complete else render(folded)
 
 
 def prints_tools(tokenizer: Any, now: datetime, variables: Mapping[str, Any] | None = None) -> bool:

@@ -48,10 +48,10 @@ def read_harmony(text: str) -> list[HarmonyMessage]:
         if body is None and end and not messages:
             header, body = "", header
         if body is not None:
-            role, _, rest = header.removeprefix("<|start|>").partition("<|channel|>")
+            role, _, behind = header.removeprefix("<|start|>").partition("<|channel|>")
             channel = _CHANNEL.search(header)
             # "assistant to=functions.f", or behind the channel.
-            recipient = _RECIPIENT.search(role) or _RECIPIENT.search(rest)
+            recipient = _RECIPIENT.search(role) or _RECIPIENT.search(behind)
             author = _RECIPIENT.sub("", role).strip() or "assistant"
             name = channel[1] if channel is not None else ""
             messages.append(HarmonyMessage(author, name, recipient[1] if recipient else "", body, end))

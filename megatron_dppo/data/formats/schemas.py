@@ -50,12 +50,12 @@ class ValueSchema:
 
     def property_schemas(self) -> dict[str, ValueSchema]:
         """Return the schemas of an object's properties by name, also those behind references and branches."""
-        found: dict[str, ValueSchema] = {}
+        schemas: dict[str, ValueSchema] = {}
         for part in self._parts(self.schema, set()):
             properties = part.get("properties")
             for name, schema in properties.items() if isinstance(properties, Mapping) else ():
-                found.setdefault(name, ValueSchema(schema, (*self.roots, schema)))
-        return found
+                schemas.setdefault(name, ValueSchema(schema, (*self.roots, schema)))
+        return schemas
 
     def required(self) -> set[str]:
         """Return the names of the properties that an object must have."""
@@ -71,21 +71,21 @@ class ValueSchema:
 
     def other_properties(self) -> ValueSchema:
         """Return the schema of properties that have none of their own."""
-        others = [part.get("additionalProperties") for part in self._parts(self.schema, set())]
-        schema = next((each for each in others if isinstance(each, Mapping)), None)
+        extra_schemas = [part.get("additionalProperties") for part in self._parts(self.schema, set())]
+        schema = next((each for each in extra_schemas if isinstance(each, Mapping)), None)
         return ValueSchema(schema, (*self.roots, schema))
 
-    def _parts(self, schema: Any, seen: set[int], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    def _parts(self, schema: Any, visited: set[int], depth: int = 0) -> Iterator[Mapping[str, Any]]:
         """Yield a schema and all that it refers to for the same value."""
-        if not isinstance(schema, Mapping) or id(schema) in seen or depth > _MAX_DEPTH:
+        if not isinstance(schema, Mapping) or id(schema) in visited or depth > _MAX_DEPTH:
             return
-        seen.add(id(schema))
+        visited.add(id(schema))
         yield schema
         if isinstance(schema.get("$ref"), str):
-            yield from self._parts(self._target(schema["$ref"]), seen, depth + 1)
+            yield from self._parts(self._target(schema["$ref"]), visited, depth + 1)
         for key in ("allOf", "anyOf", "oneOf"):
             for branch in _branches(schema, key):
-                yield from self._parts(branch, seen, depth + 1)
+                yield from self._parts(branch, visited, depth + 1)
 
     def _allows(
         self, value: Any, schema: Any, by_type: bool, known: dict[int, bool | None], depth: int = 0

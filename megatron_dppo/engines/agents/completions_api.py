@@ -36,7 +36,6 @@ _COMMON_FIELDS = frozenset(
 )
 _CHAT_FIELDS = _COMMON_FIELDS | {
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_completion_tokens"),
-    *("functions", "function_call"),
 }
 _COMPLETION_FIELDS = _COMMON_FIELDS | {"prompt", "echo"}
 _WITHOUT_EFFECT = frozenset(

@@ -404,3 +404,45 @@ def test_models_have_their_length_and_errors_the_form_of_their_client(world: Wor
         assert (await send(task, "/v1/chat/completions", CHAT))[0] == 200
 
     assert world.play(agent, 2000, max_calls=2).counts["agent/calls"] == 1
+
+
+def test_items_by_id_stand_for_themselves_and_unknown_ones_are_refused(world: World) -> None:
+    errors: list[Any] = []
+
+    async def agent(task: AgentTask) -> None:
+        question = {"role": "user", "content": "1+2"}
+        _, first = await send(task, "/v1/responses", {"input": [question], "tools": [FLAT_TOOL]})
+        # Thoughts and call, as the AI SDK names them.
+        items: list[Any] = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        assert [item["id"][:3] for item in items] == ["rs_", "fc_"]
+        output = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "3"}
+        body = {"input": [question, *items, output], "tools": [FLAT_TOOL]}
+        errors.append(await send(task, "/v1/responses", {**body, "input": [question, {"id": "msg_0"}]}))
+        status, _ = await send(task, "/v1/responses", body)
+        assert status == 200
+
+    play(world, agent, [f"{THOUGHT}{CALL}", f"{THOUGHT}It is 3."])
+    ((status, error),) = errors
+    assert status == 400 and "'item_reference' to 'msg_0'" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_give_the_log_probabilities_that_are_asked_for(world: World, stream: bool) -> None:
+    world.script = {"assistant\n": "ok"}
+    answers: list[Any] = []
+
+    async def agent(task: AgentTask) -> None:
+        include = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+        answers.append(await send(task, "/v1/responses", {"input": "a", "include": include, "stream": stream}))
+        answers.append(await send(task, "/v1/responses", {"input": "b", "include": include[:1]}))
+
+    result = world.play(agent, 2000)
+    (_, asked), (_, other) = answers
+    body = asked[-1]["response"] if stream else asked
+    entries = body["output"][0]["content"][0]["logprobs"]
+    assert [each["token"] for each in entries] == ["o", "k", "<|im_end|>"]
+    assert all(each["logprob"] <= 0 for each in entries) and other["output"][0]["content"][0]["logprobs"] == []
+    assert result.counts["agent/ignored_settings"] == 0
+    if stream:
+        (done,) = [event for event in asked if event["type"] == "response.output_text.done"]
+        assert done["logprobs"] == entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.formats import FORMATS
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
-from megatron_dppo.engines.agents import generate
+from megatron_dppo.engines.agents import generate, runner
 from megatron_dppo.engines.agents.agent_request import CallError
 from megatron_dppo.engines.agents.completions_api import read_chat, read_completion
 from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
@@ -536,6 +537,23 @@ def test_programs_receive_a_task_and_report_by_exit_status(world: World, monkeyp
     assert (result.reward, result.failure) == (0.25, "")
     result = world.play([sys.executable, "-c", ""], reward="call")
     assert result.failure == 'the agent ended without POST /v1/reward {"reward": NUMBER}' and len(result.token_ids) == 2
+
+
+def test_a_program_is_over_when_its_process_ends_although_a_child_holds_its_output(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_OUTPUT_SECONDS", 0.1)
+    world.script = {"assistant\n": "ok"}
+    child = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n"
+    for ending, reward in (("", 1.0), ("print('bad', flush=True)\nos._exit(3)", 0.0)):
+        result = world.play(program(f"{child}{ending}"), reward="exit", timeout_seconds=60.0)
+        assert (result.reward, result.failure) == (reward, "")
+
+
+def test_a_program_at_its_time_limit_leaves_no_traceback(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    result = world.play(program("import time; time.sleep(60)"), timeout_seconds=0.5)
+    gc.collect()
+    assert "took longer" in result.failure and "never retrieved" not in caplog.text
 
 
 def test_a_slow_program_is_killed_but_waiting_for_the_policy_does_not_count(world: World) -> None:

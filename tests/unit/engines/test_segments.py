@@ -247,6 +247,68 @@ def test_a_response_that_nobody_read_is_given_to_the_same_body(world: World) -> 
     assert len(world.server.requests) == 1 and result.counts["agent/repeated_calls"] == 1
 
 
+def test_a_response_that_nobody_read_does_not_train(world: World) -> None:
+    world.script = {"assistant\n": "a long answer of the policy"}
+
+    generate = world.server.generate
+    arrived = asyncio.Event()
+    is_gone = asyncio.Event()
+
+    async def wait_for_the_end(request: Any) -> Any:
+        arrived.set()
+        await is_gone.wait()
+        return await generate(request)
+
+    async def gives_up(task: AgentTask) -> None:
+        first = await chat(task, [user("a")])
+        world.server.generate = wait_for_the_end  # type: ignore[method-assign]
+        for messages in ([user("a"), first, user("b")], [user("c")]):
+            arrived.clear()
+            is_gone.clear()
+            call = asyncio.create_task(post(task, "/chat/completions", {"messages": messages}))
+            await arrived.wait()
+            call.cancel()
+            await asyncio.wait([call])
+            await asyncio.sleep(0.2)  # the endpoint's thread sees the closed connection
+            is_gone.set()
+            await asyncio.sleep(0.2)
+
+    result = world.play(gives_up, 6000)
+    assert [world.trained(each) for each in result.segments] == [["a long answer of the policy<|im_end|>"]]
+    assert result.counts["agent/sequences"] == result.counts["agent/segments"] == 1
+    assert result.counts["agent/untrained/interrupted"] == pytest.approx(2 / 3)
+
+
+REWRITTEN = {
+    '{"a": 1.0, "b": 2}': 0,
+    '{"b": 2, "a": 1e0}': 0,
+    '{"a": 1, "b": 2.5}': 1,
+    '{"a": "1", "b": 2}': 1,
+    '{"a": true, "b": 2}': 1,
+}
+"""Arguments as a client sends them back, and the number of forks."""
+
+
+@pytest.mark.parametrize(("arguments", "forks"), REWRITTEN.items())
+def test_numbers_are_compared_by_value_and_a_rewritten_response_is_a_fork(
+    world: World, arguments: str, forks: int
+) -> None:
+    world.script = {"assistant\n": CALL, "</tool_response><|im_end|>\n<|im_start|>assistant\n": "done"}
+
+    async def agent(task: AgentTask) -> None:
+        answer = await chat(task, [user("a")], tools=TOOLS)
+        answer["tool_calls"][0]["function"]["arguments"] = arguments
+        result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
+        await chat(task, [user("a"), answer, result], tools=TOOLS)
+        # Examples before another question are no rewritten response.
+        example = [user("x"), {"role": "assistant", "content": "y"}]
+        await chat(task, [*example, user("b")])
+        await chat(task, [*example, user("c")])
+
+    result = world.play(agent, 6000)
+    assert len(result.segments) == 3 + forks and result.counts["agent/forks/history"] == forks
+
+
 def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World) -> None:
     world.script = {"assistant\n": "four"}
 
