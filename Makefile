@@ -26,7 +26,7 @@
 # make test-faults    faults by the thousand: the simulation of pool, sync, probe and rollouts on a virtual clock; runs that
 #                     are killed at a sample of points and resumed
 # make test-faults-long   the same with 100,000 schedules and 1,000 kills
-# make test-faults-mutants   the simulation against 34 changed copies of the package, each of which it has to find
+# make test-faults-mutants   the simulation against 44 changed copies of the package, each of which it has to find
 # make test-slurm     the launch scripts under a real Slurm on this machine; root, installs slurm-wlm and munge by apt-get
 # Inside an environment that already has torch and Megatron nothing is installed over them (tools/setup_env.sh).
 

@@ -244,6 +244,7 @@ SURVIVORS = (
         "engines/servers/pooled_server.py",
         "min(retry_after, _LONGEST_RETRY_AFTER)",
         "retry_after",
+        first=-6,
     ),
     Patch(
         "excluded servers get weights",

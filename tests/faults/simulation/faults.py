@@ -174,11 +174,11 @@ SPOILED_RETRY = Plan(
     probe_every=9,
     checksum_every=9,
     faults=(
-        Fault("skip_update", 0, at=0.0, span=1e-3, choice=0, on="/update_weights_from_disk", nth=2),
+        Fault("reset_after", 0, at=1.0, span=60.0, choice=0, on="/update_weights_from_disk"),
         Fault("spoil_tensor", 0, at=0.0, span=1.0, choice=ALL_SPOILS, on="/update_weights_from_disk", nth=3),
     ),
 )
-"""A sync that a sample would prove fails; in its second attempt another tensor than those of the sample is wrong."""
+"""A sync that a sample would prove breaks off; in its second attempt a tensor is wrong that a sample lacks."""
 
 ONE_OF_TWO = Plan(
     seed=4,
@@ -191,7 +191,20 @@ ONE_OF_TWO = Plan(
 )
 """One of two servers has a wrong tensor, which only the comparison with the other server shows."""
 
-BY_HAND = (ABORTED_LIES, TWO_LIVES, SILENT_RANKS, SPOILED_RETRY, ONE_OF_TWO)
+LONG_REST = Plan(
+    seed=6,
+    servers=2,
+    steps=1,
+    prompts=3,
+    new_tokens=10,
+    token_seconds=1.0,
+    latency=0.05,
+    max_in_flight=2,
+    faults=(Fault("status", 0, at=3.0, span=60.0, choice=27, on="/generate"),),
+)
+"""A server with too many requests asks for a day of rest."""
+
+BY_HAND = (ABORTED_LIES, TWO_LIVES, SILENT_RANKS, SPOILED_RETRY, ONE_OF_TWO, LONG_REST)
 """Schedules that few seeds give: seed -1, -2, ..."""
 
 

@@ -41,8 +41,8 @@ class _Server:
     """Name of the last probe of this publish that it answered."""
     probe_errors: list[str] = field(default_factory=list)
     """Differences between the answers to that probe and the trainer's weights."""
-    is_probed_last: bool = False
-    """That probe belongs to the last attempt of the publish."""
+    is_final: bool = False
+    """An answer to it was wrong in the last attempt of the publish, under the names of its request and version."""
 
 
 class Watch:
@@ -114,8 +114,11 @@ class Watch:
             name = body["rid"].rpartition("-")[0]
             if server.probe != name:
                 server.probe, server.probe_errors = name, []
-                server.is_probed_last = self.is_last_attempt
-            server.probe_errors += check_answer(content, body, self._trainer.digest, self._plan.topk)
+                server.is_final = False
+            errors = list(check_answer(content, body, self._trainer.digest, self._plan.topk))
+            server.probe_errors += errors
+            if errors and self.is_last_attempt and _has_names(content, name, self._trainer.policy_version):
+                server.is_final = True
 
     def begin_publish(self) -> None:
         """Start a publish: nothing of an earlier one counts."""
@@ -145,7 +148,7 @@ class Watch:
                 self._report(f"server {host} is used, and the probe saw: {server.probe_errors[0]}")
 
         for host, server in self._servers.items():
-            if host not in hosts and server.is_probed_last and server.probe_errors:
+            if host not in hosts and server.is_final:
                 self._excluded.setdefault(host, server.probe_errors[0])
 
     def _server(self, host: str) -> _Server:
@@ -191,6 +194,16 @@ class Watch:
 
 def _is_probe(name: str) -> bool:
     return ":probe-" in name
+
+
+def _has_names(content: bytes, name: str, version: int) -> bool:
+    """Return True if an answer says that it is to this request, by the current version and no other one."""
+    try:
+        meta = json.loads(content)["meta_info"]
+        versions = {span["version"] for span in meta["weight_versions"]} | {meta["weight_version"]}
+        return bool(versions == {str(version)} and meta["id"].rpartition("-")[0] == name)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def _base_name(name: str) -> str:
