@@ -335,7 +335,9 @@ def routed(share: float, layers: int = 3) -> ServerSums:
 def test_routes_are_judged_by_server(sections: dict[str, Any]) -> None:
     """One liar of nine: the mean of all servers is below the limit of a step, or above it."""
     quiet = {"abs_prob_diff": 1e-7}
-    tiny = {field: 0.0 for field in ("prob_diff", "prob_diff_square", "log_diff", "abs_log_diff", "log_diff_square")}
+    tiny: dict[str, Any] = {
+        field: 0.0 for field in ("prob_diff", "prob_diff_square", "log_diff", "abs_log_diff", "log_diff_square")
+    }
     for overall in (0.09, 0.6):
         metrics = quiet | {"router_live_disagreement_max": overall}
         servers = {f"http://{name}": replace(routed(0.02), **tiny) for name in "abcdefgh"}
