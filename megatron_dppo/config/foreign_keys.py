@@ -119,4 +119,4 @@ FOREIGN_KEY_NOTES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "gpu-memory-utilization there, under vLLM's own name",
     "vllm_tensor_parallel_size": "tensor-parallel-size there, under vLLM's own name",
 }
-"""What differs beside the name."""
+"""Differences beside the name."""

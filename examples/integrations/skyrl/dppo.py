@@ -1,9 +1,19 @@
-"""The losses of megatron_dppo as policy losses of SkyRL; read in skyrl 0.3.0.
+"""The losses of megatron_dppo as policy losses of SkyRL; read in skyrl 0.4.0.
 
-Import this file in the entry point, before ``run`` starts the trainer, and put ``examples/integrations/skyrl`` on the
-workers' PYTHONPATH:
+Put ``examples/integrations/skyrl`` on the workers' PYTHONPATH. Import this file in the entry point, so that the loss is
+registered, and in the process of the trainer:
 
     import dppo  # noqa: F401
+
+    @ray.remote(num_cpus=1)
+    def skyrl_entrypoint(cfg):
+        import dppo  # noqa: F401
+
+        BasePPOExp(cfg).run()
+
+In the trainer's process the import tells SkyRL that these losses do not read the trainer's own log-probabilities. SkyRL
+then leaves out the policy pass that computes them, as for its own ``dppo``. Without that import each step has one more
+forward pass, whose result is not used.
 
     uv run -m my_entry_point trainer.algorithm.policy_loss_type=megatron_dppo/dppo_binary_tv \
         trainer.algorithm.dppo.delta_low=0.15 trainer.algorithm.dppo.delta_high=0.15 \
@@ -16,13 +26,17 @@ default here; SkyRL has none.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
-from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
+from skyrl.backends.skyrl_train.utils import ppo_utils
 from torch import Tensor
 
 import megatron_dppo as md
+
+NAMES = {f"megatron_dppo/{name}": name for name in ("dppo_binary_tv", "dppo_binary_kl")}
+"""Policy losses of SkyRL, mapped to losses of megatron_dppo."""
 
 
 def policy_loss(
@@ -72,5 +86,15 @@ def policy_loss(
     return output.loss_sum, {"clip_ratio": masked.item()}
 
 
-for _name in ("dppo_binary_tv", "dppo_binary_kl"):
-    register_policy_loss(f"megatron_dppo/{_name}")(partial(policy_loss, name=_name))
+def skip_policy_pass() -> None:
+    """Add the losses to those for which SkyRL computes no log-probabilities of the trainer (0.4.0 and newer)."""
+    attribute = "LOSSES_WITHOUT_OLD_LOGPROBS"
+    # The trainer has imported the set by its name, if it was imported before this file.
+    for module in (ppo_utils, sys.modules.get("skyrl.train.trainer")):
+        if hasattr(module, attribute):
+            setattr(module, attribute, frozenset({*getattr(module, attribute), *NAMES}))
+
+
+for _registered, _name in NAMES.items():
+    ppo_utils.register_policy_loss(_registered)(partial(policy_loss, name=_name))
+skip_policy_pass()

@@ -82,7 +82,7 @@ _VERL_OLDER = {**_VERL, "gspo.loss_agg_mode": "seq-mean-token-mean"}
 _WITHOUT_CORRECTION = {key: value for key, value in _VERL.items() if not key.startswith(_C)}
 
 _SEPARATE: dict[str, Any] = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, _C + "bypass_mode": True}
-"""What both programs set whose servers have GPUs of their own."""
+"""Settings of both programs whose servers have GPUs of their own."""
 FULLY_ASYNC: Mapping[str, Any] = {
     **_SEPARATE,
     "async_training.staleness_threshold": 0.1,

@@ -130,7 +130,9 @@ def _adapters(draft: Draft) -> None:
 
 def _servers(draft: Draft) -> None:
     """Translate the number of servers: prime-rl fills its GPUs with data-parallel ranks of one vLLM."""
-    gpus_key, nodes_key, before = "deployment.num_infer_gpus", "deployment.num_infer_nodes", "inference.vllm."
+    gpus_key = "deployment.num_infer_gpus"
+    nodes_key = "deployment.num_infer_nodes"
+    before = "inference.vllm."
     nodes = draft.read(nodes_key, integer)
     per_node = draft.read("deployment.gpus_per_node" if nodes else gpus_key, integer)
     nodes = (nodes or 1) * draft.read("deployment.num_infer_replicas", integer)

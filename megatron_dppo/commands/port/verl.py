@@ -30,7 +30,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SCORING = "training and scoring use the same batch"
 _MANAGER = "scores come from reward.function; the overlong penalty of dapo is reward.overlong_buffer_tokens"
 _SEQUENCE_PARALLEL = (_A + "ulysses_sequence_parallel_size", _A + "fsdp_config.ulysses_sequence_parallel_size")
-"""What FSDP's backend has in place of context parallelism. The first one replaces the second if it is above 1."""
+"""Counterparts of context parallelism in FSDP's backend. The first one replaces the second if it is above 1."""
 
 
 def _steps(value: object) -> int:
@@ -217,11 +217,11 @@ def _sequence_parallel_size(draft: Draft) -> int:
 
 def _lengths(draft: Draft) -> None:
     """Translate the lengths. Those of the engine follow the data's unless they are set themselves."""
-    for path, own, general in (
+    for path, length, general in (
         ("rollout.max_new_tokens", "response_length", "data.max_response_length"),
         ("data.max_prompt_tokens", "prompt_length", "data.max_prompt_length"),
     ):
-        key = "actor_rollout_ref.rollout." + own
+        key = "actor_rollout_ref.rollout." + length
         with draft.target(path):
             # A reference such as ${data.max_response_length} is resolved before.
             source = key if draft.has(key) else general
