@@ -46,10 +46,10 @@ def find_slowest(times: Mapping[str, ResponseTimes]) -> SlowestServer | None:
     if not enough:
         return None
     url, slowest = max(enough.items(), key=lambda item: item[1].token_seconds)
-    others = [each.token_seconds for name, each in enough.items() if name != url]
-    if not others:
+    peers = [each.token_seconds for name, each in enough.items() if name != url]
+    if not peers:
         return SlowestServer(url=url, factor=1.0, text="")
-    usual = statistics.median(others)
+    usual = statistics.median(peers)
     factor = slowest.token_seconds / usual if usual > 0 else 1.0
     if factor <= _SLOW_FACTOR:
         return SlowestServer(url=url, factor=factor, text="")
