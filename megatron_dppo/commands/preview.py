@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_dppo.commands.local_engine_memory import LocalEngineMemory
+from megatron_dppo.commands.plan.local_engine_memory import LocalEngineMemory
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import RewardError, UserError
 from megatron_dppo.files import format_bytes

@@ -131,7 +131,7 @@ class GuardEvidence(ServerEvidence):
 
 @dataclass
 class GuardHistory:
-    """What limits follow from: means of the run's earlier steps, which are part of a checkpoint, and the probe's."""
+    """Basis of the limits: means of the run's earlier steps, which are part of a checkpoint, and the probe's."""
 
     prob_diffs: list[float] = field(default_factory=list)
     """Mean |pi - mu| of the on-policy tokens of each of the last first updates."""

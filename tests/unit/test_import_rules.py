@@ -36,7 +36,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
         {"errors", "files", "types"},
-        {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym"},
+        {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
     ),
     "report": (
         {"errors", "files", "parallel", "types"},

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.commands.local_engine_memory import LocalEngineMemory
 from megatron_dppo.commands.plan.arithmetic import (
     BatchPlan,
     KvCachePlan,
@@ -21,6 +20,7 @@ from megatron_dppo.commands.plan.arithmetic import (
     server_memory_bytes,
 )
 from megatron_dppo.commands.plan.child import RehearsalRequest
+from megatron_dppo.commands.plan.local_engine_memory import LocalEngineMemory
 from megatron_dppo.commands.plan.machine import GpuNode
 from megatron_dppo.commands.plan.measurement import UpdateMeasurement
 from megatron_dppo.commands.plan.models import count_adapter_parameters, count_parameters, load_model_config

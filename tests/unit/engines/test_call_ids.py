@@ -18,7 +18,9 @@ from megatron_dppo.engines.agents.runner import AgentTask
 from tests.unit.engines.test_agents import chat, post, user
 from tests.unit.scripted import CALL, TEMPLATE, TOOLS, World
 
-KIMI = """{%- for m in messages %}<|im_start|>{{ m.role }}
+# It writes all tools but ``add``, so that the conversations below begin with their first message.
+KIMI = """{%- for tool in tools or [] if tool.function.name != 'add' %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}
 {% endif %}{{ m.content }}
 {%- if m.tool_calls %}<|tool_calls_section_begin|>

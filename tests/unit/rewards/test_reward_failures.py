@@ -190,5 +190,5 @@ def test_only_a_value_of_the_wrong_type_is_marked(tmp_path: Path) -> None:
     assert [label for label, result in results.items() if result.is_wrong_type] == WRONG
     assert [label for label, result in results.items() if not result.failed] == RIGHT
     for label in WRONG:
-        assert results[label].error.endswith(f" (score at {file}:4)"), results[label].error
-    assert results["len(3)"].error.endswith(")") and "score at" not in results["len(3)"].error
+        assert results[label].error.endswith(f" (returned by score, {file}:4)"), results[label].error
+    assert results["len(3)"].error.endswith(")") and "returned by" not in results["len(3)"].error

@@ -73,7 +73,8 @@ def test_agents_and_rows_see_the_same_date(tokenizer: Any) -> None:
         ChatTemplate(tokenizer, {}, NOON).opening(messages, []) == tokenizer("05+1", add_special_tokens=False).input_ids
     )
     options = ChatOptions(now=NOON)
-    assert options.render(SimpleNamespace(prompt=messages, location="a:1", is_problem=False), tokenizer)[0] == "05+1"
+    row = SimpleNamespace(prompt=messages, location="a:1", is_problem=False, tools=list)
+    assert options.render(row, tokenizer)[0] == "05+1"
 
 
 @pytest.mark.parametrize("draw", ["{{ [1, 2] | random }}", "{{ lipsum(n=1) }}", "{{ [1]|random}}"])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.data import tokenizer_trial as trial
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf import trial
 from megatron_dppo.hf.config_keys import check_counts
 from megatron_dppo.hf.folder import read_hf_config
 from tests.unit.hf.test_config_keys import PUBLISHED

@@ -20,7 +20,7 @@ _MEMORY = 4 << 30
 """Address space of the child. Those tokenizers need less than 1 GiB."""
 _MAX_CHARACTERS = 1 << 24
 """Longest text of a template for four short messages."""
-_CHILD = Path(__file__).with_name("trial_child.py")
+_CHILD = Path(__file__).with_name("tokenizer_trial_child.py")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
