@@ -15,7 +15,8 @@
 # make docs    the documentation site into site/ (mkdocs); a link that leads nowhere is an error
 # make wheel   wheel and source archive into dist/, checked as the package index would (twine)
 # make bench-head    the head against other stacks' methods: counts and gates
-# make test-plugins   the plug-ins of examples/integrations in the released verl, SkyRL and TRL, with Python 3.12; these packages
+# make test-plugins   the plug-ins of examples/integrations in the released verl, SkyRL and TRL, and trackers, with Python 3.12; these
+#                     packages
 #                     get an environment of their own (MEGATRON_DPPO_ENGINES)
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
@@ -116,7 +117,8 @@ test-bridge:
 
 test-plugins:
 	@python=$$(tools/setup_python312.sh $(PYTHON312)) && plugins=$$(tools/engines/plugins.sh install $$python) && \
-		PYTHONPATH=$(CURDIR) $$plugins -m pytest tests/plugins tests/unit/test_integrations.py -m "not slow" $(ARGS)
+		PYTHONPATH=$(CURDIR) $$plugins -m pytest tests/plugins tests/unit/test_integrations.py tests/unit/report/test_trackers.py \
+		-m "not slow" $(ARGS)
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
