@@ -15,9 +15,8 @@
 # make docs    the documentation site into site/ (mkdocs); a link that leads nowhere is an error
 # make wheel   wheel and source archive into dist/, checked as the package index would (twine)
 # make bench-head    the head against other stacks' methods: counts and gates
-# make test-plugins   the plug-ins of examples/integrations in the released verl, SkyRL and TRL, and trackers, with Python 3.12; these
-#                     packages
-#                     get an environment of their own (MEGATRON_DPPO_ENGINES)
+# make test-plugins   the plug-ins of examples/integrations in the released verl, SkyRL and TRL, and MLflow and Trackio, with
+#                     Python 3.12; these packages get an environment of their own (MEGATRON_DPPO_ENGINES)
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
