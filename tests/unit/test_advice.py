@@ -82,6 +82,7 @@ def command_options(name: str) -> frozenset[str]:
 
 OF_OTHERS = {
     "--nproc-per-node": "torchrun",
+    "--local-dir": "hf",
     "--no-deps": "pip",
     "--no-build-isolation": "pip",
     "--cpp_ext": "Apex",

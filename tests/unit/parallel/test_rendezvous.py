@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Forks the ranks of each case, which import torch once. ``joins`` are the ranks that join after they opened the store.
+# Forks the ranks of all cases, which import torch once. ``joins`` are the ranks that join after they opened the store.
 PROGRAM = """
 import json, os, socket, sys, time
 from megatron_dppo.errors import UserError
@@ -31,9 +31,8 @@ def main(rank, case):
         store.wait([f"end/{other}" for other in case["joins"]])
     return "joined"
 
-results = {}
+pipes = {}
 for case in json.loads(sys.argv[1]):
-    pipes = {}
     for rank in case["ranks"]:
         reader, writer = os.pipe()
         if os.fork() == 0:
@@ -46,8 +45,10 @@ for case in json.loads(sys.argv[1]):
             os.write(writer, said.encode())
             os._exit(0)
         os.close(writer)
-        pipes[rank] = os.fdopen(reader)
-    results[case["name"]] = {rank: pipe.read() for rank, pipe in pipes.items()}
+        pipes[case["name"], rank] = os.fdopen(reader)
+results = {}
+for (name, rank), pipe in pipes.items():
+    results.setdefault(name, {})[rank] = pipe.read()
 print(json.dumps(results))
 """
 
