@@ -69,7 +69,7 @@ def test_server_and_trainer_agree_on_every_token_and_every_expert(
     folder = tmp_path / method
     result = train(arguments(pair, folder, rollout__weight_sync__method=method, **more), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert_trains(folder)
+    assert_trains(folder, evaluation_may_stay=True)
     steps = step_records(folder)
     assert len(steps) == 4
     for step in steps:
@@ -229,10 +229,12 @@ def test_a_server_killed_during_a_broadcast_does_not_block_the_run(pair: list[En
 
 def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    # After a warm-up this short all sums are wrong, and a run without a gradient shows nothing.
+    (tmp_path / "reward.py").write_text("def score(completion, label):\n    return len(set(completion)) / 8\n")
+    reward = f"{tmp_path}/reward.py:score"
+    settings = {"run__num_steps": 8, "rollout__max_new_tokens": 100, "warmup__num_steps": 5, "reward__function": reward}
     run = subprocess.Popen(
-        command(
-            arguments(pair, folder, run__num_steps=8, rollout__max_new_tokens=100, warmup__num_steps=5), processes=2
-        ),
+        command(arguments(pair, folder, **settings), processes=2),
         env=environment(),
         stdout=(tmp_path / "out").open("w"),
         stderr=subprocess.STDOUT,
@@ -241,7 +243,7 @@ def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tm
     wait_for(lambda: num_running(pair[0]) >= 4, run, tmp_path / "out")  # the probe is one
     kill(pair[0].process)
     assert run.wait(300) == 0, (tmp_path / "out").read_text()
-    assert_trains(folder)
+    assert_trains(folder, evaluation_may_stay=True)
     steps = step_records(folder)
     assert len(steps) == 8
     for step in steps:
