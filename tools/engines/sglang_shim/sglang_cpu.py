@@ -276,6 +276,17 @@ class _Fixer:
         return spec
 
 
+def _enable_fixes() -> None:
+    if _Fixer not in sys.meta_path:
+        sys.meta_path.insert(0, _Fixer)  # type: ignore[arg-type]
+
+
+def fix_after_import(name: str, fix: Callable[[Any], None]) -> None:
+    """Call ``fix`` with a module of this name right after its import."""
+    _FIXES[name] = fix
+    _enable_fixes()
+
+
 def install(standins: Collection[str] = STANDINS, *, has_fixes: bool = True) -> None:
     """Put the stand-ins and the fixes in place, once in a process."""
     if any(finder is _Finder for finder in sys.meta_path):
@@ -288,7 +299,7 @@ def install(standins: Collection[str] = STANDINS, *, has_fixes: bool = True) -> 
 
     importlib.util.find_spec = find_spec
     if has_fixes:
-        sys.meta_path.insert(0, _Fixer)  # type: ignore[arg-type]
+        _enable_fixes()
         # SGLang spawns its processes because of CUDA, and each imports everything anew: half of the time of a start.
         contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
         contexts["spawn"] = contexts["fork"]
