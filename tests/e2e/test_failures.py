@@ -50,7 +50,7 @@ def broken(*, prompt, completion, label, metadata):
 
 def overflowing(*, prompt, completion, label, metadata):
     """Finite rewards whose sum is not: the advantages, and so the gradient, become infinite or NaN."""
-    return 3e38 if len(completion) % 2 else -3e38
+    return 1e30 if len(completion) % 2 else -1e30
 '''
 
 
