@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.run.run_folder import UNSAVED
 from tests.faults.kill_points.launcher import Ended
 
 _CLOCK = {"starts.jsonl", ".megatron_dppo_run.json", "summary.json", ".metadata", "manifest.json"}
@@ -21,9 +22,11 @@ _RESUMED = re.compile(r"resumed  \S+ \(step (\d+),")
 
 def left_behind(run: Path, *, is_evidence_timed: bool = False) -> dict[str, str]:
     """Each file of a run's folder and the digest of its content; ``is_evidence_timed``: see ``Variant``."""
-    files = [path for path in sorted(run.rglob("*")) if not path.is_dir()]
+    # A start without a checkpoint keeps the metrics of the attempt before it, which an undisturbed run does not have.
+    paths = [path for path in sorted(run.rglob("*")) if path.relative_to(run).parts[0] != UNSAVED]
+    files = [path for path in paths if not path.is_dir()]
     return {path.relative_to(run).as_posix(): _content(path, run, is_evidence_timed) for path in files} | {
-        path.relative_to(run).as_posix() + "/": "" for path in run.rglob("*") if path.is_dir()
+        path.relative_to(run).as_posix() + "/": "" for path in paths if path.is_dir()
     }
 
 
