@@ -1,4 +1,4 @@
-"""What a run must show before another one is compared with it: two runs that nothing moves are always equal."""
+"""Checks of a run before another one is compared with it: two runs that nothing moves are always equal."""
 
 from __future__ import annotations
 

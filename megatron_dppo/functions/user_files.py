@@ -47,7 +47,7 @@ def load_user_file(path: Path) -> ModuleType:
 
 
 def make_importable(folder: Path) -> None:
-    """Let imports find the modules of a folder, after all others: it may hold a file of any name."""
+    """Append a folder to the search path of imports. Last, since it may hold a file of any name."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

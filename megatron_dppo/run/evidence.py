@@ -18,7 +18,7 @@ RUN_STEPS = 10_000
 FALSE_ALARM = 0.01
 """Probability that one set of tests stops an honest run of ``RUN_STEPS`` steps."""
 _SUSPICION = 0.25
-"""Share of the limit from which on a server is under suspicion: its numbers set no limit for others, or for itself."""
+"""Share of the limit from which on a server is under suspicion: the limits of all servers leave its numbers out."""
 
 
 @dataclass

@@ -143,7 +143,7 @@ def _compare(
     expected: ProbeExpectation,
     readings: Sequence[Sequence[TrainerReading]],
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Return the errors of the servers that fail and the mean |p - q| of the others, by URL."""
+    """Return the errors of the servers that fail and the mean |p - q| of those that pass, by URL."""
     mismatches = {}
     differences = {}
     for response, reading in zip(responses, readings, strict=True):

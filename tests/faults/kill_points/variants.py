@@ -43,7 +43,7 @@ class Variant:
 
     @property
     def is_evidence_timed(self) -> bool:
-        """Whether the evidence of the sampling test depends on the clock.
+        """True if the evidence of the sampling test depends on the clock.
 
         It counts responses as they arrive, also those that no step trains on: those that come first are the short ones,
         so their tokens alone would be no sample. Where servers sample ahead, a step counts what of the next one has

@@ -166,7 +166,7 @@ def check_selection(sampled: Sequence[RolloutGroup], count: int, selected: Seque
 
 
 def check_surplus(collected: CollectedRollouts, plan: Any) -> Iterator[str]:
-    """Whether a step that samples no more groups than it needs has left none out."""
+    """Check that a step that samples no more groups than it needs has dropped none."""
     if plan.oversample == 1 and not (plan.stopping or plan.dynamic) and any(collected.dropped_groups.values()):
         yield f"a step of {plan.prompts} groups left out {dict(collected.dropped_groups)}"
 
@@ -182,7 +182,7 @@ def held_tokens(contents: Mapping[int, StoredRollouts]) -> dict[str, list[list[i
 
 
 def check_continued(group: RolloutGroup, held: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[str]:
-    """Whether responses go on after the tokens that a checkpoint holds of them."""
+    """Check that responses continue after the tokens that a checkpoint holds of them."""
     for rollout, tokens in zip(group.rollouts, held.get(group.prompt.prompt_id, ()), strict=False):
         result = rollout.completion.token_ids.tolist()
         if result[: len(tokens)] != tokens:
@@ -190,7 +190,7 @@ def check_continued(group: RolloutGroup, held: Mapping[str, Sequence[Sequence[in
 
 
 def check_pool(pool: Any, now: float) -> Iterator[str]:
-    """Whether requests wait for a server that is given up, and for how long a server gets none by its own wish."""
+    """Check that no request waits for an evicted server, and that ``Retry-After`` pauses a server only for so long."""
     for server in pool._servers:
         if server.problem is not None and any(not (task.done() or task.cancelling()) for task in server.in_flight):
             yield f"{server.url} is given up, and a request still waits for it"

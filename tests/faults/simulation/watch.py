@@ -66,10 +66,10 @@ class Watch:
         """Prompt of each request by seed and name."""
         self._clashes = 0
         self._excluded: dict[str, str] = {}
-        """What the probe saw of servers that must not be used again in this life, by host."""
+        """Mismatches of servers that must not be used again in this life of the trainer, by host."""
         self._reported: set[str] = set()
         self.pool: Any = None
-        """Of the trainer's engine."""
+        """Pool of the trainer's engine."""
         self.is_last_attempt = False
         self._num_published = 0
 
