@@ -18,22 +18,6 @@ CHAIN_SUM = EXAMPLES / "chain_sum/dppo.toml"
 SINGLE = ("--parallel.expert_model_parallel_size", "1")
 
 
-@pytest.fixture
-def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Dry-run the example in an empty folder; returns the exit code, the output and the message."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*overrides: str, config: Path = CHAIN_SUM) -> tuple[int, str, str]:
-        code = train_main([str(config), "--dry-run", *overrides])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return run
-
-
 def rows(file: Path, prompts: list[str]) -> str:
     file.write_text("".join(json.dumps({"prompt": text, "label": str(eval(text[:-1]))}) + "\n" for text in prompts))
     return str(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +23,22 @@ SINGLE = ("--parallel.expert_model_parallel_size", "1")
 
 
 @pytest.fixture
-def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Dry-run the example in an empty folder; returns exit code, output and message."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*overrides: str) -> tuple[int, str, str]:
-        code = main(["train", str(CHAIN_SUM), "--dry-run", *SINGLE, *overrides])
-        return code, *capsys.readouterr()
-
-    return run
+def single(dry: Any) -> Any:
+    """Dry-run the example on one process."""
+    return partial(dry, *SINGLE)
 
 
-def test_a_hub_name_gets_one_message_with_the_download(dry: Any, tmp_path: Path) -> None:
-    code, _, error = dry("--model.path", "Qwen/Qwen3-0.6B")
+def test_a_hub_name_gets_one_message_with_the_download(single: Any, tmp_path: Path) -> None:
+    code, _, error = single("--model.path", "Qwen/Qwen3-0.6B")
     assert code == 2 and error.count("\n  - ") == 0, error
     assert "Fix: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then model.path = 'Qwen3-0.6B'" in error
     # The fix leads on: the folder is read, and only what it lacks is named.
     (tmp_path / "Qwen3-0.6B").mkdir()
     (tmp_path / "Qwen3-0.6B/config.json").write_text(json.dumps(published_config("Qwen3-0.6B")))
-    error = dry("--model.path", "Qwen3-0.6B")[2]
+    error = single("--model.path", "Qwen3-0.6B")[2]
     assert "is not a Hugging Face folder" not in error and "chat_template.jinja" in error
     for path in ("absent", "./owner/name", "absent/sub/folder"):
-        code, _, error = dry("--model.path", path)
+        code, _, error = single("--model.path", path)
         assert code == 2 and "hf download" not in error and "config.json is missing" in error, error
 
 
@@ -91,12 +84,12 @@ def test_a_misspelt_key_is_one_problem(tmp_path: Path) -> None:
     assert "rollout.samples_per_prompt is missing; it has no default" in read_config(file, []).problems
 
 
-def test_a_folder_that_is_no_run_is_used_with_a_line(dry: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_used_with_a_line(single: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert "is no run" not in dry("--run.output_dir", "out")[1]
+    assert "is no run" not in single("--run.output_dir", "out")[1]
     for name in "abcd":
         (tmp_path / "out" / name).write_text("mine")
-    code, out, _ = dry("--run.output_dir", "out")
+    code, out, _ = single("--run.output_dir", "out")
     assert code == 0 and "note     out is no run and not empty (a, b, c, ...)" in out
 
 
@@ -106,8 +99,8 @@ def test_a_foreign_run_shows_the_fields_that_differ() -> None:
     assert _differences("a", "b") == ("a", "b")
 
 
-def test_a_name_with_bytes_that_are_not_utf8_is_named(dry: Any) -> None:
-    error = dry("--run.output_dir", os.fsdecode(b"r\xe9sultats"))[2]
+def test_a_name_with_bytes_that_are_not_utf8_is_named(single: Any) -> None:
+    error = single("--run.output_dir", os.fsdecode(b"r\xe9sultats"))[2]
     assert "bytes that are not UTF-8" in error and "control character" not in error
 
 
