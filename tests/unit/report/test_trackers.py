@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -208,7 +209,7 @@ def test_damaged_steps_do_not_stop_a_run(content: str, tmp_path: Path, monkeypat
 
 
 def drawn_by_mlflow(folder: Path) -> list[tuple[int, float]]:
-    """Return steps and values of the active run."""
+    """Return steps and values of the one run."""
     client = sys.modules["mlflow"].MlflowClient()
     (experiment,) = [each for each in client.search_experiments() if each.name == "p"]
     (run,) = client.search_runs([experiment.experiment_id])
@@ -241,6 +242,23 @@ def drawn_by_comet(folder: Path) -> list[tuple[int, float]]:
 READERS = {"mlflow": drawn_by_mlflow, "trackio": drawn_by_trackio, "comet_ml": drawn_by_comet}
 
 
+def log_two_attempts(name: str, folder: str) -> None:
+    """Log steps 1 to 4, then 3 to 5 of a run that resumes from step 2."""
+    for resumed, steps in ((None, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        (sink,) = open_sinks(
+            Path(folder),
+            {},
+            tensorboard=False,
+            wandb_project=None,
+            trackers=[name],
+            labels=RunLabels(project="p", name="r", offline=True),
+            resumed_step=resumed,
+        )
+        for step in steps:
+            sink.log({"rollout/reward": step / 4}, step)
+        sink.finish()
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_real_trackers_have_each_step_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
@@ -249,18 +267,9 @@ def test_real_trackers_have_each_step_once(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path / "comet"))
     pytest.importorskip(name)
     (tmp_path / "run").mkdir()
-    labels = RunLabels(project="p", name="r", offline=True)
-    for resumed, steps in ((None, (1, 2, 3, 4)), (2, (3, 4, 5))):
-        (sink,) = open_sinks(
-            tmp_path / "run",
-            {},
-            tensorboard=False,
-            wandb_project=None,
-            trackers=[name],
-            labels=labels,
-            resumed_step=resumed,
-        )
-        for step in steps:
-            sink.log({"rollout/reward": step / 4}, step)
-        sink.finish()
+    # Trackio reads its folder from the environment when it is first imported.
+    child = multiprocessing.get_context("spawn").Process(target=log_two_attempts, args=(name, str(tmp_path / "run")))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
     assert sorted(READERS[name](tmp_path)) == [(step, step / 4) for step in range(1, 6)]
