@@ -7,8 +7,8 @@
 # make test    set up, run the unit tests without the slowest, a sample of the distributed ones, three whole runs: at most
 #              eight minutes
 # make test-rest      the other unit tests (make test-rest-unit), distributed tests and whole runs (make test-rest-runs)
-# make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-bridge, test-plugins, test-gym, test-page,
-#                     test-slurm
+# make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-bridge, test-plugins, test-packages, test-gym,
+#                     test-page, test-slurm
 # make test-long      what test-rest leaves out, as others cover nearly the same (a quarter of an hour)
 # make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
@@ -17,6 +17,7 @@
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-plugins   the plug-ins of examples/integrations in the released verl, SkyRL and TRL, and MLflow and Trackio, with
 #                     Python 3.12; these packages get an environment of their own (MEGATRON_DPPO_ENGINES)
+# make test-packages  each library of packages/ alone: built, installed into an empty environment without torch, tested
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
@@ -52,7 +53,7 @@ PYTHON312_TESTS := tests/unit/mcore/test_extensions.py \
 	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[2-weights]' \
 	tests/e2e/test_demo.py::test_the_demo_runs_from_the_wheel_alone
 
-.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-rest-unit test-rest-runs test-all test-long engines test-engines test-faults test-faults-long test-faults-mutants test-slurm test-slurm-long test-matrix test-gym test-python312 test-bridge test-plugins test-page bench-head docs wheel lint setup clean
+.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-rest-unit test-rest-runs test-all test-long engines test-engines test-faults test-faults-long test-faults-mutants test-slurm test-slurm-long test-matrix test-gym test-packages test-python312 test-bridge test-plugins test-page bench-head docs wheel lint setup clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.commands.main demo --output $(OUT) --seed $(SEED) $(ARGS)
@@ -87,19 +88,19 @@ SAMPLE := tests/e2e/test_training.py::test_reward_and_held_out_accuracy_rise \
 	tests/distributed/test_vocab_logprobs.py
 
 test:
-	@python=$$(tools/setup_env.sh) && $$python -m pytest $(SAMPLE) tests/unit -m "not slow" -n 2 --dist loadfile \
+	@python=$$(tools/setup_env.sh) && $$python -m pytest $(SAMPLE) tests/unit packages -m "not slow" -n 2 --dist loadfile \
 		--no-loadscope-reorder --durations 15 $(ARGS)
 
 test-rest: test-rest-unit test-rest-runs
 
 test-rest-unit:
-	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit -m slow --durations 15 $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit packages -m slow --durations 15 $(ARGS)
 
 test-rest-runs:
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/distributed tests/e2e -m "distributed or e2e" \
 		$(addprefix --deselect ,$(SAMPLE)) --durations 25 $(ARGS)
 
-test-all: test test-rest test-faults test-engines test-python312 test-bridge test-plugins test-gym test-page test-slurm
+test-all: test test-rest test-faults test-engines test-python312 test-bridge test-plugins test-packages test-gym test-page test-slurm
 
 test-long:
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/unit tests/distributed tests/e2e -m long $(ARGS)
@@ -118,6 +119,9 @@ test-plugins:
 	@python=$$(tools/setup_python312.sh $(PYTHON312)) && plugins=$$(tools/engines/plugins.sh install $$python) && \
 		PYTHONPATH=$(CURDIR) $$plugins -m pytest tests/plugins tests/unit/test_integrations.py tests/unit/report/test_trackers.py \
 		-m "not slow" $(ARGS)
+
+test-packages:
+	@python=$$(tools/setup_env.sh) && tools/test_packages.sh $$python $(ARGS)
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \

@@ -31,6 +31,10 @@ class BuildWithExamples(build_py):
 
 REPOSITORY = os.environ.get("MEGATRON_DPPO_REPOSITORY", "").rstrip("/")
 """Address of the published repository, as for the site (mkdocs.yml). Empty while there is none."""
+PACKAGES = [tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+"""The packages beside the trainer, which its wheel has too: what each asks for, and its commands."""
+SOURCES = {source.name: source for source in sorted(ROOT.glob("packages/*/src/megatron_dppo_*"))}
+"""Their folders by the name of the import."""
 TRAIN = [
     # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
     "megatron-core>=0.16.1,<0.20",
@@ -47,15 +51,10 @@ TRAIN = [
     "orjson>=3.10",
     "pybase64>=1.4",
     "tomli-w",
-    # megatron-dppo port: bash is read by a grammar; verl's YAML
-    "tree-sitter>=0.25",
-    "tree-sitter-bash>=0.25",
-    "pyyaml",
     "rich>=13",
-    # the values of answers, for the reward of mathematics
-    "sympy>=1.13",
     "tensorboard",
     "matplotlib",
+    *(each for package in PACKAGES for each in package["project"]["dependencies"] if each != "megatron-dppo"),
 ]
 """Packages of the trainer and its commands, which every extra except ``loss`` brings."""
 TESTED = tomllib.loads((ROOT / "megatron_dppo/engines/serving/versions.toml").read_text(encoding="utf-8"))["tested"]
@@ -76,6 +75,16 @@ def readme() -> str:
         return re.sub(relative, rf"]({REPOSITORY}/blob/main/\1)", text)
     text = re.sub(rf"!\[[^\]]*{relative}\n*", "", text)
     return re.sub(rf"\[([^\[\]]*){relative}", r"\1", text)
+
+
+def offered() -> dict[str, dict[str, str]]:
+    """Return what the trainer and the packages beside it offer, by group of entry points."""
+    commands = ("convert", "eval", "generate", "help", "restarts", "serve", "tasks", "train")
+    groups = {"megatron_dppo.commands": {name: f"megatron_dppo.commands.{name}" for name in commands}}
+    for package in PACKAGES:
+        for group, points in package["project"].get("entry-points", {}).items():
+            groups.setdefault(group, {}).update(points)
+    return groups
 
 
 # Read, not imported: the package may need what is not installed yet.
@@ -110,14 +119,25 @@ setup(
     },
     python_requires=">=3.11",
     cmdclass={"build_py": BuildWithExamples},
-    packages=find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
+    packages=[
+        *find_packages(include=["megatron_dppo", "megatron_dppo.*"]),
+        *(
+            each
+            for name, source in SOURCES.items()
+            for each in find_packages(source.parent, include=[name, f"{name}.*"])
+        ),
+    ],
+    package_dir={name: str(source.relative_to(ROOT)) for name, source in SOURCES.items()},
     package_data={
         "megatron_dppo": [
-            *("py.typed", "commands/experiments/bases/*/*"),
-            "engines/serving/versions.toml",
+            *("py.typed", "engines/serving/versions.toml"),
             *("engines/serving/*_extension/*.py", "engines/serving/*_extension/*/*.py"),
-            *("report/page/*.html", "report/page/*.css", "report/page/*.js"),
-        ]
+        ],
+        **{
+            name: patterns
+            for package in PACKAGES
+            for name, patterns in package["tool"]["setuptools"].get("package-data", {}).items()
+        },
     },
     # What `import megatron_dppo` and the losses need.
     install_requires=["torch>=2.6", "pydantic>=2.10"],
@@ -165,5 +185,8 @@ setup(
             "triton>=3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-dppo = megatron_dppo.commands.main:main"]},
+    entry_points={
+        "console_scripts": ["megatron-dppo = megatron_dppo.commands.main:main"],
+        **{group: [f"{name} = {target}" for name, target in points.items()] for group, points in offered().items()},
+    },
 )

@@ -32,10 +32,10 @@ from typing import Any
 
 from cpu_meter import Reading, run_metered
 
-from megatron_dppo.commands.experiments.smollm2 import model_folder
 from megatron_dppo.config.io import load_config
 from megatron_dppo.run.inputs import read_inputs
 from megatron_dppo.types import Prompt
+from megatron_dppo_lab.smollm2 import model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP_CONFIG = ROOT / "examples" / "chain_sum" / "dppo.toml"

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.commands.example_run import RUNNABLE
+from megatron_dppo_lab.example_run import RUNNABLE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,12 +29,6 @@ import tomli_w
 import torch
 from torch import Tensor
 
-from megatron_dppo.commands.experiments.catalogue import LOSSES, MISMATCHES, TASKS
-from megatron_dppo.commands.experiments.grid import PLACEHOLDER_PATHS, GridRun, merged, run_settings
-from megatron_dppo.commands.experiments.row import read_external_rows
-from megatron_dppo.commands.experiments.runner import make_base_at
-from megatron_dppo.commands.experiments.statistics import Row, band
-from megatron_dppo.commands.experiments.store import Store
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import Config
@@ -49,6 +43,12 @@ from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.types import LossInputs, Prompt, SamplingParams
+from megatron_dppo_lab.catalogue import LOSSES, MISMATCHES, TASKS
+from megatron_dppo_lab.grid import PLACEHOLDER_PATHS, GridRun, merged, run_settings
+from megatron_dppo_lab.row import read_external_rows
+from megatron_dppo_lab.runner import make_base_at
+from megatron_dppo_lab.statistics import Row, band
+from megatron_dppo_lab.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK, LOSS = "rare_words", "dppo_binary_tv"

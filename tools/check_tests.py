@@ -26,9 +26,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("tests", "benchmarks", "tools")
-OURS = ("megatron_dppo", *FOLDERS)
+from source_folders import ROOT, SOURCES, TESTS
+
+FOLDERS = (*TESTS, ROOT / "benchmarks", ROOT / "tools")
+OURS = (*SOURCES, *(folder.name for folder in FOLDERS))
 ALLOWED = "# creates:"
 COMPARING = frozenset({"equal", "allclose", "isclose", "array_equal", "assert_close", "assert_allclose"}) | frozenset(
     {"assert_array_equal", "assert_equal", "assert_same_run", "assert_different_folders", "array_equiv"}
@@ -238,9 +239,11 @@ def setting_problems(pyproject: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the findings of the given files and folders; 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="files or folders; default: tests, benchmarks and tools")
-    paths = parser.parse_args(arguments).paths or [ROOT / name for name in FOLDERS]
-    sys.path.insert(0, str(ROOT))
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="files or folders; default: all tests, benchmarks and tools"
+    )
+    paths = parser.parse_args(arguments).paths or FOLDERS
+    sys.path[:0] = [str(ROOT), *(str(folder.parent) for folder in SOURCES.values())]
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     problems = setting_problems(ROOT / "pyproject.toml")
     for file in files:

@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dppo.commands.experiments.demo import LABELS, Demo
-from megatron_dppo.commands.experiments.store import Store
 from megatron_dppo.report.records import Record, read_metrics
+from megatron_dppo_lab.demo import LABELS, Demo
+from megatron_dppo_lab.store import Store
 
 METRICS = (
     "rollout/reward",

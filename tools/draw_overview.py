@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
-from draw_real_model import EVAL_EVERY  # selects the backend without a screen, too
 
-from megatron_dppo.commands.experiments.row import read_external_rows
+from draw_real_model import EVAL_EVERY  # selects the backend without a screen, too
+from megatron_dppo_lab.row import read_external_rows
 
 CONDITION = "staleness 4"
 

@@ -1,6 +1,6 @@
 """Draw the packages of one part, and what they import: ``python tools/draw_packages.py docs/packages``.
 
-Writes ``OUT_core.png``, ``OUT_wings.png`` and ``OUT_commands.png``. A package stands above everything that it imports.
+Writes ``OUT_core.png`` and ``OUT_wings.png``. A package stands above everything that it imports.
 Lines that follow from others are left out. The number is that of its modules.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
+
 from measure_structure import floors, graphs, sources
 
 matplotlib.use("Agg")
@@ -20,7 +21,6 @@ from matplotlib import pyplot
 PARTS = {
     "core": ("types", "losses", "head", "parallel", "mcore", "policy", "run"),
     "wings": ("rollout", "engines", "weights", "rewards", "data", "report"),
-    "commands": ("commands",),
 }
 """Part -> its packages with their sub-packages."""
 

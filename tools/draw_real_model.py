@@ -13,8 +13,8 @@ from typing import Any
 
 import matplotlib
 
-from megatron_dppo.commands.experiments.row import read_external_rows
-from megatron_dppo.commands.experiments.statistics import band, cells, series
+from megatron_dppo_lab.row import read_external_rows
+from megatron_dppo_lab.statistics import band, cells, series
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -22,7 +22,11 @@ prefix() { "$1" -c 'import os, sys; print(os.path.realpath(sys.prefix))'; }
 
 # is_current STAMP: whether STAMP is newer than everything that says what to install.
 is_current() {
-    [ -e "$1" ] && ! [ setup.py -nt "$1" ] && ! [ pyproject.toml -nt "$1" ] && ! [ requirements/lock.txt -nt "$1" ]
+    local file
+    [ -e "$1" ] || return 1
+    for file in setup.py pyproject.toml requirements/lock.txt packages/*/pyproject.toml; do
+        if [ "$file" -nt "$1" ]; then return 1; fi
+    done
 }
 
 # fill_environment FOLDER PYTHON: make a virtual environment if there is none that works, and install this checkout into it

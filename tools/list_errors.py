@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "megatron_dppo"
+from source_folders import PYTHON_FILES, TRAINER
+
 VALIDATED = ("config", "losses")
 """Packages in which a ``ValueError`` reaches the user."""
 
@@ -32,12 +32,12 @@ class ErrorText(NamedTuple):
 def main() -> None:
     """Print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="folders or files; default: the package")
+    parser.add_argument("paths", nargs="*", type=Path, help="folders or files; default: the trainer and its packages")
     args = parser.parse_args()
     error_classes = user_error_classes()
     print("| where | class | text |")
     print("|---|---|---|")
-    for path in args.paths or [PACKAGE]:
+    for path in args.paths or PYTHON_FILES:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             for error in error_texts(file, error_classes):
                 text = error.text.replace("|", "\\|").replace("\n", "\\n")
@@ -47,7 +47,7 @@ def main() -> None:
 def user_error_classes() -> set[str]:
     """Return the names of ``UserError`` and of all classes derived from it."""
     bases: dict[str, set[str]] = {}
-    for file in PACKAGE.rglob("*.py"):
+    for file in PYTHON_FILES:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases.setdefault(node.name, set()).update(_last_name(base) for base in node.bases)
@@ -61,7 +61,7 @@ def user_error_classes() -> set[str]:
 def error_texts(file: Path, error_classes: set[str]) -> Iterator[ErrorText]:
     """Yield the errors that a file makes, in its order."""
     absolute = file.resolve()
-    package = absolute.relative_to(PACKAGE).parts[0] if absolute.is_relative_to(PACKAGE) else ""
+    package = absolute.relative_to(TRAINER).parts[0] if absolute.is_relative_to(TRAINER) else ""
     names = error_classes | ({"ValueError"} if package in VALIDATED else set())
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: node.lineno):

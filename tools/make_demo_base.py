@@ -2,7 +2,7 @@
 """Make the base model of ``megatron-dppo demo`` anew: ``python tools/make_demo_base.py FOLDER``.
 
 Writes ``FOLDER/rare_chain-0-HASH`` (about three minutes of one core); HASH is of the warm-up's settings. To ship
-it, move it to ``megatron_dppo/commands/experiments/bases/`` and delete the old one there.
+it, move it to ``packages/lab/src/megatron_dppo_lab/bases/`` and delete the old one there.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_dppo.commands.experiments.demo import Demo
-from megatron_dppo.commands.experiments.runner import make_base_at
-from megatron_dppo.commands.experiments.store import Store
+from megatron_dppo_lab.demo import Demo
+from megatron_dppo_lab.runner import make_base_at
+from megatron_dppo_lab.store import Store
 
 
 def main() -> None:

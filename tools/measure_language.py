@@ -14,11 +14,12 @@ import itertools
 import re
 import statistics
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from source_folders import PACKAGES, PYTHON_FILES, ROOT, TRAINER
+
 BANNED_WORDS = frozenset(
     ["found", "told", "own", "place", "kept", "whole", "others", "again", "mine", "away", "asking", "handed"]
 )
@@ -51,11 +52,12 @@ def main() -> None:
     if args.pages:
         print_pages(args.paths or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
     elif args.list:
-        for file in python_files(args.paths or [ROOT / "megatron_dppo"]):
+        for file in python_files(args.paths or PYTHON_FILES):
             for finding in findings(file.read_text()):
                 print(f"{file}:{finding.line}: {finding.rule}: {finding.text}")
     else:
-        print_packages(args.paths or [path for path in sorted((ROOT / "megatron_dppo").iterdir()) if path.is_dir()])
+        folders = [path for path in sorted(TRAINER.iterdir()) if path.is_dir()]
+        print_packages(args.paths or [*folders, *PACKAGES.values()])
 
 
 def print_packages(paths: list[Path]) -> None:
@@ -101,7 +103,7 @@ def sentences(markdown: str) -> list[str]:
     return [part for part in parts if len(part.split()) > 2]
 
 
-def python_files(paths: list[Path]) -> list[Path]:
+def python_files(paths: Sequence[Path]) -> list[Path]:
     """Return the Python files below the paths."""
     return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
 

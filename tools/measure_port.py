@@ -10,8 +10,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from megatron_dppo.commands.port.port import port
 from megatron_dppo.errors import ConfigError
+from megatron_dppo_port.port import port
 
 _STARTS = re.compile(
     r"^[^#\n]*(-m\s+\S*(main_ppo\w*|main_dapo|fully_async_main)\b|(python3?|\})\s+\S*train(_async)?\.py|main_ppo\.py)",

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from draw_losses import HEAD_MU, HEAD_PI, RECOMPUTED, entries
-from write_question_pages import Results
-
-from megatron_dppo.commands.experiments.paired import UNDECIDED, judge_pair
-from megatron_dppo.commands.experiments.statistics import SCORES, Band, Cell, Row, bands
-from megatron_dppo.commands.experiments.verdicts import judge
 from megatron_dppo.config.loss_registry import loss_classes
+from megatron_dppo_lab.paired import UNDECIDED, judge_pair
+from megatron_dppo_lab.statistics import SCORES, Band, Cell, Row, bands
+from megatron_dppo_lab.verdicts import judge
+from write_question_pages import Results
 
 WINDTUNNEL = Path(__file__).parents[1] / "docs/windtunnel"
 ROWS, THIRD_ROWS = WINDTUNNEL / "rows.jsonl.xz", WINDTUNNEL / "third_rows.jsonl.xz"

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.experiments.grid import GridRun
-from megatron_dppo.commands.experiments.paired import (
+from megatron_dppo.errors import UserError
+from megatron_dppo_lab.grid import GridRun
+from megatron_dppo_lab.paired import (
     Comparison,
     compare,
     effect_size,
@@ -25,12 +26,11 @@ from megatron_dppo.commands.experiments.paired import (
     judge_pair,
     without_open_searches,
 )
-from megatron_dppo.commands.experiments.row import relabel_row
-from megatron_dppo.commands.experiments.statistics import Row, band, masked, mean_reward
-from megatron_dppo.commands.experiments.store import Rows, Store
-from megatron_dppo.commands.experiments.third_edition import THIRD_EDITION
-from megatron_dppo.commands.experiments.third_losses import DELTAS, DRPO_DELTAS
-from megatron_dppo.errors import UserError
+from megatron_dppo_lab.row import relabel_row
+from megatron_dppo_lab.statistics import Row, band, masked, mean_reward
+from megatron_dppo_lab.store import Rows, Store
+from megatron_dppo_lab.third_edition import THIRD_EDITION
+from megatron_dppo_lab.third_losses import DELTAS, DRPO_DELTAS
 
 PAGES = Path(__file__).parents[1] / "docs/questions"
 _BINARY = "dppo_binary_tv tuned"
@@ -154,7 +154,7 @@ def masks_table(folder: Path) -> str:
     from megatron_dppo.report.steps.files import recorded_steps
     from megatron_dppo.report.steps.masks import MaskCounts
     from megatron_dppo.report.steps.tokens import read_tokens
-    from megatron_dppo.run.reported_run import open_run
+    from megatron_dppo_report.reported_run import open_run
 
     run, counts = open_run(folder), MaskCounts()
     for file in recorded_steps(folder).values():

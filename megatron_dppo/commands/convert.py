@@ -20,6 +20,9 @@ from megatron_dppo.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from megatron_dppo.weights.quantization import Format
 
+HELP = "convert weights: Hugging Face, Megatron, adapters, mixtures of experts, FP8"
+HAS_OVERRIDES = False
+
 _TORCHRUN = "torchrun --nproc-per-node {} -m megatron_dppo.commands.main convert"
 _SIZE_KEYS = (
     "tensor_model_parallel_size",
@@ -42,7 +45,7 @@ class _Conversion:
     """Function that returns the exit code."""
 
 
-def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the conversions with their arguments."""
     conversions = parser.add_subparsers(dest="conversion", required=True, help="NAME --help lists its arguments")
     for name, conversion in CONVERSIONS.items():
@@ -56,7 +59,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run one conversion; only rank 0 prints.
 
     Returns:

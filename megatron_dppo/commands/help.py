@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 from megatron_dppo.errors import ConfigError
 
+HELP = "explain a key of the configuration"
+HAS_OVERRIDES = False
 
-def add_help_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``help``."""
     parser.add_argument(
         "key", nargs="?", help="section.key, a section, a bare key or flag, or a loss (default: list the sections)"
@@ -16,7 +19,7 @@ def add_help_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="describe every key of a long section")
 
 
-def run_help(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the explanation of a key, or the list of sections.
 
     Raises:

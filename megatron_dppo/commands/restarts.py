@@ -9,10 +9,13 @@ from pathlib import Path
 
 from megatron_dppo.errors import ConfigError
 
+HELP = "for launch scripts: decide whether to requeue a job"
+HAS_OVERRIDES = True
+
 _TAIL_LINES = 30
 
 
-def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``restarts``; unknown arguments are overrides of the configuration."""
     parser.add_argument(
         "event",
@@ -32,7 +35,7 @@ def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, help="crashed: folder with code_RANK and rank_RANK.log of the ranks")
 
 
-def run_restarts(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Count an attempt.
 
     Returns:

@@ -16,8 +16,11 @@ from megatron_dppo.config.schema import Config
 if TYPE_CHECKING:
     from megatron_dppo.engines.serving.nodes import ServerNode
 
+HELP = "start the inference servers of a run"
+HAS_OVERRIDES = True
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``serve``; unknown arguments are overrides of the configuration."""
     parser.add_argument("config", help="TOML configuration file")
     parser.add_argument("--urls-file", type=Path, help="write the servers' URLs here, one a line, when all are healthy")
@@ -61,7 +64,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start the servers and keep them running until a signal, or check the servers of ``rollout.servers.urls``.
 
     Returns:

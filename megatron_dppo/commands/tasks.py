@@ -11,14 +11,17 @@ from pathlib import Path
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import disk_errors
 
+HELP = "write the tasks of agent.environment as data"
+HAS_OVERRIDES = True
 
-def add_tasks_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tasks``; unknown arguments are overrides of the configuration."""
     parser.add_argument("config", help="TOML configuration file with agent.environment")
     parser.add_argument("file", type=Path, help="JSONL file to write, for data.train; it must not exist")
 
 
-def run_tasks(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write one row for each task: its key, prompt and name.
 
     Raises:

@@ -2,9 +2,9 @@
 
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem, RewardResult, Shaping
-from megatron_dppo.rewards.math import extract_answer, math_reward
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rewards.signatures import RunInfo
+from megatron_dppo_answers.math import extract_answer, math_reward
 
 __all__ = [
     "FunctionSpec",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.answers.thinking import after_thinking
-from megatron_dppo.rewards.code_tests import (
+from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo_answers.code_tests import (
     AssertionTest,
     CallTest,
     CodeTest,
@@ -24,9 +24,9 @@ from megatron_dppo.rewards.code_tests import (
     same_output,
     same_value,
 )
-from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.sandbox import Limits, RunningProgram, Sandbox, SandboxError, interpreter, probe
-from megatron_dppo.rewards.sandboxed import harness
+from megatron_dppo_answers.sandbox import Limits, RunningProgram, Sandbox, SandboxError, interpreter, probe
+from megatron_dppo_answers.sandboxed import harness
+from megatron_dppo_answers.thinking import after_thinking
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _MAX_DIGITS = 100_000

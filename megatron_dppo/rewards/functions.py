@@ -17,10 +17,10 @@ from megatron_dppo.config.reward_options import (
 from megatron_dppo.config.section import Section
 from megatron_dppo.errors import FunctionError, RewardError
 from megatron_dppo.functions import content_hash, load_function
-from megatron_dppo.rewards import math as math_reward_module
 from megatron_dppo.rewards import task_rewards
 from megatron_dppo.rewards.signatures import ITEM_CONVENTION, CallConvention, RunInfo, is_async, recognize_signature
 from megatron_dppo.rewards.task_rewards import words_reward
+from megatron_dppo_answers import math as math_reward_module
 
 _ALSO = "".join(f"{name!r}, " for name in BUILT_IN_REWARDS)
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.rewards.math import is_well_formed
+from megatron_dppo_answers.math import is_well_formed
 
 _LIBRARY_FOLDERS = (Path(__file__).parents[1], *map(Path, {sysconfig.get_path(name) for name in ("stdlib", "purelib")}))
 """Folders whose code is not the user's."""

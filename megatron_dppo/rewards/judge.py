@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron_dppo.config.reward_options import JudgeOptions
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.answers.thinking import after_thinking
 from megatron_dppo.rewards.http import BadResponse, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
+from megatron_dppo_answers.thinking import after_thinking
 
 _PLACEHOLDERS = re.compile(r"\{(prompt|completion|label)\}")
 

@@ -11,10 +11,10 @@ from multiprocessing.connection import wait
 from megatron_dppo.functions import content_hash
 from megatron_dppo.rewards.functions import FunctionSpec, load
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.math import quick_math_reward
 from megatron_dppo.rewards.scoring import ScoringOutcome
 from megatron_dppo.rewards.task_rewards import words_reward
 from megatron_dppo.rewards.worker import Worker
+from megatron_dppo_answers.math import quick_math_reward
 
 
 class FunctionPool:

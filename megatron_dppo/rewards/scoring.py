@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeVar
 
 from megatron_dppo.rewards.functions import FunctionSpec, RewardFunction, load
 from megatron_dppo.rewards.item import RewardItem, error_text, read_batch, read_reward
-from megatron_dppo.rewards.math import load_parser
 from megatron_dppo.rewards.signatures import call
+from megatron_dppo_answers.math import load_parser
 
 _T = TypeVar("_T")
 _CALL_ERROR = re.compile(r"\(\) (got an unexpected keyword argument|got multiple values|missing \d+ required|takes )")

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from megatron_dppo.errors import RewardError
-from megatron_dppo.rewards.math import extract_answer
+from megatron_dppo_answers.math import extract_answer
 
 
 def make_reasoning_gym_reward(*, partial_credit: bool = False) -> Callable[..., float]:

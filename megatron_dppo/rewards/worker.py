@@ -14,10 +14,10 @@ from typing import Any
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.rewards.process_tree import kill_process_tree
 from megatron_dppo.rewards.scoring import Reply, ScoringOutcome, run_worker, too_slow
 from megatron_dppo.rewards.time_limit import TimeLimit
 from megatron_dppo.rewards.worker_output import WorkerOutput
+from megatron_dppo_answers.process_tree import kill_process_tree
 
 _START_SECONDS = 120.0
 """Time limit in seconds for the start of the process with the import of the function, and for unpickling a chunk."""

@@ -19,11 +19,11 @@ from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import add_prefix, reduce_over_samples
 from megatron_dppo.report.records import Record, read_records
-from megatron_dppo.rewards.math import extract_answer
 from megatron_dppo.rollout.pending import Submission
 from megatron_dppo.rollout.request_scheduler import sampling_params
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams
+from megatron_dppo_answers.math import extract_answer
 
 SAMPLES = "samples.jsonl"
 """File with some responses of each evaluation."""
@@ -97,7 +97,7 @@ def majority_score(rollouts: Sequence[Rollout]) -> float:
     answer (``answer_key``).
     """
     # sympy takes a second to import, and a run without several responses a prompt does not need it.
-    from megatron_dppo.rewards.answers.equality import answer_key
+    from megatron_dppo_answers.equality import answer_key
 
     by_answer: dict[str, list[float]] = {}
     for rollout in rollouts:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.report.page.build import ReportedRun, build, write_report
+from megatron_dppo_report.build import ReportedRun, build, write_report
 from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot, soon
 from tests.unit.recorded_run import HOSTILE, decode, write_run
 from tests.unit.report.test_agent_report import GIVEN, write_agent_run

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.commands.plan.child import RehearsalRequest
-from megatron_dppo.commands.plan.machine import MACHINES
-from megatron_dppo.commands.plan.rehearse import RankRole
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import DictWeights, model_shape, stream_model
+from megatron_dppo_plan.child import RehearsalRequest
+from megatron_dppo_plan.machine import MACHINES
+from megatron_dppo_plan.rehearse import RankRole
 from tests.distributed.parity import Case, config_for, hf_config, hf_reference
 from tests.distributed.spawn import run_distributed
 
@@ -55,10 +55,10 @@ def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) 
 
 def update(config: Config, model: Any, layout: Layout, loaded: dict[str, torch.Tensor], platform: Any) -> Any:
     """The ``UpdateMeasurement`` of the first update of this rank, with these weights; in a process group."""
-    from megatron_dppo.commands.plan.measure import measure_update, trainer_builder
-    from megatron_dppo.commands.plan.meter import Meter
-    from megatron_dppo.commands.plan.models import sample_rows
     from megatron_dppo.losses import policy_objective
+    from megatron_dppo_plan.measure import measure_update, trainer_builder
+    from megatron_dppo_plan.meter import Meter
+    from megatron_dppo_plan.models import sample_rows
 
     class Copies(DictWeights):
         """Tensors that are gone once they are read, as those of a file."""

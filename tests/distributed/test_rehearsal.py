@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
+from megatron_dppo_plan.rehearsal_pool import RehearsalPool
 from tests.distributed.layouts import ALLGATHER, CP, EP, ETP, FULL, OVERLAP, PP, SELECTIVE, TP, VPP
 from tests.distributed.parity import Case
 from tests.distributed.rehearsal_cases import real, rehearsal_request

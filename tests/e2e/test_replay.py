@@ -85,7 +85,7 @@ def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: lis
     assert done.returncode == 0 and not actual["exact"], "one log mu is another one"
     file.write_bytes(untouched)
     (folder / "checkpoints/step_000002").rename(tmp_path / "away")
-    from megatron_dppo.commands.replay.replay import replay_step
+    from megatron_dppo_doctor.replay.replay import replay_step
 
     with pytest.raises(CheckpointError, match=r"--step 3 needs the checkpoint of step 2.* replay one of steps \[2\]"):
         replay_step(folder, 3)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.commands.experiments.smollm2 import model_folder
 from megatron_dppo.errors import UserError
+from megatron_dppo_lab.smollm2 import model_folder
 from tests.e2e.recorded import check_agreement, rows_of
 from tests.e2e.runs import ROOT, flags, step_records, train
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from megatron_dppo.commands.experiments.experiment import Block, Claim, Experiment
-from megatron_dppo.commands.experiments.report import Request, execute
+from megatron_dppo_lab.experiment import Block, Claim, Experiment
+from megatron_dppo_lab.report import Request, execute
 
 TINY = {
     "run": {"num_steps": 2},

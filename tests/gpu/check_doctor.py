@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dppo.commands.doctor.combinations import find_bad_combinations
-from megatron_dppo.commands.doctor.machine import format_machine, inspect_machine
-from megatron_dppo.commands.doctor.self_test import run_self_test
+from megatron_dppo_doctor.doctor.combinations import find_bad_combinations
+from megatron_dppo_doctor.doctor.machine import format_machine, inspect_machine
+from megatron_dppo_doctor.doctor.self_test import run_self_test
 from tests.gpu.checks import Result
 
 

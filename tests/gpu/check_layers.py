@@ -61,10 +61,10 @@ def _measure(platform: Platform, sizes: dict[str, Any], tokens: int) -> Iterator
     from megatron_dppo.mcore.compat.shims import apply_shims
 
     apply_shims(platform)
-    from megatron_dppo.commands.plan.measure import trainer_builder
-    from megatron_dppo.commands.plan.models import sample_rows
-    from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
     from megatron_dppo.losses import policy_objective
+    from megatron_dppo_plan.measure import trainer_builder
+    from megatron_dppo_plan.models import sample_rows
+    from megatron_dppo_plan.rehearsal_pool import RehearsalPool
     from tests.distributed.parity import Case, config_for, hf_config
 
     model = hf_config(tied=False)

@@ -36,8 +36,8 @@ def check(device: torch.device) -> Iterator[Result]:
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
     from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+    from megatron_dppo_plan.rehearsal_pool import RehearsalPool
     from tests.distributed.layouts import FULL
 
     bound = ENGINE if platform.is_cuda and has_transformer_engine() else PLAIN
@@ -56,10 +56,10 @@ def check(device: torch.device) -> Iterator[Result]:
 
 def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> tuple[int, int]:
     """Bytes by the plan, and by the device."""
-    from megatron_dppo.commands.plan.measure import trainer_builder
-    from megatron_dppo.commands.plan.models import sample_rows
     from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, stream_model
     from megatron_dppo.losses import policy_objective
+    from megatron_dppo_plan.measure import trainer_builder
+    from megatron_dppo_plan.models import sample_rows
     from tests.distributed.parity import Case, config_for, hf_config
     from tests.distributed.rehearsal_cases import update
 
@@ -84,9 +84,9 @@ def _peaks(transformer: dict[str, Any], platform: Platform, rehearsals: Any) -> 
 
 def rehearsed(config: Any, model: Any, layout: Layout, platform: Platform, rehearsals: Any) -> Any:
     """The plan of the update that rank 0 makes, for this device if the plan knows it, else for an H100."""
-    from megatron_dppo.commands.plan.child import RehearsalRequest
-    from megatron_dppo.commands.plan.machine import MACHINES
-    from megatron_dppo.commands.plan.rehearse import RankRole
+    from megatron_dppo_plan.child import RehearsalRequest
+    from megatron_dppo_plan.machine import MACHINES
+    from megatron_dppo_plan.rehearse import RankRole
 
     device = torch.cuda.get_device_name().lower() if platform.is_cuda else ""
     machine = next((known for name, known in MACHINES.items() if name in device), MACHINES["h100"])

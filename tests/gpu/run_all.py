@@ -161,7 +161,7 @@ def main() -> int:
         print(f"\n{table(r for r in results if r.failed)}")
     print(f"\n{passed} passed, {failed} failed, {len(results) - passed - failed} not run")
     if options.markdown is not None:
-        from megatron_dppo.commands.doctor.machine import format_machine, inspect_machine
+        from megatron_dppo_doctor.doctor.machine import format_machine, inspect_machine
 
         options.markdown.write_text(markdown(results, format_machine(inspect_machine())), encoding="utf-8")
     return 0 if passed and not failed else 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.commands.experiments.grid import GridRun
-from megatron_dppo.commands.experiments.store import Store
+from megatron_dppo_lab.grid import GridRun
+from megatron_dppo_lab.store import Store
 
 
 def row_of(run: GridRun, store: Store, **values: Any) -> dict[str, Any]:

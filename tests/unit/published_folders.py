@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.commands.plan.models import KNOWN_MODELS
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.families.fused_experts import match_expert
 from megatron_dppo.hf.folder import read_hf_config, weight_shapes
 from megatron_dppo.hf.mxfp4 import BLOCK
 from megatron_dppo.hf.published_names import published_name
+from megatron_dppo_plan.models import KNOWN_MODELS
 from tests.engines.tiny import byte_tokenizer
 
 PUBLISHED: Mapping[str, Any] = json.loads((Path(__file__).parents[1] / "data/published_configs.json").read_text())[

@@ -12,21 +12,22 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.commands.main import _COMMANDS
+from megatron_dppo.commands.registry import installed_commands, load_command
 from megatron_dppo.config.io import _ALIASES
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.config.schema import Config
 from megatron_dppo.run.changes import change_kind
-from tools.list_errors import PACKAGE, error_texts, user_error_classes
+from source_folders import PACKAGES, PYTHON_FILES, ROOT, TRAINER
+from tools.list_errors import error_texts, user_error_classes
 
-ROOT = PACKAGE.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -43,17 +44,23 @@ ADVISING += ("run/watchdog.py", "run/lock.py", "run/session.py", "files.py", "we
 """Modules whose strings advise without being the argument of an error."""
 
 
+def short_path(file: Path) -> str:
+    """``run/guard.py``, or ``megatron_dppo_plan/text.py``."""
+    folder = next((folder.parent for folder in PACKAGES.values() if file.is_relative_to(folder)), TRAINER)
+    return str(file.relative_to(folder))
+
+
 @cache
 def texts() -> list[Text]:
     classes = user_error_classes()
     result = [
-        Text(f"{error.file.relative_to(PACKAGE)}:{error.line}", error.class_name, error.text)
-        for file in sorted(PACKAGE.rglob("*.py"))
+        Text(f"{short_path(error.file)}:{error.line}", error.class_name, error.text)
+        for file in PYTHON_FILES
         for error in error_texts(file, classes)
     ]
     for name in ADVISING:
         docstrings = set()
-        tree = ast.parse((PACKAGE / name).read_text())
+        tree = ast.parse((TRAINER / name).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 docstrings.add(id(node.value))
@@ -76,7 +83,7 @@ def parser_options(parser: argparse.ArgumentParser) -> frozenset[str]:
 @cache
 def command_options(name: str) -> frozenset[str]:
     parser = argparse.ArgumentParser()
-    _COMMANDS[name].add_arguments(parser)
+    load_command(installed_commands()[name]).add_arguments(parser)
     return parser_options(parser)
 
 
@@ -101,11 +108,12 @@ OF_OTHERS = {
 }
 """Flags that texts give for other programs."""
 FILES_OF_COMMANDS = {"commands/inference.py": ("eval", "generate"), "commands/dry_run.py": ("train",)}
-FILES_OF_COMMANDS |= {"commands/main.py": ("train",), "run/offline.py": ("eval", "generate", "serve")}
+FILES_OF_COMMANDS |= {"commands/train.py": ("train",), "run/offline.py": ("eval", "generate", "serve")}
 FILES_OF_COMMANDS |= {"weights/quantized_folder.py": ("convert",), "weights/upcycled_config.py": ("convert",)}
-FILES_OF_COMMANDS |= {"commands/experiments/demo.py": ("demo",), "commands/experiments/demo_command.py": ("demo",)}
-FILES_OF_COMMANDS |= {"report/page/": ("report", "diagnose"), "report/findings.py": ("generate",)}
-FILES_OF_COMMANDS |= {"commands/experiments/": ("experiment", "demo"), "engines/serving/": ("serve",)}
+FILES_OF_COMMANDS |= {"megatron_dppo_lab/demo.py": ("demo",), "megatron_dppo_lab/demo_command.py": ("demo",)}
+FILES_OF_COMMANDS |= {"megatron_dppo_report/": ("report", "diagnose"), "report/findings.py": ("generate",)}
+FILES_OF_COMMANDS |= {"megatron_dppo_lab/example": ("examples",)}
+FILES_OF_COMMANDS |= {"megatron_dppo_lab/": ("experiment", "demo"), "engines/serving/": ("serve",)}
 
 
 def commands_of(where: str) -> tuple[str, ...]:
@@ -113,8 +121,8 @@ def commands_of(where: str) -> tuple[str, ...]:
     for prefix, commands in FILES_OF_COMMANDS.items():
         if where.startswith(prefix):
             return commands
-    name = re.match(r"commands/(\w+)", where)
-    return (name[1],) if name and name[1] in _COMMANDS else ("train",)
+    name = re.match(r"(?:commands/|megatron_dppo_doctor/|megatron_dppo_)(\w+)", where)
+    return (name[1],) if name and name[1] in installed_commands() else ("train",)
 
 
 @cache
@@ -190,10 +198,10 @@ def _commands(text: str) -> list[tuple[str, str]]:
 
 
 def _is_command(name: str, sub: str) -> bool:
-    if name not in _COMMANDS:
+    if name not in installed_commands():
         return False
     parser = argparse.ArgumentParser()
-    _COMMANDS[name].add_arguments(parser)
+    load_command(installed_commands()[name]).add_arguments(parser)
     choices = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     return not choices or not sub or sub in choices[0]
 

@@ -17,14 +17,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_dppo.commands.experiments.grid import merged
-from megatron_dppo.commands.main import _COMMANDS, main
+from megatron_dppo.commands.main import main
+from megatron_dppo.commands.registry import installed_commands, load_command
 from megatron_dppo.config.describe import keys, sections
 from megatron_dppo.config.schema import Config
+from megatron_dppo_lab.grid import merged
 from tests.unit.recorded_run import write_run
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for part in ("docs/**", "examples/**", "packages/*") for page in sorted(ROOT.glob(f"{part}/*.md"))),
+]
 RUN = "<!-- run -->"
 """Stands above a block of commands that the test runs. Each line of a ``text`` block below it is in the output; ``...``
 stands for any text."""
@@ -145,12 +149,12 @@ def check_make(words: list[str]) -> None:
 
 
 def check_ours(words: list[str]) -> None:
-    command = _COMMANDS[words[1]]
+    command = load_command(installed_commands()[words[1]])
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     command.add_arguments(parser)
     _, rest = parser.parse_known_args(words[2:])
     flags = [word for word in rest if word.startswith("--")]
-    assert command.has_overrides or not flags
+    assert command.HAS_OVERRIDES or not flags
     check_flags([flag for flag in flags if "." in flag])
     check_files(words)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,17 +10,23 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "megatron_dppo"
+import measure_structure
+from source_folders import PACKAGES as BESIDE
+from source_folders import PYTHON_FILES, TRAINER
+
 # Servers load what is in those folders, as modules of their own; the package imports digests and patches alone.
 ELSEWHERE = ("vllm_extension", "verifiers_program.py")
 """run by the Python of another package, which is not installed beside the trainer"""
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if not {*ELSEWHERE} & {*file.parts})
+FILES = sorted(file for file in PYTHON_FILES if not {*ELSEWHERE} & {*file.parts})
 
 _TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
+_TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_plan"}
 """Packages that talk between ranks."""
 BASE = {"errors", "files", "functions", "config", "hf"}
 CORE = {"types", "losses", "head", "parallel", "mcore", "policy"}
 WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
+ALL = BASE | CORE | WINGS | {"run", "commands", "__version__"}
+ANSWERS = "megatron_dppo_answers"
 PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     # package: (packages of ours, packages from elsewhere); a package stands above all that it imports
     "errors": (set(), set()),
@@ -43,15 +48,15 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "wandb", "matplotlib", "rich", "accelerate", "pyarrow"},
     ),
     "rewards": (
-        {"config", "data", "errors", "functions"},
-        {"aiohttp", "numpy", "reasoning_gym", "sympy", "transformers"},
+        {"config", "data", "errors", "functions", ANSWERS},
+        {"aiohttp", "numpy", "reasoning_gym", "transformers"},
     ),
     "mcore": (
         {"config", "errors", "files", "head", "hf", "losses", "parallel", "types"},
         {"torch", "megatron", "transformer_engine", "fla"},
     ),
     "rollout": (
-        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types"},
+        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types", ANSWERS},
         {"numpy", "safetensors", "torch"},
     ),
     "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types"}, {"torch"}),
@@ -63,14 +68,24 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"config", "data", "engines", "errors", "files", "hf", "mcore", "parallel", "policy", "rollout", "types"},
         {"modelopt", "numpy", "safetensors", "torch", "transformers"},
     ),
-    "run": (BASE | CORE - {"head"} | WINGS, {"safetensors", "torch"}),
-    "tinker": (BASE | CORE | WINGS | {"run"}, {"aiohttp", "pydantic", "torch"}),
-    "commands": (
-        BASE | CORE | WINGS | {"run", "tinker", "__version__"},
-        {"matplotlib", "numpy", "pydantic", "tomli_w", "torch", "transformers", "tree_sitter", "tree_sitter_bash"}
-        | {"yaml", "pyarrow"},
-    ),
+    "run": (BASE | CORE - {"head"} | WINGS | {ANSWERS}, {"safetensors", "torch"}),
+    "commands": (BASE | CORE | WINGS | {"run", "__version__"}, {"torch", "transformers"}),
     "train": ({"commands"}, set()),
+    # Packages beside the trainer. Libraries, of which the first lies below the trainer:
+    ANSWERS: (set(), {"sympy"}),
+    "megatron_dppo_port": (
+        {"config", "errors", "files", "report"},
+        {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"},
+    ),
+    # Companions, which may use the inside of the trainer:
+    "megatron_dppo_report": (BASE | CORE | WINGS | {"run"}, {"numpy", "torch"}),
+    "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
+    "megatron_dppo_lab": (
+        ALL | {"megatron_dppo_report"},
+        {"matplotlib", "numpy", "pydantic", "tomli_w", "torch", "transformers"},
+    ),
+    "megatron_dppo_plan": (ALL, {"numpy", "tomli_w", "torch", "transformers"}),
+    "megatron_dppo_tinker": (ALL, {"aiohttp", "pydantic", "torch"}),
 }
 
 TRITON = ("row_kernels_triton", "triton_kernels")
@@ -78,7 +93,8 @@ TRITON = ("row_kernels_triton", "triton_kernels")
 
 
 def package_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    beside = [name for name, folder in BESIDE.items() if file.is_relative_to(folder)]
+    return beside[0] if beside else file.relative_to(TRAINER).parts[0].removesuffix(".py")
 
 
 def imports(source: str) -> Iterator[str]:
@@ -103,6 +119,8 @@ def forbidden(package: str, source: str) -> list[str]:
         top, _, rest = name.partition(".")
         if top == "megatron_dppo":
             allowed = rest.split(".")[0] in {*ours, package}
+        elif top.startswith("megatron_dppo_"):
+            allowed = top in {*ours, package}
         else:
             allowed = top in theirs or top in sys.stdlib_module_names
         if name.startswith("torch.distributed") and package not in _TORCH_DISTRIBUTED:
@@ -173,17 +191,16 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
             del left[package]
 
 
-def test_no_modules_and_no_folders_import_each_other_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_modules_and_no_folders_import_each_other_in_a_circle() -> None:
     """Also inside of a package, which the table does not show, and also imports inside of functions."""
-    monkeypatch.syspath_prepend(str(PACKAGE.parent / "tools"))
-    structure = importlib.import_module("measure_structure")
-    modules, folders = structure.graphs(dict(structure.sources(None)))
+    modules, folders = measure_structure.graphs(dict(measure_structure.sources(None)))
     assert len(modules) > 300 and "mcore.compat" in folders
-    assert not structure.circles(modules) and not structure.circles(folders)
+    assert not measure_structure.circles(modules) and not measure_structure.circles(folders)
 
 
 def name_of(file: Path) -> str:
-    return ".".join(("megatron_dppo", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    package = BESIDE.get(package_of(file), TRAINER)
+    return ".".join(file.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def modules_without_megatron() -> list[str]:
@@ -208,7 +225,7 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
         "print([m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine', 'sglang', 'vllm')])\n"
         "print('torch' in sys.modules and sys.modules['torch'].cuda.is_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=TRAINER.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "False"]
 
@@ -216,5 +233,7 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 def test_the_packages_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
     heavy = {package_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"commands", "mcore", "policy", "run", "tinker"}
+    assert heavy == {"commands", "mcore", "policy", "run"} | {
+        f"megatron_dppo_{name}" for name in ("doctor", "plan", "tinker")
+    }
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light

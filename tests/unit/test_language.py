@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+from measure_language import findings, is_banned
+from source_folders import PACKAGES, TRAINER
 
-from measure_language import findings, is_banned  # noqa: E402
-
-PACKAGES = sorted({".", *(path.name for path in (ROOT / "megatron_dppo").iterdir() if path.is_dir())})
+FOLDERS = [*sorted(path for path in TRAINER.iterdir() if path.is_dir()), *PACKAGES.values()]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_names_docstrings_and_assignments_follow_the_rules(package: str) -> None:
-    folder = ROOT / "megatron_dppo" / package
-    files = folder.glob("*.py") if package == "." else folder.rglob("*.py")
+@pytest.mark.parametrize("folder", [TRAINER, *FOLDERS], ids=lambda folder: folder.name)
+def test_names_docstrings_and_assignments_follow_the_rules(folder: Path) -> None:
+    files = folder.glob("*.py") if folder == TRAINER else folder.rglob("*.py")
     problems = [f"{file}:{each.line}: {each.text}" for file in files for each in findings(file.read_text())]
     assert not problems
 

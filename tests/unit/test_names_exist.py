@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from source_folders import ROOT, SOURCES, TESTS
+
 OUTSIDE = {"megatron_dppo_memory", "megatron_dppo_digest", "megatron_dppo_vllm"}
 """Modules that a server imports from ``engines/serving``."""
 
@@ -19,14 +20,15 @@ def used_names(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             value = node.args[0].value
-            if isinstance(value, str) and re.fullmatch(r"megatron_dppo(\.\w+)+", value):
+            if isinstance(value, str) and re.fullmatch(r"megatron_dppo\w*(\.\w+)+", value):
                 module, _, name = value.rpartition(".")
                 yield module, name
 
 
 def exists(module: str, name: str) -> bool:
     """Return True if the module's text has the name, or its folder such a module. A class may stand between them."""
-    path = ROOT.joinpath(*module.split("."))
+    top, *inner = module.split(".")
+    path = SOURCES[top].joinpath(*inner)
     if (path / name).is_dir() or (path / f"{name}.py").is_file():
         return True
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
@@ -37,11 +39,12 @@ def exists(module: str, name: str) -> bool:
 
 
 def test_names_that_are_imported_or_patched_exist() -> None:
-    files = [path for folder in ("tests", "benchmarks", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
+    folders = (*TESTS, ROOT / "benchmarks", ROOT / "tools", ROOT / "examples")
+    files = [path for folder in folders for path in folder.rglob("*.py")]
     names = {(path, *used) for path in files for used in used_names(path)}
     missing = [
         f"{path.relative_to(ROOT)}: {module}.{name}"
         for path, module, name in sorted(names)
-        if module not in OUTSIDE and not exists(module, name)
+        if module.split(".")[0] not in OUTSIDE and not exists(module, name)
     ]
     assert len(names) > 2000 and not missing

@@ -84,7 +84,7 @@ def test_pages_agree_on_the_gpu_that_was_used() -> None:
 
 
 def test_names_of_code_on_pages_exist() -> None:
-    folders = ("megatron_dppo", "tests", "tools", "benchmarks", "examples", "launch")
+    folders = ("megatron_dppo", "packages", "tests", "tools", "benchmarks", "examples", "launch")
     kinds = {".py", ".toml", ".sh", ".json", ".md"}
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
     texts = [path.read_text() for path in files if path.name != Path(__file__).name]

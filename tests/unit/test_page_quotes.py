@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from source_folders import PYTHON_FILES
 from tests.unit.test_doc_blocks import PAGES, ROOT
 
 FOREIGN = {
@@ -33,9 +34,8 @@ VALUE = "\0"
 def templates() -> str:
     """All string literals of the package, its tests' programs and the launch scripts, one a line; blanks are single."""
     texts = [path.read_text("utf-8") for path in ROOT.glob("launch/*.sh")]
-    for folder in ("megatron_dppo", "tests/faults"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            texts += _literals(path)
+    for path in (*PYTHON_FILES, *sorted((ROOT / "tests/faults").rglob("*.py"))):
+        texts += _literals(path)
     return "\n".join(" ".join(text.split()) for text in texts)
 
 

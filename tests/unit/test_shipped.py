@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +14,7 @@ from megatron_dppo.commands.convert import CONVERSIONS
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.files import shipped_folder
+from source_folders import SOURCES
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,9 +78,11 @@ def test_a_folder_beside_an_installed_package_is_somebody_elses(tmp_path: Path) 
 
 
 def test_every_data_file_of_the_package_is_in_a_wheel() -> None:
-    text = (ROOT / "setup.py").read_text()
-    patterns = re.findall(r'"([^"]+)"', text[text.index("package_data") : text.index("install_requires")])[1:]
-    named = {file for pattern in patterns for file in (ROOT / "megatron_dppo").glob(pattern)}
-    assert all(any((ROOT / "megatron_dppo").glob(pattern)) for pattern in patterns), patterns
-    files = {f for f in (ROOT / "megatron_dppo").rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
-    assert files <= named
+    captured: dict[str, Any] = {}
+    with patch("setuptools.setup", captured.update):
+        runpy.run_path(str(ROOT / "setup.py"))
+    for name, folder in SOURCES.items():
+        named = {pattern: set(folder.glob(pattern)) for pattern in captured["package_data"].get(name, ())}
+        assert all(named.values()), named
+        files = {f for f in folder.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+        assert files <= set().union(*named.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.plan.assumed_values import (
+from megatron_dppo_plan.assumed_values import (
     _INTERMEDIATE_FILES,
     DATA_DEPENDENT_SIZES,
     VALUE_READS,

@@ -8,13 +8,12 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.main import _COMMANDS
+from megatron_dppo.commands.registry import installed_commands
+from source_folders import ROOT, SOURCES
 
-ROOT = Path(__file__).parents[3]
 # Python reads a module of this name at its start, in child processes too.
 CUSTOMIZE = """
 import json, os, sys
@@ -28,6 +27,9 @@ class Filtered:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         return None if top in INSTALLED and top not in KEPT else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
 
 sys.meta_path[:] = [Filtered(finder) for finder in sys.meta_path]
 """
@@ -93,7 +95,7 @@ def base_modules() -> set[str]:
 def base_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("base")
     (folder / "sitecustomize.py").write_text(CUSTOMIZE)
-    kept = base_modules() | {"megatron_dppo", "setuptools", "_distutils_hack"}
+    kept = base_modules() | {*SOURCES, "setuptools", "_distutils_hack"}
     lists = json.dumps([list(metadata.packages_distributions()), sorted(kept)])
     return os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "BASE_INSTALL": lists, "PYTHONWARNINGS": "ignore"}
 
@@ -117,7 +119,7 @@ def messages(base_environment: dict[str, str]) -> dict[str, str]:
 
 
 def test_all_commands_are_asked() -> None:
-    assert {*USABLE, *NEEDS_MORE, *OTHER} == {*_COMMANDS}
+    assert {*USABLE, *NEEDS_MORE, *OTHER} == {*installed_commands()}
 
 
 @pytest.mark.parametrize("name", USABLE)

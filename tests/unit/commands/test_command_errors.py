@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.commands import main as program
-from megatron_dppo.commands.doctor.command import _Redactor
-from megatron_dppo.commands.examples import run_examples
-from megatron_dppo.commands.port.command import add_port_arguments, run_port
-from megatron_dppo.commands.replay.command import run_replay
-from megatron_dppo.commands.replay.replay import _read_record
-from megatron_dppo.commands.report import run_report
 from megatron_dppo.config.io import load_config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskError
 from megatron_dppo.hf.folder import read_hf_config
-from megatron_dppo.report.page.build import check_target
 from megatron_dppo.report.records import read_metrics, read_records
 from megatron_dppo.run.starts import load_config_of_step, record_start
+from megatron_dppo_doctor.doctor.command import _Redactor
+from megatron_dppo_doctor.replay import command as replay
+from megatron_dppo_doctor.replay.replay import _read_record
+from megatron_dppo_lab import examples
+from megatron_dppo_port import command as port
+from megatron_dppo_report import command as report
+from megatron_dppo_report.build import check_target
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
 GOOD = [{"step": step, "train/loss": step / 4, "eval/accuracy": None} for step in range(4)]
@@ -103,18 +103,18 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
         target = tmp_path / name
         replayed = argparse.Namespace(run=tmp_path / "none", step=1, json=target)
         with pytest.raises(ConfigError, match=problem):
-            run_replay(replayed, [])
+            replay.run(replayed, [])
         with pytest.raises(ConfigError, match=problem):
-            run_port(port_options(tmp_path / "none.sh", target), [])
+            port.run(port_options(tmp_path / "none.sh", target), [])
         with pytest.raises(ConfigError, match=problem):
             check_target(target)
     assert (tmp_path / "mine").read_text() == "mine"
     with pytest.raises(ConfigError, match="exists and is not a report"):
         check_target(Path("/dev/full"))
     with pytest.raises(ConfigError, match="is not a folder; expected the folder of a run"):
-        run_replay(argparse.Namespace(run=tmp_path / "none", step=1, json=None), [])
+        replay.run(argparse.Namespace(run=tmp_path / "none", step=1, json=None), [])
     with pytest.raises(DiskError, match=r"a part of the path is a file|File exists"):
-        run_examples(argparse.Namespace(name=["chain_sum"], to=str(tmp_path / "mine")), [])
+        examples.run(argparse.Namespace(name=["chain_sum"], to=str(tmp_path / "mine")), [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine"]
 
 
@@ -122,12 +122,12 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
 def test_a_watch_that_never_looks_is_refused(seconds: float, tmp_path: Path) -> None:
     options = argparse.Namespace(run=tmp_path, more_runs=[], output=None, ledger=None, watch=seconds)
     with pytest.raises(ConfigError, match="expected a number of seconds, at least 1"):
-        run_report(options, [])
+        report.run(options, [])
 
 
 def port_options(file: Path, output: Path | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_port_arguments(parser)
+    port.add_arguments(parser)
     return parser.parse_args([str(file), *(["--output", str(output)] if output else [])])
 
 
@@ -135,10 +135,10 @@ def test_a_launch_that_is_nested_without_end_or_counts_to_infinity_is_no_traceba
     deep = tmp_path / "deep.yaml"
     deep.write_text("a: " + "[" * 3000 + "]" * 3000)
     with pytest.raises(ConfigError, match="nested too deeply"):
-        run_port(port_options(deep), [])
+        port.run(port_options(deep), [])
     endless = tmp_path / "run.sh"
     endless.write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=1e400 trainer.n_gpus_per_node=8\n")
-    assert run_port(port_options(endless), []) in (0, 1)
+    assert port.run(port_options(endless), []) in (0, 1)
     for text in (
         "X=ab; while true; do X=$X$X; done\n",
         "X=ab; for ((i = 0; i < 900; i++)); do X=$X$X; done\n",
@@ -150,7 +150,7 @@ def test_a_launch_that_is_nested_without_end_or_counts_to_infinity_is_no_traceba
     ):
         endless.write_text(text + "python3 -m verl.trainer.main_ppo trainer.nnodes=1\n")
         with contextlib.suppress(ConfigError):
-            run_port(port_options(endless), [])
+            port.run(port_options(endless), [])
 
 
 def test_an_interrupt_and_a_reader_that_leaves_end_a_command_in_one_line(
@@ -159,8 +159,7 @@ def test_an_interrupt_and_a_reader_that_leaves_end_a_command_in_one_line(
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    known = program._COMMANDS["help"]
-    monkeypatch.setitem(program._COMMANDS, "help", program._Command(known.help, known.add_arguments, interrupted))
+    monkeypatch.setattr("megatron_dppo.commands.help.run", interrupted)
     assert program.main(["help"]) == 130 and capsys.readouterr().err == "\ninterrupted\n"
     command = [
         sys.executable,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.commands.experiments import child, demo
-from megatron_dppo.commands.experiments.child import RunRecords, make_row
-from megatron_dppo.commands.experiments.demo import LABELS, Demo, best, last, sentence, write_picture
-from megatron_dppo.commands.experiments.store import SHIPPED, Store
 from megatron_dppo.commands.main import main
 from megatron_dppo.data.tasks import TASKS, RareWords, write_model_folder
+from megatron_dppo_lab import child, demo
+from megatron_dppo_lab.child import RunRecords, make_row
+from megatron_dppo_lab.demo import LABELS, Demo, best, last, sentence, write_picture
+from megatron_dppo_lab.store import SHIPPED, Store
 from tests.unit.recorded_run import write_run
 
 DPPO, GRPO, PG = LABELS

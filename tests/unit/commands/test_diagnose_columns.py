@@ -15,11 +15,11 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from megatron_dppo.commands.diagnose import command as diagnose
-from megatron_dppo.commands.diagnose.dumps import DumpedSample, read_dump
-from megatron_dppo.commands.diagnose.ledger import UNEXPLAINED, CauseScoring, Ledger, make_ledger
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import DataError, DiskError
+from megatron_dppo_doctor.diagnose import command as diagnose
+from megatron_dppo_doctor.diagnose.dumps import DumpedSample, read_dump
+from megatron_dppo_doctor.diagnose.ledger import UNEXPLAINED, CauseScoring, Ledger, make_ledger
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**30
 VOCABULARY = 50

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.doctor.combinations import TABLE, find_bad_combinations
-from megatron_dppo.commands.doctor.machine import Gpu, MachineFacts, format_machine
-from megatron_dppo.commands.doctor.self_test import run_self_test
 from megatron_dppo.commands.main import main
+from megatron_dppo_doctor.doctor.combinations import TABLE, find_bad_combinations
+from megatron_dppo_doctor.doctor.machine import Gpu, MachineFacts, format_machine
+from megatron_dppo_doctor.doctor.self_test import run_self_test
 
 H100 = Gpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), gib=79.6)
 GOOD = MachineFacts(
@@ -247,7 +247,7 @@ def test_unusable_arguments_exit_with_2(arguments: list[str], message: str, caps
 def test_output_contains_no_hosts_keys_folders_or_user(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_dppo.commands.doctor import command
+    from megatron_dppo_doctor.doctor import command
 
     monkeypatch.setattr(command, "_user_name", lambda: "ada.lovelace")
     monkeypatch.setenv("HOME", "/home/ada.lovelace")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.doctor.job_rank import read_job_rank
-from megatron_dppo.commands.doctor.rank_facts import RankFacts, compare_facts, format_rows
-from megatron_dppo.commands.doctor.shared_files import _is_locked
 from megatron_dppo.errors import ConfigError
+from megatron_dppo_doctor.doctor.job_rank import read_job_rank
+from megatron_dppo_doctor.doctor.rank_facts import RankFacts, compare_facts, format_rows
+from megatron_dppo_doctor.doctor.shared_files import _is_locked
 from tests.engines.servers import free_port
 
 ROWS = {"python": "3.12", "torch": "2.13.0", "NCCL": "2.29.7", "driver": "580.95", "NCCL_CUMEM_ENABLE": "0"}
@@ -105,7 +105,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start one rank; ``prefix`` is a shell command before it."""
     script = (
-        "import sys; from megatron_dppo.commands.doctor import job, network, shared_files\n"
+        "import sys; from megatron_dppo_doctor.doctor import job, network, shared_files\n"
         f"network.LIMIT_SECONDS = job.LIMIT_SECONDS = shared_files.LIMIT_SECONDS = {limit}\n"
         "shared_files._VISIBLE_SECONDS = 3.0\n"
         "from megatron_dppo.commands.main import main; sys.exit(main(['doctor', *sys.argv[1:]]))"

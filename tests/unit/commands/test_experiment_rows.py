@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.experiments import demo, report, runner
-from megatron_dppo.commands.experiments.catalogue import LOSSES
-from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
-from megatron_dppo.commands.experiments.named import EXPERIMENTS
-from megatron_dppo.commands.experiments.row import read_external_rows
-from megatron_dppo.commands.experiments.store import Store
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.run.lock import LOCK
+from megatron_dppo_lab import demo, report, runner
+from megatron_dppo_lab.catalogue import LOSSES
+from megatron_dppo_lab.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
+from megatron_dppo_lab.named import EXPERIMENTS
+from megatron_dppo_lab.row import read_external_rows
+from megatron_dppo_lab.store import Store
 from tests.unit.experiment_rows import row_of
 
 DOCS = Path(__file__).parents[3] / "docs/windtunnel"

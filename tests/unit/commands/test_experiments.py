@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.experiments import catalogue as tasks
-from megatron_dppo.commands.experiments import runner
-from megatron_dppo.commands.experiments.catalogue import (
+from megatron_dppo.commands.main import main
+from megatron_dppo.config.io import validate
+from megatron_dppo.engines.local import perturbation as quantized
+from megatron_dppo_lab import catalogue as tasks
+from megatron_dppo_lab import runner
+from megatron_dppo_lab.catalogue import (
     LOSSES,
     MISMATCHES,
     REAL_MIXTURE,
@@ -20,17 +23,14 @@ from megatron_dppo.commands.experiments.catalogue import (
     TASKS,
     warmup_settings,
 )
-from megatron_dppo.commands.experiments.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
-from megatron_dppo.commands.experiments.figures import format_results, write_page
-from megatron_dppo.commands.experiments.grid import PLACEHOLDER_PATHS, GridRun, merged
-from megatron_dppo.commands.experiments.named import EXPERIMENTS
-from megatron_dppo.commands.experiments.runner import execute_runs
-from megatron_dppo.commands.experiments.statistics import Band, bands, final, held_out, mean_reward
-from megatron_dppo.commands.experiments.store import Store
-from megatron_dppo.commands.experiments.verdicts import format_verdicts
-from megatron_dppo.commands.main import main
-from megatron_dppo.config.io import validate
-from megatron_dppo.engines.local import perturbation as quantized
+from megatron_dppo_lab.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
+from megatron_dppo_lab.figures import format_results, write_page
+from megatron_dppo_lab.grid import PLACEHOLDER_PATHS, GridRun, merged
+from megatron_dppo_lab.named import EXPERIMENTS
+from megatron_dppo_lab.runner import execute_runs
+from megatron_dppo_lab.statistics import Band, bands, final, held_out, mean_reward
+from megatron_dppo_lab.store import Store
+from megatron_dppo_lab.verdicts import format_verdicts
 from tests.unit.experiment_rows import row_of
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands import inference
+from megatron_dppo.commands import generate
 from megatron_dppo.run import offline
 from tests.unit.configs import config
 
@@ -28,17 +28,17 @@ def test_it_passes_the_decision_on_and_prints_it(
     seen: list[Sequence[str]] = []
 
     @contextmanager
-    def opened(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Any]:
+    def opened(options: argparse.Namespace, overrides: Sequence[str], *, is_scored: bool) -> Iterator[Any]:
         seen.append(overrides)
         yield SimpleNamespace(config=settings)
 
-    monkeypatch.setattr(inference, "_open", opened)
+    monkeypatch.setattr(generate, "open_weights", opened)
     monkeypatch.setattr(offline, "offline_config", lambda target, overrides: settings)
     monkeypatch.setattr(offline, "generate", lambda offline, source, scored: iter(()))
     options = argparse.Namespace(
         target=tmp_path, model=None, step=None, prompt="2+2=", prompts=None, output=None, score=False
     )
-    assert inference.run_generate(options, ["--run.seed", "1"]) == 0
+    assert generate.run(options, ["--run.seed", "1"]) == 0
     assert list(seen[0])[-2:] == ["--data.apply_chat_template", str(is_chat).lower()]
     expected = "with the chat template: the prompts of data.train are chat messages"
     expected = expected if is_chat else "as plain text: the prompts of data.train are plain text"

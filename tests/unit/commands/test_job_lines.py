@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.plan.machine import get_machine
-from megatron_dppo.commands.plan.plan import make_plan
-from megatron_dppo.commands.plan.submit import sbatch_line
 from megatron_dppo.config.io import load_config
+from megatron_dppo_plan.machine import get_machine
+from megatron_dppo_plan.plan import make_plan
+from megatron_dppo_plan.submit import sbatch_line
 from tests.unit.commands.test_plan_step import FakePool
 from tests.unit.test_doc_blocks import PAGES, ROOT
 

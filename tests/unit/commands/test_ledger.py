@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron_dppo.commands.diagnose.ledger import (
+from megatron_dppo_doctor.diagnose.ledger import (
     ENGINE,
     HEAD,
     NOT_SEPARATED,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.commands.replay.outcome import ReplayOutcome
 from megatron_dppo.config.describe import keys, sections
+from megatron_dppo_doctor.replay.outcome import ReplayOutcome
 
 
 def test_help_of_each_section_fits_a_screen_and_verbose_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:

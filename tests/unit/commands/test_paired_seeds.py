@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_dppo.commands.experiments.experiment import Claim
-from megatron_dppo.commands.experiments.grid import GridRun
-from megatron_dppo.commands.experiments.named import EXPERIMENTS
-from megatron_dppo.commands.experiments.paired import (
+from megatron_dppo_lab.experiment import Claim
+from megatron_dppo_lab.grid import GridRun
+from megatron_dppo_lab.named import EXPERIMENTS
+from megatron_dppo_lab.paired import (
     ALPHA,
     compare,
     effect_size,

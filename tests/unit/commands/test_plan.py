@@ -13,20 +13,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.commands.plan.arithmetic import plan_batch, plan_kv_cache, plan_transfers
-from megatron_dppo.commands.plan.assumed_values import AssumedValues
-from megatron_dppo.commands.plan.machine import MACHINES, GpuNode, get_machine
-from megatron_dppo.commands.plan.meter import Meter
-from megatron_dppo.commands.plan.models import count_parameters, load_model_config
-from megatron_dppo.commands.plan.plan import Plan, PlannedModel, make_plan
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
-from megatron_dppo.commands.plan.rehearse import rank_roles
-from megatron_dppo.commands.plan.search import DEFAULT_AXES, RECOMPUTE, PlanSearch, min_rank_bytes, parse_axes
-from megatron_dppo.commands.plan.text import format_candidates, format_plan
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import CheckpointError, PlanError
 from megatron_dppo.hf.folder import model_shape
+from megatron_dppo_plan.arithmetic import plan_batch, plan_kv_cache, plan_transfers
+from megatron_dppo_plan.assumed_values import AssumedValues
+from megatron_dppo_plan.machine import MACHINES, GpuNode, get_machine
+from megatron_dppo_plan.meter import Meter
+from megatron_dppo_plan.models import count_parameters, load_model_config
+from megatron_dppo_plan.plan import Plan, PlannedModel, make_plan
+from megatron_dppo_plan.rehearsal_pool import RehearsalPool
+from megatron_dppo_plan.rehearse import rank_roles
+from megatron_dppo_plan.search import DEFAULT_AXES, RECOMPUTE, PlanSearch, min_rank_bytes, parse_axes
+from megatron_dppo_plan.text import format_candidates, format_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 H100, GIB = MACHINES["h100"], 2**30

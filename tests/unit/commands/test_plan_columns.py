@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.plan.arithmetic import ASSUMED_MASK_SIZE, TokenBytes, assumed_mask_size, plan_token_bytes
-from megatron_dppo.commands.plan.machine import MACHINES
-from megatron_dppo.commands.plan.models import load_model_config
-from megatron_dppo.commands.plan.plan import Plan, make_plan
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
-from megatron_dppo.commands.plan.text import format_plan
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.hf.folder import model_shape
+from megatron_dppo_plan.arithmetic import ASSUMED_MASK_SIZE, TokenBytes, assumed_mask_size, plan_token_bytes
+from megatron_dppo_plan.machine import MACHINES
+from megatron_dppo_plan.models import load_model_config
+from megatron_dppo_plan.plan import Plan, make_plan
+from megatron_dppo_plan.rehearsal_pool import RehearsalPool
+from megatron_dppo_plan.text import format_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TOKENS = 8192

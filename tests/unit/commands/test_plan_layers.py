@@ -12,19 +12,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_dppo.commands.plan.arithmetic import longest_sample, plan_kv_cache
-from megatron_dppo.commands.plan.attention_kernels import counted_keys
-from megatron_dppo.commands.plan.child import RehearsalRequest
-from megatron_dppo.commands.plan.delta_kernels import REHEARSED_KERNELS, DeltaRule
-from megatron_dppo.commands.plan.few_layers import FewLayers, choose_layers, layer_kinds, with_layers
-from megatron_dppo.commands.plan.machine import MACHINES
-from megatron_dppo.commands.plan.measurement import UpdateMeasurement
-from megatron_dppo.commands.plan.meter import Meter
-from megatron_dppo.commands.plan.models import count_parameters, load_model_config
-from megatron_dppo.commands.plan.plan import make_plan
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
-from megatron_dppo.commands.plan.rehearse import RankRole, rehearsed_micro_batches
-from megatron_dppo.commands.plan.step_time import served_model
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
@@ -32,6 +19,19 @@ from megatron_dppo.data.balance import assign_samples, cost
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.compat.delta_rule import delta_rule
 from megatron_dppo.policy.packed import attention_length
+from megatron_dppo_plan.arithmetic import longest_sample, plan_kv_cache
+from megatron_dppo_plan.attention_kernels import counted_keys
+from megatron_dppo_plan.child import RehearsalRequest
+from megatron_dppo_plan.delta_kernels import REHEARSED_KERNELS, DeltaRule
+from megatron_dppo_plan.few_layers import FewLayers, choose_layers, layer_kinds, with_layers
+from megatron_dppo_plan.machine import MACHINES
+from megatron_dppo_plan.measurement import UpdateMeasurement
+from megatron_dppo_plan.meter import Meter
+from megatron_dppo_plan.models import count_parameters, load_model_config
+from megatron_dppo_plan.plan import make_plan
+from megatron_dppo_plan.rehearsal_pool import RehearsalPool
+from megatron_dppo_plan.rehearse import RankRole, rehearsed_micro_batches
+from megatron_dppo_plan.step_time import served_model
 from tests.distributed.families import family_config
 from tests.distributed.layouts import CP, EP, FULL, PP, SELECTIVE, TP, VPP
 from tests.distributed.parity import Case, config_for

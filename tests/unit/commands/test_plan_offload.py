@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.commands.plan.arithmetic import optimizer_bytes_on_device
-from megatron_dppo.commands.plan.machine import MACHINES
-from megatron_dppo.commands.plan.measurement import UpdateMeasurement, scale_optimizer
-from megatron_dppo.commands.plan.meter import HOST, Meter, Peak
-from megatron_dppo.commands.plan.plan import PlannedModel, make_plan
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
-from megatron_dppo.commands.plan.search import OFFLOAD, PlanSearch, min_rank_bytes, parse_axes
-from megatron_dppo.commands.plan.text import format_plan
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import ConfigError, PlanError
+from megatron_dppo_plan.arithmetic import optimizer_bytes_on_device
+from megatron_dppo_plan.machine import MACHINES
+from megatron_dppo_plan.measurement import UpdateMeasurement, scale_optimizer
+from megatron_dppo_plan.meter import HOST, Meter, Peak
+from megatron_dppo_plan.plan import PlannedModel, make_plan
+from megatron_dppo_plan.rehearsal_pool import RehearsalPool
+from megatron_dppo_plan.search import OFFLOAD, PlanSearch, min_rank_bytes, parse_axes
+from megatron_dppo_plan.text import format_plan
 
 pytestmark = pytest.mark.slow
 

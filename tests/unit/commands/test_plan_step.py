@@ -15,22 +15,26 @@ from typing import Any
 import pytest
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.commands.plan.arithmetic import (
+from megatron_dppo.config.io import load_config
+from megatron_dppo.config.layout import resolve_layout
+from megatron_dppo.errors import PlanError
+from megatron_dppo.hf.folder import model_shape
+from megatron_dppo_plan.arithmetic import (
     assumed_response_lengths,
     plan_batch,
     plan_kv_cache,
     plan_token_bytes,
     plan_transfers,
 )
-from megatron_dppo.commands.plan.machine import MACHINES
-from megatron_dppo.commands.plan.measurement import UpdateMeasurement
-from megatron_dppo.commands.plan.meter import Peak
-from megatron_dppo.commands.plan.models import load_model_config, sample_rows
-from megatron_dppo.commands.plan.plan import Plan, PlannedModel, dispatch_ratio, make_plan
-from megatron_dppo.commands.plan.proof_time import proof_seconds
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool, RehearsalTimeout
-from megatron_dppo.commands.plan.search import PlanSearch
-from megatron_dppo.commands.plan.step_time import (
+from megatron_dppo_plan.machine import MACHINES
+from megatron_dppo_plan.measurement import UpdateMeasurement
+from megatron_dppo_plan.meter import Peak
+from megatron_dppo_plan.models import load_model_config, sample_rows
+from megatron_dppo_plan.plan import Plan, PlannedModel, dispatch_ratio, make_plan
+from megatron_dppo_plan.proof_time import proof_seconds
+from megatron_dppo_plan.rehearsal_pool import RehearsalPool, RehearsalTimeout
+from megatron_dppo_plan.search import PlanSearch
+from megatron_dppo_plan.step_time import (
     LAUNCH_SIGNAL_SECONDS,
     ServedModel,
     StepPlan,
@@ -38,11 +42,7 @@ from megatron_dppo.commands.plan.step_time import (
     plan_step,
     served_model,
 )
-from megatron_dppo.commands.plan.text import format_plan, format_step
-from megatron_dppo.config.io import load_config
-from megatron_dppo.config.layout import resolve_layout
-from megatron_dppo.errors import PlanError
-from megatron_dppo.hf.folder import model_shape
+from megatron_dppo_plan.text import format_plan, format_step
 from tests.unit.configs import ONE_RANK, config
 
 ROOT = Path(__file__).parents[3]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.experiments.grid import GridRun
-from megatron_dppo.commands.experiments.store import Store
-from megatron_dppo.commands.experiments.third_edition import THIRD_EDITION
 from megatron_dppo.errors import UserError
+from megatron_dppo_lab.grid import GridRun
+from megatron_dppo_lab.store import Store
+from megatron_dppo_lab.third_edition import THIRD_EDITION
 from tests.unit.experiment_rows import row_of
 from tools import write_question_pages
 

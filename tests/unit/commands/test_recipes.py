@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.plan.machine import get_machine
-from megatron_dppo.commands.plan.models import count_parameters, load_model_config
-from megatron_dppo.commands.plan.plan import make_plan
-from megatron_dppo.commands.plan.rehearsal_pool import RehearsalPool
-from megatron_dppo.commands.plan.text import format_plan
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import model_shape
+from megatron_dppo_plan.machine import get_machine
+from megatron_dppo_plan.models import count_parameters, load_model_config
+from megatron_dppo_plan.plan import make_plan
+from megatron_dppo_plan.rehearsal_pool import RehearsalPool
+from megatron_dppo_plan.text import format_plan
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands import example_run
-from megatron_dppo.commands.experiments import smollm2
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import load_config
 from megatron_dppo.errors import CheckpointError, UserError
+from megatron_dppo_lab import example_run, smollm2
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,7 +83,7 @@ def test_the_example_is_copied_linked_and_started(
     model, commands = tmp_path / "cache/model", []
     model.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_dppo.commands.experiments.smollm2.model_folder", lambda _: model)
+    monkeypatch.setattr("megatron_dppo_lab.smollm2.model_folder", lambda _: model)
     monkeypatch.setattr("megatron_dppo.parallel.platform.has_fast_bf16", lambda: False)
 
     def run(command: list[str], **_: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.main import report_error
+from megatron_dppo.commands.reported import report_error
 from megatron_dppo.errors import UserError
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.printable import printable

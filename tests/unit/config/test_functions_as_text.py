@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import tomli_w
 
-from megatron_dppo.commands.plan.command import _without_functions
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, FunctionError
 from megatron_dppo.run.named_functions import named_functions, require_permission
+from megatron_dppo_plan.command import _without_functions
 
 CODE = """
 import pathlib

@@ -116,7 +116,7 @@ def test_variables_of_a_launcher_that_are_no_numbers_are_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if "RANK" in variables:
-        monkeypatch.setattr("megatron_dppo.commands.main.time.sleep", lambda seconds: None)
+        monkeypatch.setattr("megatron_dppo.commands.reported.time.sleep", lambda seconds: None)
     for command in (["train", str(EXAMPLE), "--dry-run"], ["plan", str(EXAMPLE), "--world-size", "2"]):
         assert main(command) == 2
         assert words in capsys.readouterr().err or "RANK" in variables

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.commands.diagnose import run as diagnosis
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.local import perturbation as quantized
@@ -25,6 +24,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
 from megatron_dppo.run.guard import FirstUpdateGuard
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo_doctor.diagnose import run as diagnosis
 from tests.unit.configs import config as configured
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"

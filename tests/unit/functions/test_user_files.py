@@ -16,6 +16,7 @@ from megatron_dppo.config.paths import _FUNCTIONS
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import load_function
 from megatron_dppo.run.contents import read_contents
+from source_folders import PYTHON_FILES
 from tests.unit.data_files import write_jsonl
 
 ROOT = Path(__file__).parents[3]
@@ -162,7 +163,7 @@ def test_no_other_module_loads_files() -> None:
     """Every key goes by ``load_function``: a second loader would know other neighbors."""
     loaders = {
         file.relative_to(ROOT).as_posix()
-        for file in (ROOT / "megatron_dppo").rglob("*.py")
+        for file in PYTHON_FILES
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "exec_module"
     }

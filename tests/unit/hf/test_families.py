@@ -19,10 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-from megatron_dppo.commands.plan.arithmetic import KvCachePlan, plan_kv_cache
-from megatron_dppo.commands.plan.machine import get_machine
-from megatron_dppo.commands.plan.models import count_parameters
-from megatron_dppo.commands.plan.step_time import served_model
 from megatron_dppo.config.model import LoraTarget
 from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
@@ -48,6 +44,10 @@ from megatron_dppo.run.inputs import _check_model, family_problems
 from megatron_dppo.types import Prompt, SamplingParams
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.ipc import cast_for_sending
+from megatron_dppo_plan.arithmetic import KvCachePlan, plan_kv_cache
+from megatron_dppo_plan.machine import get_machine
+from megatron_dppo_plan.models import count_parameters
+from megatron_dppo_plan.step_time import served_model
 from tests.distributed.families import TINY, family_config, in_float64
 from tests.distributed.parity import hf_reference, samples
 from tests.silent_tokenizer import SilentTokenizer

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.commands.experiments.catalogue import SECOND_LOSSES
-from megatron_dppo.commands.experiments.named import FIGURE_LOSSES
-from megatron_dppo.commands.experiments.store import Store
-from megatron_dppo.commands.experiments.third_edition import THIRD_EDITION
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
+from megatron_dppo_lab.catalogue import SECOND_LOSSES
+from megatron_dppo_lab.named import FIGURE_LOSSES
+from megatron_dppo_lab.store import Store
+from megatron_dppo_lab.third_edition import THIRD_EDITION
 from tests.unit.experiment_rows import row_of
 
 ROOT = Path(__file__).parents[3]

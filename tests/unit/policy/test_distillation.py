@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.commands.plan.teacher import PlannedTeacher
 from megatron_dppo.config.layout import resolve_layout, resolve_parallel
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.data.chat import load_tokenizer
@@ -23,6 +22,7 @@ from megatron_dppo.run.inputs import ModelInputs
 from megatron_dppo.run.step import add_distillation_advantages, add_teacher_logprobs
 from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.types import LossInputs, TrainingSample
+from megatron_dppo_plan.teacher import PlannedTeacher
 from tests.unit.configs import config
 from tests.unit.http_stub import Call, running
 

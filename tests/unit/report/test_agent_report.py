@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_dppo.report.console import format_step_line
-from megatron_dppo.report.page.agents import turns
-from megatron_dppo.report.page.build import ReportedRun, build
 from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, ToolTime
+from megatron_dppo_report.agents import turns
+from megatron_dppo_report.build import ReportedRun, build
 from tests.unit.recorded_run import decode
 from tests.unit.report.test_report_page import scripts
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.report.console import Console, format_step_line, idle_fraction, live_rows
 from megatron_dppo.report.findings import LearningWarnings
-from megatron_dppo.report.page.charts import build_charts
+from megatron_dppo_report.charts import build_charts
 
 VALUES = {
     "rollout/reward": 0.25,

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.report.steps.masks import MaskCounts, token_kinds
 from megatron_dppo.report.steps.tokens import StepTokens
-from megatron_dppo.run.reported_run import other_masks
+from megatron_dppo_report.reported_run import other_masks
 
 TEXTS = {0: "<end>", 1: " 42", 2: "word", 3: "\\boxed{", 4: " = ", 5: "é", 6: "x1"}
 

@@ -19,7 +19,7 @@ import pytest
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.report.findings import findings
-from megatron_dppo.report.page.build import ReportedRun, build, write_report
+from megatron_dppo_report.build import ReportedRun, build, write_report
 from tests.unit.recorded_run import HOSTILE, decode, write_run
 
 
@@ -66,7 +66,7 @@ def test_rollout_text_cannot_close_its_element_and_is_preserved(tmp_path: Path) 
 
 
 def test_the_page_stays_small_with_many_long_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo.report.page.steps._TOKENS", 4000)
+    monkeypatch.setattr("megatron_dppo_report.steps._TOKENS", 4000)
     write_run(tmp_path / "run", 100, every=20, tokens=600)
     page = build([ReportedRun(tmp_path / "run", None)])
     view = scripts(page)["step-0-20"]

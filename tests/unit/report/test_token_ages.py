@@ -14,7 +14,6 @@ import torch
 from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.policy.packed import PackedBatch
-from megatron_dppo.report.page.steps import step_view
 from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.masks import MaskCounts
 from megatron_dppo.report.steps.tokens import UNKNOWN_AGE, read_tokens
@@ -31,6 +30,7 @@ from megatron_dppo.types import (
     VersionSpan,
     token_ages,
 )
+from megatron_dppo_report.steps import step_view
 
 VERSION = 9
 """Version at the start of the step."""

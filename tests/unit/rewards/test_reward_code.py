@@ -28,11 +28,11 @@ from megatron_dppo.engines.agents.launcher import landlock_version
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, code
 from megatron_dppo.rewards.code import Code, last_block
-from megatron_dppo.rewards.code_tests import read_tests, same_output, same_value
-from megatron_dppo.rewards.sandbox import Limits, ProgramExit, RunningProgram, Sandbox, interpreter, probe
-from megatron_dppo.rewards.sandboxed import harness
-from megatron_dppo.rewards.sandboxed.harness import decode, encode, solution_names
 from megatron_dppo.run.engines import open_scorer
+from megatron_dppo_answers.code_tests import read_tests, same_output, same_value
+from megatron_dppo_answers.sandbox import Limits, ProgramExit, RunningProgram, Sandbox, interpreter, probe
+from megatron_dppo_answers.sandboxed import harness
+from megatron_dppo_answers.sandboxed.harness import decode, encode, solution_names
 from tests.unit.configs import config
 
 
@@ -500,7 +500,7 @@ def test_without_namespaces_programs_have_limits_and_leave_nothing(tmp_path: Pat
 NOT_ROOT = "1 ['stdin', 'main.py'] False"
 AS_ANOTHER_USER = """
 import codecs, os, sys
-from megatron_dppo.rewards import sandbox as module
+from megatron_dppo_answers import sandbox as module
 codecs.lookup("latin-1")  # what this process needs of its own Python later, which the other user cannot read
 os.setgroups([])
 os.setresgid(1234, 1234, 1234)

@@ -7,9 +7,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dppo.rewards import extract_answer
-from megatron_dppo.rewards.answers.extract import is_well_formed
-from megatron_dppo.rewards.answers.thinking import THINKING_TAGS, after_thinking
 from megatron_dppo.rollout.response_text import decode_response
+from megatron_dppo_answers.extract import is_well_formed
+from megatron_dppo_answers.thinking import THINKING_TAGS, after_thinking
 
 WORDS = ["I", " think", " 11", " no", " Answer", ": 12"]
 

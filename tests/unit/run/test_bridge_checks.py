@@ -10,7 +10,6 @@ import pytest
 from transformers import AutoConfig
 
 import tests.shims  # noqa: F401
-from megatron_dppo.commands.plan.plan import PlannedModel
 from megatron_dppo.errors import CheckpointError, ConfigError, ErrorCollector
 from megatron_dppo.hf.families import get_family, mark_bridged
 from megatron_dppo.hf.folder import model_shape, parameter_count, routing_shape
@@ -19,6 +18,7 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo.run.bridge_checks import bridge_problems
 from megatron_dppo.run.inputs import read_model
+from megatron_dppo_plan.plan import PlannedModel
 from tests.unit.configs import ONE_RANK, config
 
 PROVIDED = {"provider": "megatron-bridge"}

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_dppo import files as disk
-from megatron_dppo.commands.main import report_error
+from megatron_dppo.commands.reported import report_error
 from megatron_dppo.errors import DiskError, UserError
 from megatron_dppo.files import disk_errors, format_bytes, require_space
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model

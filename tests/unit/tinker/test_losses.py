@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.tinker.errors import RequestError
-from megatron_dppo.tinker.losses import read_loss
-from megatron_dppo.tinker.wire import Datum
 from megatron_dppo.types import LossInputs
+from megatron_dppo_tinker.errors import RequestError
+from megatron_dppo_tinker.losses import read_loss
+from megatron_dppo_tinker.wire import Datum
 
 VOCAB = 16
 

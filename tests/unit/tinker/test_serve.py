@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.tinker.bodies import CreateModel, LoadWeights, Sample, SaveWeights, read_body
-from megatron_dppo.tinker.errors import RequestError, require_finite
-from megatron_dppo.tinker.futures import Request, RequestQueue
-from megatron_dppo.tinker.samplers import SampleJob, Sampler, read_job
-from megatron_dppo.tinker.serve import check_config, read_key
+from megatron_dppo_tinker.bodies import CreateModel, LoadWeights, Sample, SaveWeights, read_body
+from megatron_dppo_tinker.errors import RequestError, require_finite
+from megatron_dppo_tinker.futures import Request, RequestQueue
+from megatron_dppo_tinker.samplers import SampleJob, Sampler, read_job
+from megatron_dppo_tinker.serve import check_config, read_key
 from tests.unit.configs import config
 
 

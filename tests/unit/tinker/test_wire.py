@@ -10,9 +10,9 @@ import pytest
 import torch
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from megatron_dppo.tinker import protobuf, wire
-from megatron_dppo.tinker.errors import RequestError
-from megatron_dppo.tinker.wire import SampledSequence, read_forward_backward, write_forward_output, write_samples
+from megatron_dppo_tinker import protobuf, wire
+from megatron_dppo_tinker.errors import RequestError
+from megatron_dppo_tinker.wire import SampledSequence, read_forward_backward, write_forward_output, write_samples
 
 # name of a message: {field: (number, type, repeated)}; a type that begins with a capital is a message.
 SCHEMA = {

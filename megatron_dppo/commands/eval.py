@@ -1,0 +1,40 @@
+"""``megatron-dppo eval``: metrics of a run's or a Hugging Face folder's weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dppo.commands.inference import add_weights_arguments, open_weights
+from megatron_dppo.files import require_new, write_new
+
+HELP = "evaluate a run's weights, or a Hugging Face folder"
+HAS_OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``eval``; unknown arguments are overrides of the configuration."""
+    add_weights_arguments(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics as JSON")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="also write all responses as JSON lines")
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Evaluate the weights and print the metrics.
+
+    Raises:
+        UserError: See ``offline_config``, ``open_offline`` and ``evaluate``.
+    """
+    from megatron_dppo.run.offline import evaluate
+
+    require_new(options.json, "--json")
+    require_new(options.answers, "--answers")
+    with open_weights(options, overrides, is_scored=True) as offline:
+        values = evaluate(offline, options.answers)
+    width = max(map(len, values))
+    print(f"{offline.weights}\n" + "\n".join(f"  {name:<{width}}  {value:.4f}" for name, value in values.items()))
+    if options.json is not None:
+        write_new(options.json, json.dumps({"weights": offline.weights, **values}, indent=2) + "\n")
+    return 0

@@ -1,0 +1,1 @@
+"""Commands that look for the cause of a problem: ``doctor``, ``diagnose``, ``replay``."""

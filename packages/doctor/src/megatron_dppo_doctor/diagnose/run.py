@@ -1,0 +1,264 @@
+"""``megatron-dppo diagnose RUN``: ledger of a new batch of a run, sampled and scored as in the run.
+
+Nothing is written to the run's folder. A run with ``train.max_staleness`` is continued in memory for as many steps, so
+that the diagnosed batch is as stale as those of the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_dppo.config.checks import check_router_weights
+from megatron_dppo.config.reward import RewardConfig
+from megatron_dppo.config.schema import Config
+from megatron_dppo.config.section import Section
+from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf.folder import model_shape, read_hf_config, routing_shape
+from megatron_dppo.report.clock import Clock
+from megatron_dppo.rollout.batch import CollectedRollouts
+from megatron_dppo.rollout.saved import SchedulerState
+from megatron_dppo.run.named_functions import SAMPLING, TRAINING, named_functions, require_permission
+from megatron_dppo.run.session import Session, open_session, warmup_from_config
+from megatron_dppo.run.starts import load_run_config, read_starts
+from megatron_dppo.run.step import make_samples, update_policy
+from megatron_dppo.run.stop_signal import StopSignal
+from megatron_dppo.run.warmup import is_warm
+from megatron_dppo_doctor.diagnose.ledger import (
+    ENGINE,
+    HEAD,
+    RECURRENCE,
+    ROUTER_IDS,
+    ROUTER_WEIGHTS,
+    SAMPLER,
+    UNEXPLAINED,
+    Ledger,
+    make_ledger,
+)
+from megatron_dppo_doctor.diagnose.scoring import RunScorer, Snapshots
+
+
+def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions: bool = False) -> Ledger:
+    """Return the ledger of a run at its newest checkpoint. It is the same on every rank.
+
+    Args:
+        folder: ``run.output_dir`` of a stopped run.
+        overrides: Overrides of its configuration, as for ``train``.
+        with_functions: Execute the functions that the configuration names. False executes none.
+
+    Raises:
+        UserError: No run, a run in use or without weights, or another number of processes. Or ``with_functions`` is
+            False, and functions are needed to sample, or to continue a stale run.
+    """
+    before = load_diagnosed_config(folder, overrides, with_functions=with_functions)
+    config = diagnosis_config(before)
+    if not with_functions:
+        config = _without_functions(config)
+    with StopSignal() as stop, open_session(config, stop) as session:
+        _restore(session)
+        snapshots = Snapshots(session.trainer)
+        for _ in range(config.train.max_staleness):
+            collected = _collect(session, snapshots)
+            samples = make_samples(
+                collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
+            )
+            scorer = _scorer(session, before, snapshots)
+            # The diagnosis asks the engine for combine weights, which the run itself does not replay.
+            if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
+                samples = [scorer.without_weights(sample) for sample in samples]
+            step = session.state.step
+            update_policy(session.trainer, config, session.teacher, step, collected, samples, Clock())
+            session.stream.wait_before_update(Clock())
+            session.state.step += 1
+            session.records.show_servers(session.gpus.after_update(samples_next=True))
+        collected = _collect(session, snapshots)
+        return _make_ledger(session, before, snapshots, collected)
+
+
+def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
+    """Load the configuration of the run in a folder; the arguments are those of ``diagnose_run``.
+
+    Raises:
+        ConfigError: Missing or unusable, without its warmed-up model, or it needs functions that must not be executed.
+    """
+    # Last, so that they win: the diagnosis must not overwrite the run or begin it anew.
+    safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
+    config = load_run_config(folder, [*overrides, *safe], with_functions=with_functions)
+    sections = (*SAMPLING, *TRAINING) if config.train.max_staleness else SAMPLING
+    require_permission(config, sections, "diagnose", is_given=with_functions)
+    here = int(os.environ.get("WORLD_SIZE", "1"))
+    there = read_starts(folder)[-1].get("world_size", here)
+    if here != there and not overrides:
+        raise ConfigError(
+            f"the run in {str(folder)!r} was trained by {there} processes, and this command runs with {here}. Fix: "
+            f"torchrun --nproc-per-node {there} -m megatron_dppo.commands.main diagnose {folder}, or override "
+            "[parallel]"
+        )
+    base = folder / "base"
+    # A session would begin the warm-up, and write its result into the run's folder.
+    if config.warmup.num_steps and not is_warm(base, warmup_from_config(config)):
+        raise ConfigError(
+            f"{base} does not hold the warmed-up model of this configuration ([model], [warmup], run.seed, "
+            "train.micro_batch_tokens), and a diagnosis trains nothing. Fix: resume the run until its warm-up is "
+            f"finished, restore {base}, or remove overrides of these keys"
+        )
+    perturbation = config.rollout.perturbation
+    if perturbation.unrecorded_temperature != 1:
+        raise ConfigError(
+            f"rollout.perturbation.unrecorded_temperature = {perturbation.unrecorded_temperature}: a diagnosis "
+            "compares log-probabilities, which do not show this temperature. Fix: override it with "
+            "--rollout.perturbation.unrecorded_temperature 1"
+        )
+    has_hidden_filter = perturbation.unrecorded_top_p < 1
+    if has_hidden_filter and config.rollout.has_filters:
+        raise ConfigError(
+            "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: the effects "
+            "of the two filters cannot be separated. Fix: override one of them, as with --rollout.top_p 1"
+        )
+    return config
+
+
+def diagnosis_config(config: Config) -> Config:
+    """Return the configuration with additional steps for a stale run, and an engine that reports its routes."""
+    # The scheduler samples nothing for steps after the last one.
+    more = config.train.max_staleness + 1 if config.train.max_staleness else 0
+    run = config.run.model_copy(update={"num_steps": config.run.num_steps + more})
+    log = config.log.model_copy(update={"tensorboard": False, "wandb_project": None, "trackers": []})
+    train = config.train
+    if _is_local_copy(config) and routing_shape(read_hf_config(config.model.path)) is not None:
+        replay = "rollout" if train.router_replay == "rollout" else "compare"
+        try:
+            check_router_weights(replay, "local", config.model.transformer)
+            weights = True
+        except ValueError:
+            weights = False
+        train = train.model_copy(update={"router_replay": replay, "router_replay_weights": weights})
+    return config.model_copy(update={"run": run, "log": log, "train": train})
+
+
+def _without_functions(config: Config) -> Config:
+    """Return the configuration without functions that only training needs: nothing is trained."""
+    functions = named_functions(config)
+    changes: dict[str, Section] = {}
+    if any(key.startswith("reward.") for key in functions):
+        changes["reward"] = RewardConfig(function="none", kl_coef=config.reward.kl_coef)
+        # Without rewards no group has a signal.
+        changes["rollout"] = config.rollout.model_copy(update={"dynamic_sampling": False})
+    if "train.advantage" in functions:
+        changes["train"] = config.train.model_copy(update={"advantage": "mean", "advantage_options": {}})
+    return config.model_copy(update=changes)
+
+
+def _is_local_copy(config: Config) -> bool:
+    """Return True if the engine is a copy of the policy in this process, which can score tokens again."""
+    return config.rollout.engine == "local" and not config.rollout.batch_invariant
+
+
+def _restore(session: Session) -> None:
+    """Load the newest checkpoint, but not its rollouts: the weights that sampled them are not saved."""
+    if isinstance(session.engine, LocalEngine):
+        session.engine.reveal_filters()
+    point = session.resume_point
+    if point is None:
+        session.records.console.print("diagnose the run has no checkpoint: diagnosing its initial weights")
+        return
+    state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
+    session.state.step = state["step"]
+    saved = SchedulerState.from_json(state["stream"]).with_data_parallel_size(session.inputs.layout.dp)
+    session.stream.restore(saved.without_submissions(session.state.step), {})
+    session.records.console.print(f"diagnose {point.checkpoint} (step {session.state.step})")
+
+
+def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:
+    """Sample the next batch with the current weights."""
+    notes = session.gpus.for_sampling()
+    # Before sampling: these are the weights that sample the batch, to score it with later.
+    snapshots.take()
+    collected = session.stream.collect(session.state.step, session.trainer.policy_version, Clock())
+    session.records.show_servers([*notes, *session.gpus.for_training()])
+    return collected
+
+
+def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer:
+    config, trainer = session.config, session.trainer
+    engine = session.engine if isinstance(session.engine, LocalEngine) else None
+    replay = before.train.router_replay
+    return RunScorer(
+        trainer=trainer,
+        snapshots=snapshots,
+        budget=config.train.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        replays="none" if replay != "rollout" else "weights" if before.train.router_replay_weights else "ids",
+        has_weights=config.train.router_replay_weights,
+        has_hidden_filter=config.rollout.perturbation.unrecorded_top_p < 1,
+        engine=engine,
+        exact=None,
+        is_local=_is_local_copy(config),
+        is_fp32=config.model.dtype == "fp32",
+        has_linear_attention=model_shape(session.inputs.hf_config).linear is not None,
+    )
+
+
+def _make_ledger(session: Session, before: Config, snapshots: Snapshots, collected: CollectedRollouts) -> Ledger:
+    import torch
+
+    scorer, inputs = _scorer(session, before, snapshots), session.inputs
+    if scorer.engine is not None:
+        device = session.trainer.device
+        exact = LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=torch.float32, device=device)
+        scorer = replace(scorer, exact=exact)
+    try:
+        config = session.config
+        samples = make_samples(
+            collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
+        )
+        trained, chain = scorer.chain(collected.groups, samples)
+        scorings = scorer.scorings(chain, samples)
+        absent = _missing_causes(before, scorer, {cause for cause, _ in chain})
+        return make_ledger(
+            scorer.gather_trained(trained, samples), scorings, absent, _ledger_notes(before, session.state.step)
+        )
+    finally:
+        if scorer.exact is not None:
+            scorer.exact.close()
+
+
+def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, str]:
+    """Return the causes without a row, with the reason."""
+    if before.rollout.batch_invariant:
+        causes = (SAMPLER, ROUTER_IDS, ROUTER_WEIGHTS, HEAD, ENGINE)
+        return dict.fromkeys(causes, "none: the trainer's own model samples")
+    shape, replay = scorer.trainer.routing_shape, before.train.router_replay
+    absent = {}
+    if SAMPLER not in present:
+        absent[SAMPLER] = "none: by the configuration, training uses the distributions that were sampled"
+        if not scorer.is_local:
+            absent[SAMPLER] = "not separable: the server may filter distributions without reporting it"
+    for cause, replayed in ((ROUTER_IDS, replay == "rollout"), (ROUTER_WEIGHTS, scorer.replays == "weights")):
+        if cause in present:
+            continue
+        if shape is None:
+            absent[cause] = "a dense model has none"
+        elif replayed:
+            absent[cause] = "replayed in training"
+        else:
+            absent[cause] = "not separable: the engine does not report them"
+    if not scorer.is_local:
+        absent |= dict.fromkeys(
+            (HEAD, ENGINE), "not separable: the server cannot score with another output layer or dtype"
+        )
+        if scorer.has_linear_attention:
+            absent[RECURRENCE] = "not separable: the server cannot score in chunks"
+    if UNEXPLAINED not in present:
+        absent[UNEXPLAINED] = "not separable: part of the numerics of trainer or server"
+    return absent
+
+
+def _ledger_notes(before: Config, step: int) -> list[str]:
+    notes = [f"at step {step}, one new batch; train.max_staleness = {before.train.max_staleness}"]
+    if before.train.router_replay == "recorded":
+        notes.append("train.router_replay = 'recorded': the first update uses live routes, as here")
+    return notes

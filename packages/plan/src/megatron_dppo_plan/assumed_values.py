@@ -1,0 +1,239 @@
+"""Values and sizes that a rehearsal assumes where the program reads data of the device.
+
+Fake tensors have shapes and no values. ``VALUE_READS`` lists every call site that reads a value, with the assumed value
+and the reason why it is correct. ``DATA_DEPENDENT_SIZES`` lists every operation whose output size depends on data. Any
+other read stops the rehearsal and names its line. Operations on real tensors alone (a row's token ids, sequence starts,
+routes) are computed as usual.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megatron_dppo.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSite:
+    """Function of the program that reads data."""
+
+    file: str
+    """End of the file's path."""
+    function: str
+    reason: str
+    """Reason why the assumption is correct."""
+
+    def is_at(self, frame: FrameType) -> bool:
+        """Return True if the frame is of this function."""
+        code = frame.f_code
+        return code.co_name == self.function and code.co_filename.endswith(self.file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueRead(CallSite):
+    """Call site that reads a value."""
+
+    assume: Callable[[FrameType, Tensor], float]
+    """Function from the calling frame and the read element to the assumed value."""
+
+
+def _constant(value: float) -> Callable[[FrameType, Tensor], float]:
+    return lambda frame, element: value
+
+
+def _row_shape(frame: FrameType, element: Tensor) -> float:
+    shape: Sequence[int] = frame.f_locals["self"].rehearsed_shape
+    # The offset of the element tells which of the three sizes is read.
+    return shape[int(element.storage_offset())]
+
+
+VALUE_READS: Sequence[ValueRead] = (
+    ValueRead(
+        file="head/gradient.py",
+        function="check_rest",
+        assume=_constant(False),
+        reason="rows without a gradient have none; on CUDA the device asserts it without a read",
+    ),
+    ValueRead(
+        file="head/checks.py",
+        function="_assert_distinct",
+        assume=_constant(False),
+        reason="the ids of a row are distinct; on CUDA the device asserts it without a read",
+    ),
+    ValueRead(
+        file="head/checks.py",
+        function="check_slots",
+        assume=_constant(False),
+        reason="the label is in exactly one slot; on CUDA the device asserts it without a read",
+    ),
+    ValueRead(
+        file="head/gradient.py",
+        function="_check_one",
+        assume=_constant(1.0),
+        reason="Megatron's scale of the loss is 1 without fp16; on CUDA the device asserts it",
+    ),
+    ValueRead(file="head/gradient.py", function="_scaled", assume=_constant(1.0), reason="the same scale"),
+    ValueRead(
+        file="report/metrics.py",
+        function="_to_floats",
+        assume=_constant(1.0),
+        reason="metrics do not affect the update",
+    ),
+    ValueRead(
+        file="mcore/router_replay.py", function="metrics", assume=_constant(1), reason="counts do not affect the update"
+    ),
+    ValueRead(
+        file="optimizer/clip_grads.py",
+        function="get_grad_norm_fp32",
+        assume=_constant(1.0),
+        reason="the norm is finite; other steps are skipped",
+    ),
+    ValueRead(
+        file="optimizer/optimizer.py",
+        function="_unscale_main_grads_and_check_for_nan",
+        assume=_constant(0.0),
+        reason="no gradient is infinite",
+    ),
+    ValueRead(
+        file="distributed/finalize_model_grads.py",
+        function="finalize_model_grads",
+        assume=_constant(True),
+        reason="a batch has tokens with a loss",
+    ),
+    ValueRead(file="mcore/layer_noise.py", function="call", assume=_constant(1), reason="the same count"),
+    ValueRead(
+        file="mcore/layer_noise.py", function="step", assume=_constant(1.0), reason="metrics do not affect the update"
+    ),
+    ValueRead(
+        file="pipeline_parallel/p2p_communication.py",
+        function="_communicate_shapes",
+        assume=_row_shape,
+        reason="the neighbor's rows are as long as this rank's: all rows are full",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataDependentSize(CallSite):
+    """Call site of an operation whose output size depends on data."""
+
+    operation: str
+    count: Callable[[FrameType], int]
+
+
+DATA_DEPENDENT_SIZES: Sequence[DataDependentSize] = (
+    DataDependentSize(
+        file="moe/moe_utils.py",
+        function="permute",
+        operation="aten::masked_select",
+        count=lambda frame: int(frame.f_locals["num_out_tokens"]),
+        reason="without token dropping every token is routed to exactly k experts",
+    ),
+    DataDependentSize(
+        file="mcore/rehearsal.py",
+        function="dispatch_postprocess",
+        operation="aten::masked_select",
+        count=lambda frame: int(frame.f_locals["arriving"]),
+        reason="the probabilities of exactly the tokens that arrive",
+    ),
+    DataDependentSize(
+        file="moe/moe_utils.py",
+        function="unpermute",
+        operation="aten::masked_select",
+        count=lambda frame: int(frame.f_locals["sorted_indices"].shape[0]),
+        reason="the same tokens in the opposite direction",
+    ),
+)
+
+
+_WITHOUT_FAKE = frozenset(
+    {
+        "c10d::reduce_scatter_tensor_coalesced_",
+        "c10d::allgather_into_tensor_coalesced_",
+        "c10d::allreduce_coalesced_",
+    }
+)
+"""Collectives without a fake implementation in torch. They write to existing tensors."""
+
+
+class AssumedValues(TorchDispatchMode):
+    """Dispatch mode above a ``FakeTensorMode`` that applies the two tables and computes real tensors for real."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, or return what the tables assume."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+        name = func._schema.name
+        # Real inputs only: run outside all modes, so that the results are real as well.
+        if tensors and func.namespace != "c10d" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        # A fake tensor that was made from a Python number knows its value.
+        if name == "aten::_local_scalar_dense" and tensors[0].constant is None:  # type: ignore[attr-defined]
+            return _read_value(tensors[0])
+        if torch.Tag.data_dependent_output in func.tags and name != "aten::_local_scalar_dense":
+            raise _unknown_value_error(f"{name}, whose result depends on data")
+        if torch.Tag.dynamic_output_shape in func.tags and not (name == "aten::index" and _has_static_shape(args[1])):
+            return _sized_output(name, args)
+        if name in _WITHOUT_FAKE:
+            return FakeWork().boxed()
+        return func(*args, **kwargs)
+
+
+def _read_value(element: Tensor) -> float:
+    frame = _calling_frame()
+    for read in VALUE_READS:
+        if read.is_at(frame):
+            return read.assume(frame, element)
+    raise _unknown_value_error("a value of the device")
+
+
+def _has_static_shape(indices: Sequence[Tensor | None]) -> bool:
+    """Return True if the size of ``tensor[indices]`` does not depend on the values of the indices."""
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
+
+
+def _sized_output(name: str, args: Sequence[Any]) -> Tensor:
+    frame = _calling_frame()
+    for size in DATA_DEPENDENT_SIZES:
+        if size.operation == name and size.is_at(frame):
+            return args[0].new_empty(size.count(frame))
+    raise _unknown_value_error(f"{name}, whose size depends on data")
+
+
+_INTERMEDIATE_FILES = (
+    "/torch/",
+    "megatron_dppo_plan/assumed_values.py",
+    "megatron_dppo_plan/meter.py",
+    "mcore/compat/torch_proxy.py",
+)
+
+
+def _calling_frame() -> FrameType:
+    """Return the innermost frame outside torch and the dispatch modes: the one that reads."""
+    frame = sys._getframe(1)
+    while any(part in frame.f_code.co_filename for part in _INTERMEDIATE_FILES) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _unknown_value_error(what: str) -> PlanError:
+    frame = _calling_frame()
+    location = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return PlanError(
+        f"Cannot rehearse {location}: it reads {what}. Fix: add this call site to "
+        "packages/plan/src/megatron_dppo_plan/assumed_values.py"
+    )

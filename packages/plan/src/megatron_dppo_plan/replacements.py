@@ -1,0 +1,187 @@
+"""Replacements in this package and in torch for a rehearsal, each with its reason.
+
+Those in Megatron are in ``mcore/rehearsal.py``. Assumed values are in ``assumed_values.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_dppo.head import columns, loss, row_kernels, row_plan, stats
+from megatron_dppo.mcore import forward
+from megatron_dppo.mcore.bridge import Bridge
+from megatron_dppo.mcore.compat import delta_net, grouped_gemm
+from megatron_dppo.mcore.compat.attention import SDPACoreAttention
+from megatron_dppo.mcore.compat.torch_proxy import is_on_device
+from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
+from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
+from megatron_dppo.mcore.row import MicroBatchRow
+from megatron_dppo_plan.attention_kernels import Sinks, counted_keys
+from megatron_dppo_plan.delta_kernels import REHEARSED_KERNELS
+
+
+def replace_for_rehearsal(assumptions: Assumptions, *, as_gpu: bool) -> None:
+    """Apply all replacements, also Megatron's, to this process. They cannot be undone."""
+    for replacement in (*MEGATRON, *REPLACEMENTS):
+        if as_gpu or not replacement.as_gpu:
+            replacement.apply(assumptions)
+
+
+def _skip_weight_loading(_: Assumptions) -> None:
+    Bridge.load = lambda self, source: None  # type: ignore[method-assign]
+
+
+def _build_rows_on_host(_: Assumptions) -> None:
+    def from_batch(*args: Any, **kwargs: Any) -> MicroBatchRow:
+        with _disable_current_modes():
+            row = MicroBatchRow.from_batch(*args, **kwargs)
+            # Computed on first use, which must be here, outside the modes.
+            _ = row.packing.buckets
+        sampling_mask = () if row.batch.sampling_mask is None else (row.batch.sampling_mask.ids,)
+        for column in (*vars(row.batch).values(), *sampling_mask):
+            if isinstance(column, Tensor):
+                # The meter did not see how the column was created; this operation shows it.
+                column.detach()
+        return row
+
+    forward.MicroBatchRow = SimpleNamespace(from_batch=from_batch)  # type: ignore[attr-defined, assignment]
+
+
+def _skip_fake_copies(_: Assumptions) -> None:
+    copy = torch.UntypedStorage.copy_
+
+    def copy_(self: torch.UntypedStorage, source: Any, *args: Any, **kwargs: Any) -> Any:
+        return self if source.device.type == "meta" else copy(self, source, *args, **kwargs)
+
+    torch.UntypedStorage.copy_ = copy_  # type: ignore[method-assign, assignment]
+
+
+def _report_cuda(_: Assumptions) -> None:
+    def is_cuda(self: FakeTensor) -> bool:
+        del self
+        # torch itself must see a CPU tensor, all other code one on the device that the rehearsal stands for.
+        caller = sys._getframe(1)
+        return "/torch/" not in caller.f_code.co_filename and is_on_device(caller)
+
+    FakeTensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
+
+
+def _choose_gpu_chunks(_: Assumptions) -> None:
+    device = torch.device("cuda")
+    default_chunk_tokens = row_plan.default_chunk_tokens
+    chunks_in_flight = row_plan.chunks_in_flight
+
+    def chunk_tokens(rows: int, width: int, _: torch.device, sharing: int = 1) -> int:
+        return default_chunk_tokens(rows, width, device, sharing)
+
+    row_plan.default_chunk_tokens = chunk_tokens  # type: ignore[assignment]
+    for module in (loss, stats):
+        module.chunks_in_flight = lambda _, group: chunks_in_flight(device, group)  # type: ignore[attr-defined]
+
+
+def _replace_row_kernels(_: Assumptions) -> None:
+    def row_statistics(
+        logits: Tensor, shard_size: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool
+    ) -> Tensor:
+        del shard_size, labels, temperature
+        # One pass over the logits, for the memory traffic.
+        sums = logits.sum(1)
+        return sums.new_empty(len(logits), 4 + (0 if ids is None else ids.shape[1]) + squares)
+
+    def row_gradient(logits: Tensor, *args: Any) -> Tensor:
+        del logits
+        return args[-1].zero_()
+
+    kernels = SimpleNamespace(row_statistics=row_statistics, row_gradient=row_gradient)
+    row_kernels._triton_kernels = lambda logits: kernels  # type: ignore[assignment, return-value]
+
+
+_META_KERNELS = torch.library.Library("aten", "IMPL")
+"""Kept: torch forgets the kernels of a library that is gone."""
+
+
+def _replace_addmm(_: Assumptions) -> None:
+    def addmm(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **_: float) -> Tensor:
+        del total, left, right, out_dtype
+        return out
+
+    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return  # an older torch, which has no such product
+    decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
+    _META_KERNELS.impl("addmm.dtype_out", addmm, "Meta", allow_override=True)
+
+
+def _skip_page_locking(_: Assumptions) -> None:
+    Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _skip_mask_checks(_: Assumptions) -> None:
+    for module in (columns, stats):
+        module.check_sets = lambda sampling_mask, labels, vocab_size: None  # type: ignore[attr-defined]
+
+
+def _skip_grouped_gemm(_: Assumptions) -> None:
+    grouped_gemm.has_grouped_gemm = lambda x, weight: False
+
+
+def _attend_without_mask(_: Assumptions) -> None:
+    def attend(self: SDPACoreAttention, query: Tensor, key: Tensor, value: Tensor, positions: Any) -> Tensor:
+        del positions
+        sinks, self.softmax_offset = self.softmax_offset, None
+        count = counted_keys(key.shape[1], self.window)
+        output = self._attend(query, key[:, :count], value[:, :count], None)
+        self.softmax_offset = sinks
+        return output if sinks is None else Sinks.apply(output, sinks)
+
+    SDPACoreAttention._attend_bucket = attend  # type: ignore[method-assign]
+
+
+def _replace_delta_kernels(_: Assumptions) -> None:
+    delta_net.choose_kernels = lambda config: REHEARSED_KERNELS  # type: ignore[attr-defined]
+
+
+REPLACEMENTS: Sequence[Replacement] = (
+    Replacement(
+        _replace_addmm,
+        "torch 2.11 (seen; 2.13 has not) takes the rule of another overload for addmm(out_dtype, out), and fails",
+        True,
+    ),
+    Replacement(_skip_weight_loading, "initial weights are loaded one tensor at a time and add nothing to the peak"),
+    Replacement(_build_rows_on_host, "row plans and sequence starts are computed on the host from real tensors"),
+    Replacement(_skip_mask_checks, "the check that a mask allows its label reads fake ids"),
+    Replacement(_skip_fake_copies, "copying between fake storages keeps both alive in torch"),
+    Replacement(
+        _report_cuda,
+        "fake CUDA tensors cannot be sliced without CUDA, so they are CPU tensors that report CUDA",
+        True,
+    ),
+    Replacement(
+        _skip_grouped_gemm,
+        "one GEMM per expert keeps the same activations as Transformer Engine; torch's grouped one needs a device",
+        True,
+    ),
+    Replacement(
+        _attend_without_mask,
+        "kernels know the causal mask, windows and sinks: the pairs of visible keys, and no mask in memory",
+        True,
+    ),
+    Replacement(
+        _replace_delta_kernels,
+        "flash-linear-attention's kernels need Triton: the same products, and what they keep",
+        True,
+    ),
+    Replacement(_skip_page_locking, "page-locked memory needs a device; the copy is the same", True),
+    Replacement(_choose_gpu_chunks, "the head chooses its chunks by the kind of device", True),
+    Replacement(
+        _replace_row_kernels, "Triton cannot run on fake tensors; its kernels allocate only their results", True
+    ),
+)

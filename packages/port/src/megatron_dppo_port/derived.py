@@ -1,0 +1,79 @@
+"""Parts of a run that other stacks derive from several settings: inference servers and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from megatron_dppo.config.model import LORA_TARGETS, LoraTarget
+from megatron_dppo_port.draft import Draft, UnreadSettingError
+
+_MEGATRON_TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's names of linear layers, and PEFT's, which this package takes."""
+_MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class ServerGpus:
+    """GPUs on which the other stack runs inference servers."""
+
+    per_node: int
+    num_nodes: int
+    per_server: int
+
+
+def put_server_count(draft: Draft, gpus: ServerGpus, *source_keys: str) -> None:
+    """Set the number of servers of a node: other stacks fill their GPUs with servers, here the number is a key.
+
+    Raises:
+        UnreadSettingError: A server spans nodes, or the GPUs do not hold one.
+    """
+    if gpus.per_server > gpus.per_node * gpus.num_nodes:
+        reason = f"a server of {gpus.per_server} GPUs does not fit on {gpus.num_nodes} * {gpus.per_node}"
+        raise UnreadSettingError(source_keys[0], reason)
+    if gpus.per_server > gpus.per_node:
+        reason = f"a server of {gpus.per_server} GPUs spans nodes of {gpus.per_node}: see docs/launch.md"
+        raise UnreadSettingError(source_keys[0], reason)
+    count = gpus.per_node // gpus.per_server
+    if count == 1 and gpus.num_nodes == 1:
+        return
+    note = f"{gpus.per_node} GPUs / {gpus.per_server} of a server"
+    if gpus.num_nodes > 1:
+        note += f", on each of {gpus.num_nodes} nodes; rollout.servers.urls lists all {count * gpus.num_nodes}"
+    draft.put("rollout.servers.count", count, note=note)
+
+
+def put_targets(draft: Draft, names: Sequence[str], key: str, note: str = "") -> None:
+    """Set the linear layers that get adapters, from the names of PEFT, Megatron or prime-rl.
+
+    Args:
+        draft: Draft of the configuration.
+        names: Names of the layers.
+        key: Setting that lists them.
+        note: Difference in meaning. Empty if there is none.
+
+    Raises:
+        UnreadSettingError: A name is a pattern, or has no counterpart here.
+    """
+    if list(names) == ["all-linear"]:
+        draft.record(key, "ported", "lora.target_modules keeps its default, all linear layers of attention and MLPs")
+        return
+    targets: list[str] = []
+    for name in names:
+        # prime-rl names layers that only some models have. Here experts have the names of an MLP.
+        if name in ("fc1_latent_proj", "fc2_latent_proj"):
+            continue
+        known = _MLP_TARGETS if name == "experts" else _MEGATRON_TARGETS.get(name, (name,))
+        if not set(known) <= set(get_args(LoraTarget)):
+            raise UnreadSettingError(key, f"{name!r} is no layer of lora.target_modules; list layers there")
+        targets += [target for target in known if target not in targets]
+    # Written in full only where it differs from the default.
+    if set(targets) != set(LORA_TARGETS) or note:
+        draft.put("lora.target_modules", targets, key, note=note)
+    draft.record(key, "ported", "lora.target_modules keeps its default, the same layers")

@@ -1,0 +1,19 @@
+"""Where the code of this repository is: the trainer, and the packages beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TRAINER = ROOT / "megatron_dppo"
+PACKAGES = {
+    folder.name: folder
+    for folder in sorted(ROOT.glob("packages/*/src/megatron_dppo_*"))
+    if folder.suffix != ".egg-info"
+}
+"""Folders of the packages beside the trainer by the name of the import."""
+SOURCES = {TRAINER.name: TRAINER, **PACKAGES}
+PYTHON_FILES = tuple(file for folder in SOURCES.values() for file in sorted(folder.rglob("*.py")))
+"""All modules of trainer and packages."""
+TESTS = (ROOT / "tests", *sorted(ROOT.glob("packages/*/tests")))
+"""Folders of tests."""

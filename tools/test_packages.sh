@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Each library of packages/ alone: built, installed into an empty environment without torch, and its tests there.
+#
+#   tools/test_packages.sh PYTHON [PYTEST ARGUMENT...]     PYTHON: an interpreter for the environments
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1
+shift
+work=$(mktemp -d)
+trap 'rm -r "$work"' EXIT
+for library in answers port; do
+    "$python" -m venv "$work/$library"
+    pip=("$work/$library/bin/python" -m pip install -q --disable-pip-version-check)
+    # setuptools leaves its work in the folder that it builds.
+    git ls-files -z | xargs -0 cp --parents -t "$work"
+    mapfile -t requirements < <("$python" - "packages/$library/pyproject.toml" <<'END'
+import sys, tomllib
+print(*(each for each in tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"] if each != "megatron-dppo"), sep="\n")
+END
+    )
+    "${pip[@]}" pytest "${requirements[@]}" 2> >(grep -v '^WARNING: Location' >&2)
+    if grep -q '"megatron-dppo"' "packages/$library/pyproject.toml"; then
+        # The base of megatron-dppo without torch, which the configuration does not need.
+        "${pip[@]}" 'pydantic>=2.10' tomli-w 2> >(grep -v '^WARNING: Location' >&2)
+        "${pip[@]}" --no-deps "$work"
+    fi
+    "${pip[@]}" --no-deps "$work/packages/$library"
+    (cd "$work/packages/$library" && "$work/$library/bin/python" -m pytest -q -c /dev/null --rootdir . tests "$@")
+done
