@@ -1,8 +1,8 @@
 """Print figures of the package's structure: ``python tools/measure_structure.py [REVISION ...]``.
 
 Each revision is a column; the last column is the working tree. A package is a folder of ``megatron_dppo``, or a module
-of its root. Imports inside functions count; those under ``if TYPE_CHECKING`` do not. Files that inference servers load
-(``*_extension``) are left out.
+of its root. Imports inside functions count; those under ``if TYPE_CHECKING`` only where a row says so. Files that
+inference servers load (``*_extension``) are left out. ``packages/`` has rows of lines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_dppo"
 SECTIONS_ALLOWED = ("run", "commands", "cli")
 """Packages whose functions may take the whole configuration."""
+LIBRARIES = ("answers", "port")
+"""Packages beside the trainer that can be used without it."""
+_MAX_FUNCTION = 60
 Graph = Mapping[str, set[str]]
 
 
@@ -29,24 +32,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revisions", nargs="*", help="commits to compare with")
     revisions = [*parser.parse_args().revisions, None]
-    columns = [measure(dict(sources(revision))) for revision in revisions]
+    columns = [measure(dict(sources(revision))) | lines_beside(revision) for revision in revisions]
     print(f"| | {' | '.join(revision or 'working tree' for revision in revisions)} |")
     print("|---" * (len(columns) + 1) + "|")
     for label in columns[0]:
         print(f"| {label} | {' | '.join(str(column[label]) for column in columns)} |")
 
 
-def sources(revision: str | None) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the path below the package and the source of every module, of the working tree (None) or of a commit."""
+def sources(revision: str | None, folder: str = PACKAGE) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the path below the folder and the source of every module, of the working tree (None) or of a commit."""
     if revision is None:
-        for file in sorted((ROOT / PACKAGE).rglob("*.py")):
-            yield file.relative_to(ROOT / PACKAGE).parts, file.read_text()
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            yield file.relative_to(ROOT / folder).parts, file.read_text()
         return
-    command = ["git", "-C", str(ROOT), "ls-tree", "-r", "--name-only", revision, PACKAGE]
+    command = ["git", "-C", str(ROOT), "ls-tree", "-r", "--name-only", revision, folder]
     for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split():
         if name.endswith(".py"):
             show = ["git", "-C", str(ROOT), "show", f"{revision}:{name}"]
             yield Path(name).parts[1:], subprocess.run(show, capture_output=True, text=True, check=True).stdout
+
+
+def lines_beside(revision: str | None) -> dict[str, str]:
+    """Return the lines of the libraries and of the companions of ``packages/``, without their tests."""
+    counts = dict.fromkeys(("libraries", "companions"), 0)
+    for parts, text in sources(revision, "packages"):
+        if "src" in parts:
+            counts["libraries" if parts[0] in LIBRARIES else "companions"] += text.count("\n")
+    return {f"lines of {kind}": str(count) for kind, count in counts.items()}
 
 
 def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
@@ -58,6 +70,7 @@ def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
     texts = {_module_name(parts): text for parts, text in files.items() if not parts[-2:][0].endswith("_extension")}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     modules, packages = graphs(files)
+    all_modules, all_packages = graphs(files, with_types=True)
     tops = _grouped(modules, lambda name: name.split(".")[0])
     lines = sorted(text.count("\n") for text in texts.values())
     counts = _token_counts(texts.values())
@@ -69,6 +82,9 @@ def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
         "arrows (top level)": f"{_arrows(packages)} ({_arrows(tops)})",
         "circles of packages": str(len(circles(packages))),
         "circles of modules": str(len(circles(modules))),
+        "circles of packages (modules), TYPE_CHECKING too": " ".join(
+            (str(len(circles(all_packages))), f"({len(circles(all_modules))})")
+        ),
         "files": str(len(lines)),
         "lines": str(sum(lines)),
         "lines a file, median": f"{statistics.median(lines):.0f}",
@@ -76,24 +92,28 @@ def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
         "files of at most 60 lines": str(sum(count <= 60 for count in lines)),
         "tokens a code line": f"{counts.tokens / counts.code_lines:.1f}",
         "comment lines": f"{100 * counts.comments / sum(lines):.1f} %",
+        f"functions above {_MAX_FUNCTION} lines": str(sum(_count_long(tree) for tree in trees.values())),
         "Any": str(sum(_count_any(tree) for tree in trees.values())),
         "functions that take Config": str(len(taking)),
         "of these below run and commands": str(len(outside)),
     }
 
 
-def graphs(files: Mapping[tuple[str, ...], str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+def graphs(
+    files: Mapping[tuple[str, ...], str], *, with_types: bool = False
+) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Return what each module, and each package, imports of the others.
 
     Args:
         files: path below the package -> source.
+        with_types: Also count imports under ``if TYPE_CHECKING``.
     """
     trees = {
         _module_name(parts): ast.parse(text)
         for parts, text in files.items()
         if not parts[-2:][0].endswith("_extension")
     }
-    modules = {name: set(_imported(tree, trees.keys())) - {name} for name, tree in trees.items()}
+    modules = {name: set(_imported(tree, trees.keys(), with_types)) - {name} for name, tree in trees.items()}
     folders = {".".join(parts[:-1]) for parts in files if len(parts) > 1}
     return modules, _grouped(modules, lambda name: _package(name, folders))
 
@@ -108,12 +128,12 @@ def _package(name: str, folders: set[str]) -> str:
     return name.rpartition(".")[0]
 
 
-def _imported(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
+def _imported(tree: ast.Module, known: Collection[str], with_types: bool) -> Iterator[str]:
     """Yield the modules of the package that a module imports when it runs."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not with_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             pending += node.orelse
             continue
         pending += ast.iter_child_nodes(node)
@@ -212,6 +232,11 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 def _count_any(tree: ast.Module) -> int:
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+
+
+def _count_long(tree: ast.Module) -> int:
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 > _MAX_FUNCTION for node in functions)
 
 
 def _functions_with_config(trees: Mapping[str, ast.Module]) -> Iterator[str]:
