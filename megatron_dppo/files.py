@@ -203,8 +203,13 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} {units[-1]}"
 
 
+_SAME_COMMAND = "Fix the cause and start the same command again"
+MAKE_ROOM = "Free some space and start the same command again"
+"""Instruction for a run that has begun: in another folder it would begin anew."""
+
+
 @contextmanager
-def disk_errors(path: Path, what: str) -> Iterator[None]:
+def disk_errors(path: Path, what: str, fix: str = _SAME_COMMAND) -> Iterator[None]:
     """Turn the failure of a write into one line with path and free space.
 
     Libraries wrap the system's error in their own (torch in RuntimeError or a failed future, safetensors in
@@ -214,6 +219,7 @@ def disk_errors(path: Path, what: str) -> Iterator[None]:
     Args:
         path: File or folder that is written.
         what: Description of the data, for the message.
+        fix: Instruction to the user.
 
     Raises:
         DiskError: The write failed. Data that existed before is intact.
@@ -226,7 +232,7 @@ def disk_errors(path: Path, what: str) -> Iterator[None]:
         number = _errno(error)
         if number is None:
             raise
-        raise DiskError(_message(path, what, number, error)) from error
+        raise DiskError(f"{_message(path, what, number, error)}. {fix}") from error
 
 
 def _message(path: Path, what: str, number: int, error: BaseException) -> str:
@@ -240,7 +246,7 @@ def _message(path: Path, what: str, number: int, error: BaseException) -> str:
     reason = _REASONS[number] + (f". Its message: {summarize_error(error)}" if number == _UNKNOWN_REASON else "")
     return (
         f"{what} cannot be written to {path}{file}: {reason} ({free}, measured at {folder}). Data written there "
-        "before is intact. Fix the cause and start the same command again"
+        "before is intact"
     )
 
 
@@ -284,13 +290,14 @@ def _from_text(text: str) -> int | None:
     return next((number for words, number in _TEXTS.items() if words in text), None)
 
 
-def require_space(path: Path, needed: int, what: str) -> None:
+def require_space(path: Path, needed: int, what: str, fix: str = "Free some space or choose another folder") -> None:
     """Check that the disk has enough free space.
 
     Args:
         path: Target file or folder; need not exist.
         needed: Estimated size in bytes.
         what: Description of the data, for the message.
+        fix: Instruction to the user.
 
     Raises:
         DiskError: Less space is free.
@@ -299,7 +306,7 @@ def require_space(path: Path, needed: int, what: str) -> None:
     if free < needed:
         raise DiskError(
             f"{what} needs about {format_bytes(needed)} in {path}, but its file system has {format_bytes(free)} free. "
-            "Free some space or choose another folder"
+            f"{fix}"
         )
 
 
@@ -378,7 +385,14 @@ def write_new(file: Path, text: str) -> None:
     """Write a new file.
 
     Raises:
-        DiskError: The file cannot be written.
+        DiskError: The file cannot be written. Nothing is left of it.
     """
-    with disk_errors(file, "the result"), file.open("x", encoding="utf-8") as target:
-        target.write(text)
+    with disk_errors(file, "the result"):
+        target = file.open("x", encoding="utf-8")
+        try:
+            with target:
+                target.write(text)
+        except OSError:
+            # A part of it would be in the way of the same command.
+            file.unlink(missing_ok=True)
+            raise

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.files import disk_errors
+from megatron_dppo.files import write_new
 
 HELP = "write the tasks of agent.environment as data"
 HAS_OVERRIDES = True
@@ -37,7 +37,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"{options.file} exists; name another file, or delete it")
     with closing(EnvironmentAgent(agent)) as environment:
         rows = environment.tasks()
-    with disk_errors(options.file, "the tasks"):
-        options.file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_new(options.file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"{options.file}: {len(rows)} tasks of {agent.environment}")
     return 0

@@ -171,15 +171,16 @@ def _sandbox(options: CodeOptions, table: str) -> Sandbox:
     if not allowed:
         raise RewardError(
             f"{setting} isolates programs from network and files with Linux user namespaces, which this machine "
-            f"refuses: {problem}. Allow them (sysctl kernel.unprivileged_userns_clone = 1 and "
-            "user.max_user_namespaces; in a container, a seccomp profile that permits unshare and mount), or set "
+            f"refuses: {problem}. Allow them (`sysctl -w user.max_user_namespaces=15000`, on Debian also "
+            "kernel.unprivileged_userns_clone=1, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a "
+            "container, a seccomp profile that permits unshare and mount), or set "
             f"{table}.options.network = 'allowed' to run programs with resource limits only"
         )
     # The machine has no namespaces, and the options allow the network: use resource limits only.
     without_namespaces = replace(sandbox, namespaces=False)
     if problem := probe(without_namespaces):
         raise RewardError(
-            f"{setting}: programs cannot be run on this machine: {problem}. Run `megatron-dppo doctor` there, or use "
-            "another reward function"
+            f"{setting}: programs cannot be run on this machine: {problem}. Fix this cause, or use another "
+            "reward function"
         )
     return without_namespaces

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import DiskError
-from megatron_dppo.files import require_space
+from megatron_dppo.files import MAKE_ROOM, require_space
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, is_leader, run_on_leader
 from megatron_dppo.report.clock import PROGRESS
@@ -150,7 +150,12 @@ class Checkpoints:
     def _require_space(self) -> None:
         """Raise DiskError on all ranks if there is no space for a checkpoint."""
         run_on_leader(
-            lambda: require_space(self.folder, estimate_save_bytes(self._config, self._inputs), "a checkpoint"),
+            lambda: require_space(
+                self.folder,
+                estimate_save_bytes(self._config, self._inputs),
+                "a checkpoint",
+                MAKE_ROOM,
+            ),
             self._trainer.groups.world,
         )
 

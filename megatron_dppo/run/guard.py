@@ -68,7 +68,8 @@ _DROPPED_CAUSES = (
 )
 _DIFFERENCE_CAUSES = (
     "Likely causes: log-probabilities, tokens or routed experts of another position or request; log-probabilities at "
-    "another temperature; other weights than were sent; a coarser type in the engine than rollout.dtype says "
+    "another temperature, or that something changes (noise, a shift, single tokens far too low); other weights than "
+    "were sent (a cache of responses, a missing adapter); a coarser type in the engine than rollout.dtype says "
     "(quantized weights or cache, TF32). Run the probe after every sync (rollout.weight_sync.probe_every = 1) and use "
     "the URLs of the servers themselves, without a gateway. If the engine is meant to be that coarse, raise "
     "train.max_first_prob_diff"

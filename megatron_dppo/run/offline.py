@@ -295,7 +295,8 @@ def write_lines(file: Path, lines: Iterable[str]) -> int:
         DiskError: The file cannot be written.
     """
     count = 0
-    with disk_errors(file, "the responses"), file.open("x", encoding="utf-8", buffering=1) as target:
+    fix = "Fix the cause, move this file away, and start the same command again"
+    with disk_errors(file, "the responses", fix), file.open("x", encoding="utf-8", buffering=1) as target:
         for line in lines:
             target.write(line + "\n")
             count += 1

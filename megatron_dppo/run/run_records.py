@@ -17,7 +17,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.pool import PoolCounts
 from megatron_dppo.engines.servers.response_times import find_slowest
-from megatron_dppo.files import disk_errors, require_space
+from megatron_dppo.files import MAKE_ROOM, disk_errors, require_space
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import gather_objects, run_on_leader
 from megatron_dppo.report.clock import Clock
@@ -215,7 +215,7 @@ class Records:
         def write() -> None:
             if writer is not None:
                 # Checked here because TensorBoard writes in a separate thread, whose failure would be a traceback.
-                require_space(writer.path, _RECORD_BYTES, "the log of a step")
+                require_space(writer.path, _RECORD_BYTES, "the log of a step", MAKE_ROOM)
                 with disk_errors(writer.path, "the metrics"):
                     writer.write(step, values)
 

@@ -159,8 +159,8 @@ def describe_ranks(ranks: RankSums, *, is_low: bool) -> str:
     )
     if not is_low:
         return (
-            "a higher temperature than it reports, or log-probabilities over fewer tokens than it samples from (a "
-            f"smaller vocabulary, a filter that only they have): {numbers}. {_SETTINGS}"
+            "a higher temperature than it reports, or log-probabilities over other tokens than it samples from (a "
+            f"smaller vocabulary, banned tokens, a filter that only one of them has): {numbers}. {_SETTINGS}"
         )
     if ranks.best == ranks.tokens:
         return f"{GREEDY}: {numbers}. {_SETTINGS}"
@@ -179,7 +179,10 @@ def describe_surprise(tokens: ServerSums) -> str:
         f"{tokens.mean('entropy'):.3g} ({tokens.tokens:g} tokens of the last step)"
     )
     if tokens.surprise < 0:
-        return f"its tokens are more probable than samples of the policy: {numbers}. {_SETTINGS}"
+        return (
+            f"its tokens are more probable than samples of the policy: {numbers}. Likely causes: a filter (top-p, "
+            f"top-k, min-p), a lower temperature, or a cache. {_SETTINGS}"
+        )
     return (
         f"selection: its tokens are less probable than samples of the policy: {numbers}. Likely causes: a gateway "
         "that returns one of several responses (the shortest, the first), or a higher temperature"

@@ -215,15 +215,25 @@ class _ResponseCheck:
                 return (
                     "stale response or filtered distribution: every token is at least as probable as in training, as "
                     "in a response that earlier weights gave (a cache in between, a sync that had no effect), or after "
-                    f"top-p, top-k or min-p ({numbers}). {_GATEWAY}. If it filters: {_FILTERED[info.engine]}"
+                    f"top-p, top-k or min-p or over a smaller vocabulary ({numbers}). {_GATEWAY}. If it filters: "
+                    f"{_FILTERED[info.engine]}"
                 )
             return (
                 "filtered distribution: every token is at least as probable as in training, as after top-p, top-k or "
-                f"min-p ({numbers}). {_FILTERED[info.engine]}"
+                f"min-p or over a smaller vocabulary ({numbers}). {_FILTERED[info.engine]}"
             )
+        if self._differs_in_some_tokens(measured):
+            return (
+                f"wrong log-probabilities of some tokens: most tokens agree, so its weights are right ({numbers}). "
+                f"{_GATEWAY}"
+            )
+        if self._is_permuted():
+            return f"log-probabilities in another order: sorted, they agree with the trainer's ({numbers}). {_GATEWAY}"
         cause = (
             f"wrong weights: {numbers}. The server serves {info.model!r}, version {info.policy_version}; compare it "
-            "with model.path, and check that its weights were synced"
+            "with model.path, and check that its weights were synced, with the adapter of a LoRA. If they were, "
+            "something in between gives other numbers (a cache, noise, another temperature): give the URL of the "
+            "server itself"
         )
         if measured.mean < 10 * self._tolerance.mean:
             cause += (
@@ -231,6 +241,22 @@ class _ResponseCheck:
                 "(--dtype, --quantization, --kv-cache-dtype)"
             )
         return cause
+
+    def _differences(self) -> Array:
+        return np.concatenate(self._reported) - np.concatenate([reading.logprobs for reading in self._readings])
+
+    def _differs_in_some_tokens(self, measured: Distance) -> bool:
+        """Return True if most tokens agree to the dtype's rounding. Other weights move every token."""
+        tolerance = self._tolerance
+        # The log-odds count tokens that are not nearly certain; 0 means that there are too few of them.
+        agrees = 0 < measured.odds <= tolerance.unexplained
+        return bool(agrees and np.median(np.abs(self._differences())) <= min(tolerance.mean, tolerance.unexplained))
+
+    def _is_permuted(self) -> bool:
+        """Return True if the reported numbers are the trainer's in another order."""
+        reported = np.sort(np.concatenate(self._reported))
+        computed = np.sort(np.concatenate([reading.logprobs for reading in self._readings]))
+        return distance(reported, computed).mean <= min(self._tolerance.mean, self._tolerance.unexplained)
 
     def _looks_filtered(self) -> bool:
         """Return True if the response looks like that of a filtered distribution.
@@ -241,7 +267,7 @@ class _ResponseCheck:
         topk = [g.topk_logprobs for g in self._response.generations if g.topk_logprobs is not None]
         if any(bool((values == float("-inf")).any()) for values in topk):
             return True
-        difference = np.concatenate(self._reported) - np.concatenate([r.logprobs for r in self._readings])
+        difference = self._differences()
         noise = min(self._tolerance.mean, self._tolerance.unexplained) + 0.1 * np.abs(difference).mean()
         # At most tokens, a usual filter allows at least an eighth of the probability: exp(-2).
         return bool((difference >= -noise).all() and len(difference) >= 8 and np.median(difference) < 2)

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer import TransformerConfig
 from pydantic import ValidationError
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.commands.registry import installed_commands, load_command
 from megatron_dppo.config.describe import keys, sections
+from megatron_dppo.config.io import _locate
 from megatron_dppo.config.schema import Config
 from megatron_dppo_lab.grid import merged
 from tests.unit.recorded_run import write_run
+from tests.unit.test_advice import OF_OTHERS, command_options, known_key
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -295,3 +298,77 @@ def test_keys_that_pages_name_are_there() -> None:
 def test_every_page_is_on_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     assert not [p.name for p in (ROOT / "docs").rglob("*.md") if os.path.relpath(p, ROOT / "docs") not in site]
+
+
+FOREIGN_FLAGS = {
+    "SGLang": (
+        "--admin-api-key --api-key --context-length --enable-deterministic-inference --enable-fp32-lm-head "
+        "--enable-lora --enable-memory-saver --enable-return-routed-experts --enable-scale-out --is-embedding "
+        "--load-format --lora-backend --mamba-ssm-dtype --preferred-sampling-params --sampling-mask-max-tokens "
+        "--tp-size"
+    ),
+    "vLLM": (
+        "--api-key --enable-lora --enable-sleep-mode --headless --hf-overrides --load-format "
+        "--mamba-ssm-cache-dtype --max-logprobs --return-sampling-mask --runner"
+    ),
+    "Slurm": (
+        "--batch --container-image --container-mounts --cpus-per-task --exclusive --gpus --gpus-per-node "
+        "--gpus-per-socket --gpus-per-task --gres --mem --nodes --ntasks-per-node --open-mode --requeue --signal"
+    ),
+    "podman, docker, apptainer": (
+        "--all --bind --cap-add --cpus --filter --internal --memory --network --nv --pids-limit --rm --volume"
+    ),
+    "torchrun": "--shutdown-timeout",
+    "verl, slime, TRL, Megatron-LM": (
+        "--apply-chat-template --colocate --config-name --custom-loss-function-path --custom-rm-path "
+        "--fake-process-group --finetune --load --loss-type --no-load-optim --no-load-rng --use-tis"
+    ),
+}
+"""Flags of other programs that pages name, beside those that errors name, too."""
+_FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*(?:\.[\w-]+)*")
+_SCRIPT = re.compile(r"(?:benchmarks|launch|tests/gpu|tools)/[\w/]+\.(?:py|sh)|(?<=-m )(?:benchmarks|tools)\.\w+")
+
+
+def inline_code() -> Iterator[tuple[str, str, frozenset[str]]]:
+    """Place, code within a line of a page, and the scripts that the code names, or else its page."""
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        scripts = scripts_of(text)
+        prose = re.sub(r"^ *```.*?^ *```", lambda block: re.sub(r"[^\n]", "", block[0]), text, flags=re.S | re.M)
+        for number, line in enumerate(prose.splitlines(), start=1):
+            for code in re.findall(r"`([^`]+)`", line):
+                yield f"{page.relative_to(ROOT)}:{number}", code, scripts_of(code) or scripts
+
+
+def scripts_of(text: str) -> frozenset[str]:
+    names = {name if "/" in name else name.replace(".", "/") + ".py" for name in _SCRIPT.findall(text)}
+    return frozenset(name for name in names if (ROOT / name).is_file())
+
+
+def is_flag(flag: str, code: str, scripts: frozenset[str]) -> bool:
+    """Whether a command that the code names has the flag. Without one: any command, a configuration, a script."""
+    commands = [name for name in re.findall(r"\bmegatron-dppo ([a-z]+)", code) if name in _COMMANDS] or [*_COMMANDS]
+    if any(flag in command_options(name) for name in commands):
+        return True
+    if any(_COMMANDS[name].has_overrides for name in commands) and is_override(flag):
+        return True
+    if code.startswith("megatron-dppo "):
+        return False
+    foreign = {*OF_OTHERS, *" ".join(FOREIGN_FLAGS.values()).split()}
+    in_script = any(re.search(rf"{flag}(?![\w-])", (ROOT / script).read_text("utf-8")) for script in scripts)
+    return in_script or flag in foreign or flag == "--section.key"
+
+
+def is_override(flag: str) -> bool:
+    section, key, _ = _locate(flag.removeprefix("--"))
+    if section == "model.transformer":
+        return key in TransformerConfig.__dataclass_fields__
+    return known_key(f"{section}.{key}") or section in ("rollout.sglang", "rollout.vllm")
+
+
+def test_flags_in_the_text_of_pages_are_there() -> None:
+    named = [(where, code, scripts, flag) for where, code, scripts in inline_code() for flag in _FLAG.findall(code)]
+    wrong = [f"{where}: {flag} ({code})" for where, code, scripts, flag in named if not is_flag(flag, code, scripts)]
+    assert len(named) > 250 and not wrong
+    unused = {*" ".join(FOREIGN_FLAGS.values()).split()} - {flag for *_, flag in named}
+    assert not unused, "the list of other programs' flags has some that no page names"

@@ -186,6 +186,16 @@ class SimulatedRun:
         )
         self._sampling = SamplingTest(num_servers)
 
+    def largest_evidence(self) -> str:
+        """Return the largest evidence against the first server, with its name and its limit."""
+        parts = [
+            (max(values), name, each.limit)
+            for each in (self.history.evidence, self._sampling)
+            for name, values in each.evidence.get(self._urls[0], {}).items()
+        ]
+        value, name, limit = max(parts)
+        return f"{value:.2g} of {limit:.3g} nats ({name})"
+
     def step(self, sums: list[ServerSums]) -> list[str]:
         """Return the servers that a step of these sums stops or leaves out."""
         sources: SumsBySource = {TokenSource(url, False): each for url, each in zip(self._urls, sums, strict=True)}
@@ -209,7 +219,18 @@ class SimulatedRun:
             return [url for url in self._urls if f"{url}: " in str(stop)] or ["step"]
 
 
-def step_of_stop(
+class LieOutcome(NamedTuple):
+    """What the guard makes of a server that lies."""
+
+    step: int | None
+    """Step in which the guard names the server. None: in none of them."""
+    prob_diff: float
+    """Mean |pi - mu| of the server's last step."""
+    evidence: str
+    """Largest evidence against the server."""
+
+
+def run_lie(
     lie: Lie,
     rounding: Rounding,
     num_servers: int,
@@ -218,8 +239,8 @@ def step_of_stop(
     steps: int = 20,
     responses: int = 200,
     length: int = 32,
-) -> int | None:
-    """Return the step in which the guard names the first server, whose answers are changed. None: in none of them.
+) -> LieOutcome:
+    """Run the guard until it names the first server, whose answers are changed.
 
     Args:
         lie: Change of what it reports.
@@ -235,14 +256,15 @@ def step_of_stop(
     for number in range(1, steps + 1):
         honest = [sample(random, responses // num_servers, length, rounding) for _ in range(num_servers)]
         reported = lie(random, honest[0])
+        sums = honest[0].sums(reported)
         # The contract of each response.
         if reported.min() < -104:
-            return number
-        named = run.step([honest[0].sums(reported), *(each.sums() for each in honest[1:])])
-        if named:
-            assert named == ["http://0"], named
-            return number
-    return None
+            return LieOutcome(number, sums.mean("prob_diff"), "the contract")
+        named = run.step([sums, *(each.sums() for each in honest[1:])])
+        assert named in ([], ["http://0"]), named
+        if named or number == steps:
+            return LieOutcome(number if named else None, sums.mean("prob_diff"), run.largest_evidence())
+    raise ValueError("a run needs a step")
 
 
 def count_false_alarms(

@@ -16,7 +16,7 @@ from tests.unit.run.simulated_servers import (
     Rounding,
     count_false_alarms,
     honest_pool,
-    step_of_stop,
+    run_lie,
 )
 
 SLOW_IN_BF16 = ("responses of one prompt x .5", "first token x .2", "rounded to 2 digits")
@@ -34,15 +34,15 @@ def test_honest_servers_with_heavy_tails_are_never_stopped(rounding: Rounding) -
 @pytest.mark.parametrize("num_servers", [1, 2])
 @pytest.mark.parametrize("lie", [lie for lie in LIES if lie not in SLOW_IN_BF16])
 def test_lies_in_bf16_are_stopped_in_the_first_steps(lie: str, num_servers: int) -> None:
-    stop = step_of_stop(LIES[lie], BF16, num_servers, seed=0, steps=3)
+    stop = run_lie(LIES[lie], BF16, num_servers, seed=0, steps=3).step
     assert stop is not None
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_lies_in_fp32_are_stopped_at_once(lie: str) -> None:
-    assert step_of_stop(LIES[lie], FP32, 1, seed=0, steps=1) == 1
+    assert run_lie(LIES[lie], FP32, 1, seed=0, steps=1).step == 1
 
 
 def test_a_lie_about_the_first_token_adds_up() -> None:
-    stop = step_of_stop(LIES["first token x .2"], BF16, 1, seed=0)
+    stop = run_lie(LIES["first token x .2"], BF16, 1, seed=0).step
     assert stop is not None and stop > 1

@@ -77,7 +77,7 @@ LIES: dict[str, tuple[Sampler, str]] = {
     "min_p .3": (min_p(0.3), "filter"),
     "temperature .8": (tempered(0.8), "a lower temperature"),
     "temperature .5": (tempered(0.5), "lower temperature"),
-    "a smaller vocabulary": (smaller_vocabulary, "fewer tokens than it samples from"),
+    "a smaller vocabulary": (smaller_vocabulary, "other tokens than it samples from"),
     "temperature 1.3": (tempered(1.3), "a higher temperature"),
 }
 
