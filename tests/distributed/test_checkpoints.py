@@ -272,7 +272,7 @@ def check_weights_alone(trainer: Any, folder: Path) -> None:
 
 
 def check_megatron_lm_would_resume(trainer: Any, folder: Path) -> None:
-    """The values without which Megatron-LM's ``load_checkpoint`` (d98e8a64dd) exits or takes the weights for old ones."""
+    """Without these values Megatron-LM's ``load_checkpoint`` (d98e8a64dd) exits, or takes the weights for old ones."""
     from megatron.core import dist_checkpointing
 
     newest = str(folder / "step_000002")
