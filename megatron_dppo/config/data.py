@@ -144,7 +144,7 @@ class DataConfig(Section):
             if other != source:
                 # Recipes of verl have gsm8k/train.parquet and math/train.parquet.
                 link = f"{Path(source).parent.name or 'other'}_{name}"
-                fix = f"give one another name, for example by a link (ln -s {source} {link}) that data.train names instead"
+                fix = f"give one another name in data.train, for example by a link (ln -s {source} {link})"
             raise ValueError(
                 f"data.train has {other!r} and {source!r}, which are both called {name!r}; rows, metrics and "
                 f"data.sources are named by it. Fix: {fix}"
