@@ -121,15 +121,35 @@ class DataConfig(Section):
 
     @property
     def eval_source_names(self) -> list[str]:
-        """Names of the sources of ``eval``."""
+        """Names of the different sources of ``eval``."""
         named = self.eval if isinstance(self.eval, dict) else {"": self.eval}
-        return [_source_name(source) for source in named.values() if source is not None]
+        return [_source_name(source) for source in dict.fromkeys(named.values()) if source is not None]
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each source, in the order of ``train``. Empty without weights."""
         weights = {name: self.sources[name].weight for name in self.source_names if name in self.sources}
         return {name: weight for name, weight in weights.items() if weight is not None}
+
+    @model_validator(mode="after")
+    def _sources_have_different_names(self) -> DataConfig:
+        sources: dict[str, str] = {}
+        for source in self.train if isinstance(self.train, list) else []:
+            name = _source_name(source)
+            if name not in sources:
+                sources[name] = source
+                continue
+            other = sources[name]
+            fix = "remove one"
+            if other != source:
+                # Recipes of verl have gsm8k/train.parquet and math/train.parquet.
+                link = f"{Path(source).parent.name or 'other'}_{name}"
+                fix = f"give one another name in data.train, for example by a link (ln -s {source} {link})"
+            raise ValueError(
+                f"data.train has {other!r} and {source!r}, which are both called {name!r}; rows, metrics and "
+                f"data.sources are named by it. Fix: {fix}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sources_exist(self) -> DataConfig:

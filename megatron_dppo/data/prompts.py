@@ -92,12 +92,10 @@ def load_rows(
     sources that have some, by ``source_name``.
 
     Raises:
-        DataError: See both; or two files with one name, whose rows could not be told apart.
+        DataError: See both.
     """
     listed = [sources] if isinstance(sources, str) else list(sources)
     names = [source_name(source) for source in listed]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"two data sources are called {repeated[0]!r}; rows are named by it: rename one of {listed}")
 
     def iter_all() -> Iterator[DataRow]:
         for name, source in zip(names, listed, strict=True):

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
+from megatron_dppo.data.chat_template import prints_tools
 from megatron_dppo.data.formats import format_note
 from megatron_dppo.engines.agents.containers import check_images, choose_image
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
@@ -126,13 +128,21 @@ def _functions(start: Start) -> Iterable[UserError]:
 
 
 def _agent_format(start: Start) -> Iterable[UserError]:
-    """Note in which form the agent's tool calls are read."""
+    """Note in which form the agent's tool calls are read, and whether the policy sees the tools."""
     if start.config.agent.is_set and start.model is not None:
-        agent = start.config.agent
+        agent, tokenizer = start.config.agent, start.model.tokenizer
         note = f"agent    responses are read by the renderer {agent.renderer!r} (agent.renderer)"
         if agent.renderer is None:
-            note = format_note(start.model.tokenizer.chat_template, agent.format)
+            note = format_note(tokenizer.chat_template, agent.format)
         start.notes.append(note)
+        # No error: an agent may use none, or describe them in its messages.
+        variables = start.config.data.chat_template_kwargs
+        if tokenizer.chat_template and not prints_tools(tokenizer, datetime.now(), variables):
+            start.notes.append(
+                "warning  the model's chat template does not write tools into the prompt: calls with 'tools' are "
+                "refused. If the agent uses any, describe them in a message, or use a model folder whose template has "
+                "them"
+            )
     return ()
 
 

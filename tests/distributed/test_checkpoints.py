@@ -271,10 +271,23 @@ def check_weights_alone(trainer: Any, folder: Path) -> None:
     assert "it has no manifest.json" in load_model(folder, trainer.models, groups=trainer.groups)
 
 
+def check_megatron_lm_would_resume(trainer: Any, folder: Path) -> None:
+    """Without these values Megatron-LM's ``load_checkpoint`` (d98e8a64dd) exits, or takes the weights for old ones."""
+    from megatron.core import dist_checkpointing
+
+    newest = str(folder / "step_000002")
+    common = dist_checkpointing.load_common_state_dict(newest)
+    assert common["iteration"] == 2
+    assert common["checkpoint_version"] >= 2, "else several chunks of a model are refused"
+    content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    assert content == {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
 def all_checks(rank: int, world_size: int, path: str) -> None:
     trainer, folder = make_trainer(), Path(path)
     for step in (1, 2):
         trainer.save(folder, step, {**STATE, "step": step}, keep=2)
+    check_megatron_lm_would_resume(trainer, folder)
     check_every_damage(trainer, folder)
     check_loads_without_manifest(trainer, folder)
     check_reading_is_shared(trainer, folder, pytest.MonkeyPatch())

@@ -11,11 +11,14 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from packaging.requirements import Requirement
+
+from tools import newest_versions
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements/lock.txt"
@@ -109,3 +112,37 @@ def test_the_requirement_of_torch_is_that_of_the_package() -> None:
     text = (ROOT / "tools/cpu_torch.py").read_text(encoding="utf-8")
     (wanted,) = [each for each in declared()["install_requires"] if each.startswith("torch")]
     assert re.search(r"^TORCH = (.*)$", text, re.M)[1] == json.dumps(wanted)  # type: ignore[index]
+
+
+def test_the_newest_release_is_asked_for_every_python() -> None:
+    assert newest_versions.pythons() == ["3.11", "3.12", "3.13"]
+    pins = newest_versions.pinned()
+    assert pins["megatron-core"] == {"0.16.1", "0.19.2"}, "one for each Python"
+    assert {"0.5.20", "0.5.23"} <= pins["sglang"] and pins["verl"] and "torch" in pins
+    releases = {("a", "3.11"): "0.3.0", ("b", "3.12"): "none", ("b", "3.11"): "none"}
+    rows = newest_versions.table(
+        {"a": {"0.4.0"}, "b": {"1.0"}, "c": {"0.9"}, "d": set()},
+        ["3.11", "3.12"],
+        lambda package, python: releases.get((package, python), "0.4.0"),
+    )
+    assert [row[-1] for row in rows[1:]] == ["differs by Python", "", "newer than the pin", ""]
+    assert rows[1][:4] == ["a", "0.4.0", "0.3.0", "0.4.0"]
+
+
+def test_a_registry_that_does_not_answer_is_not_a_package_without_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "skyrl": ("skyrl (0.3.0)\n", ""),
+        "old": ("", "ERROR: No matching distribution found for old"),
+        "x": ("", "?"),
+    }
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        assert command[-2:] == ["--python-version", "3.11"]
+        out, error = answers[command[command.index("versions") + 1]]
+        return SimpleNamespace(stdout=out, stderr=error)
+
+    monkeypatch.setattr(newest_versions.subprocess, "run", run)
+    assert newest_versions.newest("skyrl", "3.11") == "0.3.0"
+    assert newest_versions.newest("old", "3.11") == "none"
+    with pytest.raises(SystemExit, match="pip cannot ask for x"):
+        newest_versions.newest("x", "3.11")

@@ -15,6 +15,8 @@ from tests.unit.test_doc_blocks import PAGES, ROOT
 FOREIGN = {
     "Fp8LinearMethod on CPU requires that CPU has AMX support",  # SGLang
     "Failed to initialize NumPy",  # torch
+    "Unable to load rng state from checkpoint",  # Megatron-LM
+    "could not find the metadata file",  # Megatron-LM
     "scontrol show node",
     "vllm serve runs/mine/hf",
 }

@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.gpt import GPTModel
 
 from megatron_dppo.errors import CheckpointError
@@ -47,6 +48,8 @@ __all__ = [
 ]
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_MEGATRON_LM_VERSION = 3.0
+"""Version of the layout of weights, for Megatron-LM's loader. Without one it assumes layouts of 2019."""
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its files are whole"
 """Result of ``find_damage`` for a checkpoint that an older version or another program wrote."""
@@ -160,9 +163,7 @@ def save_checkpoint(
     with disk_errors(folder, description):
         run_on_leader(lambda: checkpoint_folder.create_partial(partial), groups.world)
         strategy = shared_save(world, groups.dp_cp, staged=background_group is not None)
-        tensors = dist_checkpointing.save(
-            _sharded_state(models, optimizer, is_loading=False), str(partial), strategy, async_sharded_save=True
-        )
+        tensors = _start_saving(_sharded_state(models, optimizer, is_loading=False), step, partial, strategy)
         if write_extra is not None:
             write_extra(partial)
     # Later: write the shards, hash all files, and publish by one rename.
@@ -200,6 +201,14 @@ def check_can_save(models: Sequence[GPTModel], optimizer: Optimizer) -> None:
             f"a checkpoint of this run cannot be saved: {error}. This combination of parallel layout, trained weights "
             "and optimizer is not supported. Change one of them, and please report it"
         ) from error
+
+
+def _start_saving(state: dict[str, Any], step: int, folder: Path, strategy: Any) -> AsyncRequest:
+    """Return the request that writes a state, with what Megatron-LM's loader reads beside it."""
+    megatron_lm = {"checkpoint_version": _MEGATRON_LM_VERSION, "iteration": step}
+    return dist_checkpointing.save(
+        {**megatron_lm, **state}, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_METADATA)
+    )
 
 
 def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) -> None:
@@ -294,9 +303,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
 
     with disk_errors(folder, "the weights"):
         run_on_leader(lambda: checkpoint_folder.create_partial(partial), dist.group.WORLD)
-        dist_checkpointing.save(
-            _sharded_model(models), str(partial), StreamedSave(None), async_sharded_save=True
-        ).async_fn()
+        _start_saving(_sharded_model(models), 0, partial, StreamedSave(None)).async_fn()
         _seal(partial, texts, dist.group.WORLD)
         run_on_leader(lambda: checkpoint_folder.complete(partial, folder), dist.group.WORLD)
 

@@ -85,15 +85,11 @@ def test_the_error_of_a_file_with_mixed_layouts_has_the_first_odd_row(
     assert "prompt (messages) + label" in message and "data.prompt_key" in message
 
 
-def test_two_files_may_have_two_layouts_but_not_one_name(tmp_path: Path) -> None:
+def test_two_files_may_have_two_layouts(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", LAYOUTS["slime text"][:2])
     second = write_parquet(tmp_path / "b.parquet", LAYOUTS["verl"][2:])
     rows = load_rows([first, second], "train").rows
     assert [r.location for r in rows] == ["a.jsonl:1", "a.jsonl:2", "b.parquet:1", "b.parquet:2"]
-    (tmp_path / "other").mkdir()
-    third = write_jsonl(tmp_path / "other/a.jsonl", LAYOUTS["slime text"][2:])
-    with pytest.raises(DataError, match=r"two data sources are called 'a\.jsonl'"):
-        load_rows([first, third], "train")
 
 
 def test_a_worked_solution_is_never_used_as_the_answer(tmp_path: Path) -> None:

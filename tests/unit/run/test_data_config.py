@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,34 @@ def test_prompts_have_the_name_of_their_source(tmp_path: Path) -> None:
 def test_sources_with_one_metric_name_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"would both be rollout/source/a_1\.jsonl; rename"):
         config(data={"train": ["x/a 1.jsonl", "x/a_1.jsonl"], "sources": {"a 1.jsonl": {}, "a_1.jsonl": {}}})
+
+
+def test_training_files_of_one_name_are_refused_until_one_is_linked_as_the_message_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, rows in (("gsm8k", LAYOUTS["slime text"][:1]), ("math", LAYOUTS["slime text"][1:2])):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "train.jsonl", rows)
+    sources = ["gsm8k/train.jsonl", "math/train.jsonl"]
+    with pytest.raises(ConfigError, match=r"both called 'train\.jsonl'") as error:
+        example(tmp_path, f"train = {sources}")
+    command, _, link = str(error.value).partition("(")[2].partition(")")[0].rpartition(" ")
+    assert link not in sources
+    subprocess.run([*command.split(), link], check=True)
+    data = inputs(tmp_path, f'train = ["{sources[0]}", "{link}"]')
+    assert sorted(prompt.source for prompt in data.train_prompts) == ["math_train.jsonl", "train.jsonl"]
+    with pytest.raises(ConfigError, match=r"both called 'task:chain_sum'.* Fix: remove one"):
+        config(data={"train": ["task:chain_sum", "task:chain_sum"]})
+
+
+def test_a_reward_function_may_not_name_a_source_that_is_several_files_of_data_eval() -> None:
+    functions = {"a": {"function": "r.py:a", "sources": ["test.jsonl"]}, "b": {"function": "r.py:b"}}
+    with pytest.raises(ConfigError, match=r"'test\.jsonl', the name of several files of data\.eval"):
+        config(data={"eval": {"x": "x/test.jsonl", "y": "y/test.jsonl"}}, reward={"functions": functions})
+    config(data={"eval": {"x": "x/test.jsonl", "again": "x/test.jsonl"}}, reward={"functions": functions})
+    functions["a"].pop("sources")
+    config(data={"eval": {"x": "x/test.jsonl", "y": "y/test.jsonl"}}, reward={"functions": functions})
 
 
 def test_the_dry_run_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,15 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo import files as disk
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.config.io import read_config
+from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
+from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import ConfigError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, parameter_count, read_hf_config, stream_model
 from megatron_dppo.run import preflight
 from megatron_dppo.run.output_checks import run_bytes
 from megatron_dppo.run.preflight import Start
+from tests.engines.tiny import byte_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
 MODEL = EXAMPLE / "model"
@@ -288,3 +293,43 @@ def test_several_errors_are_one_error_without_repeated_parts() -> None:
     with pytest.raises(MultipleErrors) as raised:
         problems.raise_if_any()
     assert str(raised.value).splitlines()[1:] == ["  - a", "  - b", "    c"] and raised.value.exit_code == 2
+
+
+# As DeepSeek-R1's and the first V3's do: calls and their results are written, the tools are not.
+WRITES_CALLS_ALONE = """{{ bos_token }}{% for message in messages %}
+{%- if message.role == "user" %}<｜User｜>{{ message.content }}{% endif %}
+{%- if message.role == "assistant" %}<｜Assistant｜>{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<｜tool▁calls▁begin｜>{{ call.function.name }}{% endfor %}{% endif %}
+{%- if message.role == "tool" %}<｜tool▁output▁begin｜>{{ message.content }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"""
+IF_ASKED = "{% if with_tools is defined %}{{ tools | tojson }}{% endif %}" + WRITES_CALLS_ALONE
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "is_refused"),
+    [
+        (WRITES_CALLS_ALONE, {}, True),
+        ("{{ tools | tojson }}" + WRITES_CALLS_ALONE, {}, False),
+        (IF_ASKED, {}, True),
+        (IF_ASKED, {"with_tools": True}, False),
+        (None, {}, False),
+    ],
+    ids=["calls alone", "tools", "variable not set", "variable set", "no template"],
+)
+def test_an_agent_whose_template_writes_no_tools_is_warned_before_its_first_call(
+    template: str | None, variables: dict[str, Any], is_refused: bool
+) -> None:
+    config: Any = SimpleNamespace(
+        agent=AgentConfig(function="agent.py:run"), data=SimpleNamespace(chat_template_kwargs=variables)
+    )
+    tokenizer = byte_tokenizer(["<pad>", "<s>", "</s>"])
+    tokenizer.chat_template = template
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    start = Start(config, 1, model=model)
+    assert not list(preflight._agent_format(start))
+    warnings = [note for note in start.notes if note.startswith("warning") and "does not write tools" in note]
+    assert len(warnings) == is_refused
+    call = AgentRequest(model="", is_chat=True, tools=({"type": "function", "function": {}},))
+    # The warning and the error of the first call agree.
+    with pytest.raises(CallError) if is_refused else nullcontext():
+        ChatTemplate(tokenizer, variables).check_tools(call)
