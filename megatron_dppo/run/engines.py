@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
@@ -32,6 +31,7 @@ from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.request_scheduler import oversampled, sampling_params
 from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
+from megatron_dppo.run.agents import load_agent_package
 from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.marker import first_start
@@ -147,7 +147,7 @@ def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
     if config.agent.is_set:
         # Read at the first episode: the folder of the run is opened after the agent.
         now = partial(first_start, Path(config.run.output_dir))
-        agents = AgentFunction(
+        agents = load_agent_package().AgentFunction(
             config.agent,
             config.data.chat_template_kwargs,
             now,

@@ -19,7 +19,6 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat_template import prints_tools
 from megatron_dppo.data.formats import format_note
-from megatron_dppo.engines.agents.containers import check_images, choose_image
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.engines.serving.environment import expandable_segments_variable, shares_memory
 from megatron_dppo.errors import ConfigError, ErrorCollector, GenerateError, MultipleErrors, UserError
@@ -30,6 +29,7 @@ from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform, count_local_processes, require_devices
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
+from megatron_dppo.run.agents import load_agent_package
 from megatron_dppo.run.engines import connect_servers, open_generate_function, open_scorer
 from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.run.output_checks import output_problems, space_problems
@@ -151,14 +151,15 @@ def _agent_images(start: Start) -> Iterable[UserError]:
     agent = start.config.agent
     if agent.isolation not in CONTAINER_TOOLS or start.inputs is None:
         return ()
+    package = load_agent_package()
     images = set[str]()
     for prompts in (start.inputs.train_prompts, *start.inputs.eval_prompts.values()):
         for prompt in prompts:
             try:
-                images.add(choose_image(agent, prompt.metadata))
+                images.add(package.choose_image(agent, prompt.metadata))
             except GenerateError as error:
                 raise GenerateError(f"{prompt.prompt_id}: {error}") from error
-    check_images(agent, sorted(images))
+    package.check_images(agent, sorted(images))
     start.notes.append(f"agent    {agent.isolation} starts a container for each episode; images: {len(images)}")
     return ()
 

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig
 
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.types import Completion, SamplingParams
+from megatron_dppo_agents.generate import AgentFunction
 from tests.engines.calls import call, client
 from tests.engines.chain_model import CONTEXT, ChainModel
 from tests.engines.servers import TOOLS, Engine, SharedEngine, start_sglang, start_vllm

@@ -18,12 +18,12 @@ from megatron_dppo.commands.main import main
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.engines.agents.environment import EnvironmentAgent
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.rollout.batch import has_signal
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo_agents.environment import EnvironmentAgent
 from tests.engines.servers import TOOLS
 from tests.unit.engines.test_segments import Scorer
 from tests.unit.fake_servers import END

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines import server_engine
-from megatron_dppo.engines.agents.generate import AgentFunction
-from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo_agents.generate import AgentFunction
+from megatron_dppo_agents.runner import AgentTask
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.engines.test_server_engine import publish
 from tests.unit.fake_servers import END, SHAPE, FakeServer

@@ -347,10 +347,11 @@ def scripts_of(text: str) -> frozenset[str]:
 
 def is_flag(flag: str, code: str, scripts: frozenset[str]) -> bool:
     """Whether a command that the code names has the flag. Without one: any command, a configuration, a script."""
-    commands = [name for name in re.findall(r"\bmegatron-dppo ([a-z]+)", code) if name in _COMMANDS] or [*_COMMANDS]
+    commands = [name for name in re.findall(r"\bmegatron-dppo ([a-z]+)", code) if name in installed_commands()]
+    commands = commands or [*installed_commands()]
     if any(flag in command_options(name) for name in commands):
         return True
-    if any(_COMMANDS[name].has_overrides for name in commands) and is_override(flag):
+    if any(load_command(installed_commands()[name]).HAS_OVERRIDES for name in commands) and is_override(flag):
         return True
     if code.startswith("megatron-dppo "):
         return False

@@ -78,6 +78,10 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"},
     ),
     # Companions, which may use the inside of the trainer:
+    "megatron_dppo_agents": (
+        {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types"},
+        {"aiohttp", "numpy", "orjson", "renderers", "transformers"},
+    ),
     "megatron_dppo_report": (BASE | CORE | WINGS | {"run"}, {"numpy", "torch"}),
     "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
     "megatron_dppo_lab": (
@@ -85,7 +89,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"matplotlib", "numpy", "pydantic", "tomli_w", "torch", "transformers"},
     ),
     "megatron_dppo_plan": (ALL, {"numpy", "tomli_w", "torch", "transformers"}),
-    "megatron_dppo_tinker": (ALL, {"aiohttp", "pydantic", "torch"}),
+    "megatron_dppo_tinker": (ALL | {"megatron_dppo_agents"}, {"aiohttp", "pydantic", "torch"}),
 }
 
 TRITON = ("row_kernels_triton", "triton_kernels")

@@ -52,7 +52,7 @@ def test_characters_that_the_encoding_lacks_are_written_as_escapes(tmp_path: Pat
 LIMITS = """
 import resource, subprocess, sys
 from megatron_dppo.files import raise_file_limit
-from megatron_dppo.engines.agents.connections import reserve_descriptors
+from megatron_dppo_agents.connections import reserve_descriptors
 print(raise_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE), raise_file_limit(), reserve_descriptors())
 files = [open("/dev/null") for _ in range(1500)] if sys.argv[1:] else []
 """

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from megatron_dppo.commands.doctor.command import add_doctor_arguments, run_doctor
 from megatron_dppo.commands.plan.machine import get_machine
 from megatron_dppo.commands.plan.plan import PlannedModel
 from megatron_dppo.commands.plan.search import parse_axes
+
 from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents import containers, generate
-from megatron_dppo.engines.agents.containers import check_images, choose_image
-from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.errors import ConfigError, GenerateError, RewardError, UserError
 from megatron_dppo.rewards import code
 from megatron_dppo.rewards.code import Code
+from megatron_dppo_agents import containers, generate
+from megatron_dppo_agents.containers import check_images, choose_image
+from megatron_dppo_agents.generate import AgentFunction
 from tests.unit.configs import config
 from tests.unit.engines.test_agent_containers import IMAGE, log
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.engines.agents import agent_clock
-from megatron_dppo.engines.agents.agent_clock import AgentClock
+from megatron_dppo_agents import agent_clock
+from megatron_dppo_agents.agent_clock import AgentClock
 
 # (time, event): "+a" begins the call a, "-a" ends it with a response, "!a" rejects it. Then a time, and the agent's
 # seconds until it.

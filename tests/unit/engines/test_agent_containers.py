@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.containers import check_images, choose_image
-from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.types import Completion, SamplingParams
+from megatron_dppo_agents.containers import check_images, choose_image
+from megatron_dppo_agents.generate import AgentFunction
 from tests.unit.engines.test_agent_isolation import CALL
 from tests.unit.scripted import TASK, World
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.agents.runner import AgentExit, AgentTask, FunctionAgent
+from megatron_dppo_agents.runner import AgentExit, AgentTask, FunctionAgent
 
 NUM_EPISODES = 40
 """More than the threads of any default pool (``min(32, cores + 4)``)."""

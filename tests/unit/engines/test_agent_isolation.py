@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents import generate
-from megatron_dppo.engines.agents.generate import AgentFunction
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.types import Completion, SamplingParams
+from megatron_dppo_agents import generate
+from megatron_dppo_agents.generate import AgentFunction
 from tests.unit.scripted import TASK, World
 
 CALL = """

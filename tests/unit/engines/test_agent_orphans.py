@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.engines.agents import runner
 from megatron_dppo.run import reaper
+from megatron_dppo_agents import runner
 
 TRAINER = """
 import asyncio, sys
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.runner import AgentTask, ProgramAgent
+from megatron_dppo_agents.runner import AgentTask, ProgramAgent
 from megatron_dppo.run.orphans import no_orphans
 command, isolation = sys.argv[1:]
 config = AgentConfig(command=["x"], isolation=isolation)

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from megatron_dppo.engines.agents.runner import AgentTask
+from megatron_dppo_agents.runner import AgentTask
 from tests.unit.fake_servers import logprob
 from tests.unit.scripted import CALL, TOOLS, World, chat_tokenizer
 

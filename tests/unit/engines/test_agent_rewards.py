@@ -16,13 +16,13 @@ import torch
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.engines.agents.environment import EnvironmentAgent
-from megatron_dppo.engines.agents.episode_rewards import AgentRun
-from megatron_dppo.engines.agents.runner import AgentExit, AgentTask
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import Completion
+from megatron_dppo_agents.environment import EnvironmentAgent
+from megatron_dppo_agents.episode_rewards import AgentRun
+from megatron_dppo_agents.runner import AgentExit, AgentTask
 from tests.unit import configs
 from tests.unit.engines.test_agents import post, user
 from tests.unit.scripted import TASK, World

@@ -24,12 +24,6 @@ from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.formats import FORMATS
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
-from megatron_dppo.engines.agents import generate, runner
-from megatron_dppo.engines.agents.agent_request import CallError
-from megatron_dppo.engines.agents.completions_api import read_chat, read_completion
-from megatron_dppo.engines.agents.generate import MAX_FAILURES, AgentFunction
-from megatron_dppo.engines.agents.runner import _ENVIRONMENT, AgentTask, run_with_time_limit
-from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rewards.item import RewardResult
 from megatron_dppo.rollout.engine import GroupRequest
@@ -37,6 +31,12 @@ from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Prompt, PromptLimits, RolloutGroup, SamplingParams
+from megatron_dppo_agents import generate, runner
+from megatron_dppo_agents.agent_request import CallError
+from megatron_dppo_agents.completions_api import read_chat, read_completion
+from megatron_dppo_agents.generate import MAX_FAILURES, AgentFunction
+from megatron_dppo_agents.runner import _ENVIRONMENT, AgentTask, run_with_time_limit
+from megatron_dppo_agents.template import ChatTemplate
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.columns import same
 from tests.unit.configs import config

@@ -15,14 +15,14 @@ import pytest
 from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.data.formats import FORMATS
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
-from megatron_dppo.engines.agents.completions_api import read_chat
-from megatron_dppo.engines.agents.messages_api import read_messages
-from megatron_dppo.engines.agents.protocol_record import StoredResponses
-from megatron_dppo.engines.agents.response_reader import ResponseReader
-from megatron_dppo.engines.agents.responses_api import read_responses
-from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import DataError
+from megatron_dppo_agents.agent_request import AgentRequest, CallError
+from megatron_dppo_agents.completions_api import read_chat
+from megatron_dppo_agents.messages_api import read_messages
+from megatron_dppo_agents.protocol_record import StoredResponses
+from megatron_dppo_agents.response_reader import ResponseReader
+from megatron_dppo_agents.responses_api import read_responses
+from megatron_dppo_agents.template import ChatTemplate
 from tests.unit.scripted import chat_tokenizer
 
 NOW = datetime(2026, 1, 2)

@@ -14,14 +14,14 @@ import pytest
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.engines.agents.environment import EnvironmentAgent
-from megatron_dppo.engines.agents.episode_rewards import AgentRun
-from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.errors import ConfigError, GenerateError
 from megatron_dppo.rollout.batch import has_signal
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import SamplingParams
+from megatron_dppo_agents.environment import EnvironmentAgent
+from megatron_dppo_agents.episode_rewards import AgentRun
+from megatron_dppo_agents.runner import AgentTask
 from tests.unit import configs
 from tests.unit.engines.test_segments import Scorer
 from tests.unit.scripted import TASK, World

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.generate import AgentFunction
-from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.engines.local import lockstep
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.hf.folder import stream_model
@@ -22,6 +20,8 @@ from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt, PromptLimits
+from megatron_dppo_agents.generate import AgentFunction
+from megatron_dppo_agents.runner import AgentTask
 from tests.unit.columns import ids, logs, mask, same
 from tests.unit.engines.test_local_engine import (
     ENDS,

@@ -60,8 +60,8 @@ TRAINER = """
 import asyncio, sys
 from pathlib import Path
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.containers import ContainerAgent
-from megatron_dppo.engines.agents.runner import AgentTask
+from megatron_dppo_agents.containers import ContainerAgent
+from megatron_dppo_agents.runner import AgentTask
 tool, image, folder = sys.argv[1:]
 config = AgentConfig(command=["python3"], isolation=tool, container={"image": image, "network": "host"})
 agent = ContainerAgent(["python3", "-c", "import time; time.sleep(600)"], config, Path(folder))

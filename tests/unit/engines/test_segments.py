@@ -22,9 +22,6 @@ from megatron_dppo.config.loss import Aggregation, LossConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.training_samples import RowShape, group_segments, to_samples, with_episode_tokens
-from megatron_dppo.engines.agents.agent_request import CallError
-from megatron_dppo.engines.agents.conversations import order_tool_results
-from megatron_dppo.engines.agents.runner import AgentTask
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.policy import packed as packed_module
@@ -47,6 +44,9 @@ from megatron_dppo.types import (
     TrainingSample,
 )
 from megatron_dppo.types.segments import join_segments
+from megatron_dppo_agents.agent_request import CallError
+from megatron_dppo_agents.conversations import order_tool_results
+from megatron_dppo_agents.runner import AgentTask
 from tests.unit.columns import same
 from tests.unit.configs import config
 from tests.unit.engines.test_agents import chat, post, user

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.agents import tool_clock
-from megatron_dppo.engines.agents.runner import AgentTask
-from megatron_dppo.engines.agents.tool_clock import ToolClock
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Rollout, RolloutGroup
+from megatron_dppo_agents import tool_clock
+from megatron_dppo_agents.runner import AgentTask
+from megatron_dppo_agents.tool_clock import ToolClock
 from tests.unit.engines.test_agent_protocols import send
 from tests.unit.scripted import CALL, TASK, TOOLS, World
 

@@ -16,7 +16,6 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_dppo import files as disk
-from megatron_dppo.commands import tasks
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.engines.servers.pool import PoolCounts
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError, TrainingStopped
@@ -30,6 +29,7 @@ from megatron_dppo.run.lock import LOCK, FolderLock
 from megatron_dppo.run.offline import write_lines
 from megatron_dppo.run.stop_signal import StopSignal
 from megatron_dppo.run.time_limit import TimeLimit
+from megatron_dppo_agents import tasks
 from tests.unit.configs import config
 from tests.unit.run.test_disk import small_disk, write_answers, write_checkpoint, write_metrics, write_model
 from tests.unit.run.test_guard import FP32
@@ -82,7 +82,7 @@ def write_tasks(file: Path) -> None:
     settings = config(agent={"environment": "verifiers:A", "environment_python": sys.executable})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_dppo.config.io.load_config", lambda *_: settings)
-        patch.setattr("megatron_dppo.engines.agents.environment.EnvironmentAgent", environment)
+        patch.setattr("megatron_dppo_agents.environment.EnvironmentAgent", environment)
         tasks.run_tasks(MagicMock(config="c.toml", file=file), [])
 
 

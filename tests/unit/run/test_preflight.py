@@ -18,13 +18,13 @@ from megatron_dppo import files as disk
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.config.io import read_config
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
-from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import ConfigError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, parameter_count, read_hf_config, stream_model
 from megatron_dppo.run import preflight
 from megatron_dppo.run.output_checks import run_bytes
 from megatron_dppo.run.preflight import Start
+from megatron_dppo_agents.agent_request import AgentRequest, CallError
+from megatron_dppo_agents.template import ChatTemplate
 from tests.engines.tiny import byte_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"

@@ -13,7 +13,6 @@ from transformers.utils import chat_template_utils
 
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.chat_template import apply_chat_template
-from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.errors import DataError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RunInfo
 from megatron_dppo.rewards.functions import load
@@ -22,6 +21,7 @@ from megatron_dppo.run.inputs import PromptReader
 from megatron_dppo.run.marker import MARKER, Marker, first_start, new_marker, read_marker, write_marker
 from megatron_dppo.run.offline import single_prompt_template
 from megatron_dppo.run.run_folder import template_time
+from megatron_dppo_agents.template import ChatTemplate
 from tests.unit.configs import config
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"

@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_dppo.data.formats import FORMATS, ParsedResponse
 from megatron_dppo.data.formats.base import make_tool_call
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
-from megatron_dppo.engines.agents.response_reader import ResponseReader
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.rollout.stop_strings import StopMatch
+from megatron_dppo_agents.agent_request import AgentRequest, CallError
+from megatron_dppo_agents.response_reader import ResponseReader
 
 
 def load_renderer(name: str, tokenizer: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dppo.engines.agents.conversations import Conversation
-from megatron_dppo.engines.agents.named_rewards import NamedRewards
+from megatron_dppo_agents.conversations import Conversation
+from megatron_dppo_agents.named_rewards import NamedRewards
 
 
 class AgentRun(NamedTuple):

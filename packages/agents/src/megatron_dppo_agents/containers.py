@@ -21,8 +21,9 @@ from typing import Any
 
 from megatron_dppo.config.container import ENDPOINT_NETWORK
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.engines.agents.loopback_network import LoopbackNetwork
-from megatron_dppo.engines.agents.runner import (
+from megatron_dppo.errors import GenerateError
+from megatron_dppo_agents.loopback_network import LoopbackNetwork
+from megatron_dppo_agents.runner import (
     AgentExit,
     AgentTask,
     endpoint_variables,
@@ -31,7 +32,6 @@ from megatron_dppo.engines.agents.runner import (
     run_program,
     stop_signals_unblocked,
 )
-from megatron_dppo.errors import GenerateError
 
 _RUN_LABEL = "megatron-dppo.run"
 """Label with a digest of the run's folder, by which its containers are listed: a filter of podman takes no comma."""

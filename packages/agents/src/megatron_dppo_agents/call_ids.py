@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dppo.engines.agents.agent_request import Message
+from megatron_dppo_agents.agent_request import Message
 
 
 class CallIds:

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.data.formats.base import make_tool_call
-from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
-from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.protocol_record import (
+from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_agents.protocol_record import (
     Protocol,
     StoredResponses,
     arguments_text,
     logprob_entries,
     named_event,
 )
-from megatron_dppo.engines.agents.request_fields import (
+from megatron_dppo_agents.request_fields import (
     read_bool,
     read_limit,
     read_model,

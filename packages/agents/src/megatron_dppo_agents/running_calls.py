@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_dppo.engines.agents.agent_clock import AgentClock
-from megatron_dppo.engines.agents.agent_request import CallError
-from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.episode_result import CallCounts
 from megatron_dppo.rollout.turns import TurnsStopped
+from megatron_dppo_agents.agent_clock import AgentClock
+from megatron_dppo_agents.agent_request import CallError
+from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_agents.episode_result import CallCounts
 
 
 class RunningCalls:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
-from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.protocol_record import Protocol, StoredResponses
-from megatron_dppo.engines.agents.request_fields import (
+from megatron_dppo_agents.agent_request import AgentRequest, CallError
+from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_agents.protocol_record import Protocol, StoredResponses
+from megatron_dppo_agents.request_fields import (
     is_token_list,
     read_bool,
     read_limit,

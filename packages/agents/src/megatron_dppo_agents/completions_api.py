@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
-from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.protocol_record import Protocol, arguments_text, logprob_entries
-from megatron_dppo.engines.agents.request_fields import (
+from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_agents.protocol_record import Protocol, arguments_text, logprob_entries
+from megatron_dppo_agents.request_fields import (
     is_token_list,
     read_bool,
     read_call,

@@ -16,15 +16,19 @@ from typing import Any
 from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.data.formats import choose_format
-from megatron_dppo.engines.agents.containers import ContainerAgent
-from megatron_dppo.engines.agents.endpoint import Endpoint
-from megatron_dppo.engines.agents.environment import EnvironmentAgent
-from megatron_dppo.engines.agents.episode import Episode, EpisodeSettings
-from megatron_dppo.engines.agents.launcher import landlock_version
-from megatron_dppo.engines.agents.named_rewards import NamedRewards
-from megatron_dppo.engines.agents.renderer_reader import RendererReader, import_renderers, load_renderer
-from megatron_dppo.engines.agents.response_reader import ResponseReader
-from megatron_dppo.engines.agents.runner import (
+from megatron_dppo.errors import FunctionError, GenerateError
+from megatron_dppo.functions import check_arguments, load_function
+from megatron_dppo.rollout.turns import Turns, check_reward
+from megatron_dppo.types import Completion, Prompt
+from megatron_dppo_agents.containers import ContainerAgent
+from megatron_dppo_agents.endpoint import Endpoint
+from megatron_dppo_agents.environment import EnvironmentAgent
+from megatron_dppo_agents.episode import Episode, EpisodeSettings
+from megatron_dppo_agents.launcher import landlock_version
+from megatron_dppo_agents.named_rewards import NamedRewards
+from megatron_dppo_agents.renderer_reader import RendererReader, import_renderers, load_renderer
+from megatron_dppo_agents.response_reader import ResponseReader
+from megatron_dppo_agents.runner import (
     Agent,
     AgentExit,
     AgentTask,
@@ -34,11 +38,7 @@ from megatron_dppo.engines.agents.runner import (
     isolated_command,
     run_with_time_limit,
 )
-from megatron_dppo.engines.agents.template import ChatTemplate
-from megatron_dppo.errors import FunctionError, GenerateError
-from megatron_dppo.functions import check_arguments, load_function
-from megatron_dppo.rollout.turns import Turns, check_reward
-from megatron_dppo.types import Completion, Prompt
+from megatron_dppo_agents.template import ChatTemplate
 
 _NO_LANDLOCK = (
     "agent.isolation: Landlock is unavailable (Linux 5.13 or newer, not disabled by the container), so a "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megatron_dppo.engines.agents.conversations import Conversation, ForkReason
+from megatron_dppo_agents.conversations import Conversation, ForkReason
 
 
 @dataclass

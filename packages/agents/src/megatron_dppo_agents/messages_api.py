@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_dppo.data.conversation import fold_notes
 from megatron_dppo.data.formats.base import make_tool_call
-from megatron_dppo.engines.agents.agent_request import MODEL, AgentRequest, CallError, Message
-from megatron_dppo.engines.agents.agent_response import AgentResponse
-from megatron_dppo.engines.agents.protocol_record import Protocol, StoredResponses, named_event
-from megatron_dppo.engines.agents.request_fields import (
+from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_agents.protocol_record import Protocol, StoredResponses, named_event
+from megatron_dppo_agents.request_fields import (
     BEGUN_ANSWER,
     read_bool,
     read_limit,

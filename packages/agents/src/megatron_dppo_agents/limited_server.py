@@ -8,8 +8,8 @@ import socket
 
 from aiohttp import web
 
-from megatron_dppo.engines.agents.connections import ConnectionLimit, reserve_descriptors
-from megatron_dppo.engines.agents.loopback_network import LoopbackNetwork
+from megatron_dppo_agents.connections import ConnectionLimit, reserve_descriptors
+from megatron_dppo_agents.loopback_network import LoopbackNetwork
 
 _IDLE_SECONDS = 60.0
 """Time until a request's headers must be complete, and for which a connection stays open between two calls."""

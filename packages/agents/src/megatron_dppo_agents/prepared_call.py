@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError
-from megatron_dppo.engines.agents.call_ids import CallIds
-from megatron_dppo.engines.agents.conversations import (
+from megatron_dppo_agents.agent_request import AgentRequest, CallError
+from megatron_dppo_agents.call_ids import CallIds
+from megatron_dppo_agents.conversations import (
     Continuation,
     Conversation,
     find_continuation,
     order_tool_results,
 )
-from megatron_dppo.engines.agents.response_reader import ResponseReader
-from megatron_dppo.engines.agents.template import ChatTemplate
+from megatron_dppo_agents.response_reader import ResponseReader
+from megatron_dppo_agents.template import ChatTemplate
 
 
 class PreparedCall(NamedTuple):

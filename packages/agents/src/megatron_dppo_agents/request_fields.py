@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron_dppo.data.conversation import ConversationError, read_tool, read_tool_call
-from megatron_dppo.engines.agents.agent_request import CallError
+from megatron_dppo_agents.agent_request import CallError
 
 _MAX_MODEL_NAME = 256
 """Maximum length of the model's name, which each chunk of a stream repeats."""

@@ -14,24 +14,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError
-from megatron_dppo.engines.agents.agent_response import AgentResponse, build_response
-from megatron_dppo.engines.agents.call_ids import CallIds
-from megatron_dppo.engines.agents.conversations import Conversation, TurnSpan, tools_key
-from megatron_dppo.engines.agents.episode_result import CallCounts, SegmentChoice, choose_segments, token_metrics
-from megatron_dppo.engines.agents.episode_rewards import AgentRun, EpisodeRewards
-from megatron_dppo.engines.agents.named_rewards import NamedRewards
-from megatron_dppo.engines.agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
-from megatron_dppo.engines.agents.protocol_record import StoredResponses
-from megatron_dppo.engines.agents.response_reader import ResponseReader
-from megatron_dppo.engines.agents.running_calls import RunningCalls
-from megatron_dppo.engines.agents.template import ChatTemplate
-from megatron_dppo.engines.agents.tool_clock import ToolClock
 from megatron_dppo.rollout.response_text import decode_response, decode_tokens
 from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
 from megatron_dppo.types.segments import join_segments
+from megatron_dppo_agents.agent_request import AgentRequest, CallError, ContextLengthError
+from megatron_dppo_agents.agent_response import AgentResponse, build_response
+from megatron_dppo_agents.call_ids import CallIds
+from megatron_dppo_agents.conversations import Conversation, TurnSpan, tools_key
+from megatron_dppo_agents.episode_result import CallCounts, SegmentChoice, choose_segments, token_metrics
+from megatron_dppo_agents.episode_rewards import AgentRun, EpisodeRewards
+from megatron_dppo_agents.named_rewards import NamedRewards
+from megatron_dppo_agents.prepared_call import PreparedCall, count_prompt_tokens, prepare_call
+from megatron_dppo_agents.protocol_record import StoredResponses
+from megatron_dppo_agents.response_reader import ResponseReader
+from megatron_dppo_agents.running_calls import RunningCalls
+from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_agents.tool_clock import ToolClock
 
 _COUNTS_PER_CALL = 10
 """Number of requests that count tokens, for each call that an episode may make."""

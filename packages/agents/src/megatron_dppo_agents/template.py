@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dppo.data.chat_template import apply_chat_template, prints_tools, template_problem
 from megatron_dppo.data.conversation import with_text_arguments
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
+from megatron_dppo_agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
 
 
 class ChatTemplate:

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: A wrong configuration, an environment that cannot be loaded, or an existing file.
     """
     from megatron_dppo.config.io import load_config
-    from megatron_dppo.engines.agents.environment import EnvironmentAgent
+    from megatron_dppo_agents.environment import EnvironmentAgent
 
     agent = load_config(options.config, overrides).agent
     if agent.environment is None:

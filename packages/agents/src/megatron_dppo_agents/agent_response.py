@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, Message
 from megatron_dppo.rollout.turns import Turn
 from megatron_dppo.types import FinishReason
+from megatron_dppo_agents.agent_request import AgentRequest, Message
 
 
 @dataclass(frozen=True, kw_only=True)

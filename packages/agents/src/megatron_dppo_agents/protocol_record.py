@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
-from megatron_dppo.engines.agents.agent_response import AgentResponse
+from megatron_dppo_agents.agent_request import AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_response import AgentResponse
 
 
 @dataclass

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_dppo.engines.agents.agent_request import AgentRequest, CallError, Message
-from megatron_dppo.engines.agents.call_ids import CallIds, answer_to
-from megatron_dppo.engines.agents.response_reader import ResponseReader
-from megatron_dppo.engines.agents.template import ChatTemplate
 from megatron_dppo.rollout.turns import ResponseBranch
+from megatron_dppo_agents.agent_request import AgentRequest, CallError, Message
+from megatron_dppo_agents.call_ids import CallIds, answer_to
+from megatron_dppo_agents.response_reader import ResponseReader
+from megatron_dppo_agents.template import ChatTemplate
 
 
 class ForkReason(StrEnum):

@@ -1,0 +1,63 @@
+"""The package that runs the agents of ``[agent]``: an entry point, so that the trainer does not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.errors import GenerateError
+from megatron_dppo.rollout.turns import Turns
+from megatron_dppo.types import Completion, Prompt
+
+GROUP = "megatron_dppo.agents"
+
+
+class OpenAgents(Protocol):
+    """Generate function that runs episodes of an agent, until it is closed."""
+
+    def __call__(self, prompt: Prompt, turns: Turns, /) -> Awaitable[Completion]:
+        """Run an episode."""
+
+    def close(self) -> None:
+        """End all programs of agents."""
+
+
+class AgentPackage(Protocol):
+    """Interface of the module that the entry point ``agent`` names."""
+
+    def AgentFunction(
+        self,
+        config: AgentConfig,
+        variables: Mapping[str, Any],
+        now: Callable[[], datetime],
+        /,
+        *,
+        part_weights: Mapping[str, float],
+        run_folder: Path,
+    ) -> OpenAgents:
+        """Start what episodes need."""
+
+    def choose_image(self, config: AgentConfig, metadata: Mapping[str, Any], /) -> str:
+        """Return the image of the container for a data row."""
+
+    def check_images(self, config: AgentConfig, images: Sequence[str], /) -> None:
+        """Check that images exist on this machine."""
+
+
+def load_agent_package() -> AgentPackage:
+    """Import the package that runs agents.
+
+    Raises:
+        GenerateError: None is installed, or several are.
+    """
+    values = {point.value: point for point in entry_points(group=GROUP, name="agent")}
+    if len(values) != 1:
+        raise GenerateError(
+            f"[agent] needs one package with the entry point agent of {GROUP}, got {sorted(values) or 'none'}. "
+            "Fix: pip install ./packages/agents in a clone of megatron_dppo, and uninstall any other"
+        )
+    return cast(AgentPackage, values.popitem()[1].load())
