@@ -209,3 +209,55 @@ def checkpoints(rank: int, world_size: int, folder: str) -> None:
 
 def test_checkpoints_are_those_of_our_families(tmp_path: Path) -> None:
     run_distributed(checkpoints, 2, str(tmp_path))
+
+
+SINKS = PROVIDED | {"family": "gpt_oss"}
+
+
+def unmark_sinks() -> None:
+    """Leave attention sinks without a mark, as Transformer Engine's layers do (Megatron-LM#5916)."""
+    from megatron.core.models.gpt import GPTModel
+
+    init = GPTModel.__init__
+
+    def unmarked(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        for name, parameter in self.named_parameters():
+            if name.endswith(".softmax_offset"):
+                parameter.tensor_model_parallel = False
+
+    GPTModel.__init__ = unmarked
+
+
+def marks(rank: int, world_size: int) -> None:
+    """The gradient norm counts a marked parameter on every rank, and any other on the first rank alone."""
+    platform = import_bridge()
+    from megatron.core import parallel_state
+
+    from megatron_dppo.mcore.megatron_bridge import ProvidedWeights
+
+    unmark_sinks()
+    for case in (Case(TP, **PROVIDED), Case(TP | EP | {"expert_tensor_parallel_size": 1}, **SINKS)):
+        model = hf_reference(False, family=case.family)
+        if case.family == "gpt_oss":
+            # Megatron Bridge maps its weights for Transformer Engine's layers alone. Random ones show what is split.
+            ProvidedWeights.load = lambda self, source: None  # type: ignore[method-assign]
+        trainer = build_trainer(case, model, platform, "fp32")
+        num_sinks = 0
+        for name, parameter in trainer.models[0].named_parameters():
+            parts = [torch.empty_like(parameter) for _ in range(world_size)]
+            dist.all_gather(parts, parameter.detach().contiguous(), group=trainer.groups.tp)
+            is_sink = name.endswith(".softmax_offset")
+            num_sinks += is_sink
+            if case.family == "gpt_oss" and not is_sink and parameter.min() == parameter.max():
+                continue  # biases and norms begin as constants, split or not
+            # All ranks draw the same numbers for them.
+            is_split = len(parameter) < model.config.num_attention_heads if is_sink else not torch.equal(*parts)
+            assert getattr(parameter, "tensor_model_parallel", False) == is_split, (case.family, name)
+        assert num_sinks == (model.config.num_hidden_layers if case.family == "gpt_oss" else 0)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def test_a_parameter_is_marked_exactly_if_tensor_parallelism_splits_it() -> None:
+    run_distributed(marks, 2, timeout=400.0)

@@ -93,6 +93,9 @@ def test_a_killed_rank_costs_the_running_step_and_flags_settings_and_outputs_are
     assert job.end() == "COMPLETED", job.output
     first, second = read_starts(tmp_path / "run")
     assert first["resumed_step"] is None and saved <= second["resumed_step"] < 5
+    # The checkpoint's own step: the metrics of a step that is lost may be there, so that none would be missing.
+    (resumed,) = re.findall(r"resumed  \S+/step_0*(\d+) \(step (\d+),", job.output)
+    assert set(map(int, resumed)) == {second["resumed_step"]}, job.output
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5]
     logs = tmp_path / f"megatron_dppo-{job.id}/trainer"
     assert f"has crashed with exit code 137 of rank 3 (logs: {logs}); it resumes from" in job.output

@@ -14,6 +14,7 @@ from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import read_config
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.errors import DataError
+from megatron_dppo.files import is_hub_name
 from megatron_dppo.run.resume import _differences
 from tests.unit.published_folders import published_config
 
@@ -40,6 +41,13 @@ def test_a_hub_name_gets_one_message_with_the_download(single: Any, tmp_path: Pa
     for path in ("absent", "./owner/name", "absent/sub/folder"):
         code, _, error = single("--model.path", path)
         assert code == 2 and "hf download" not in error and "config.json is missing" in error, error
+
+
+def test_a_path_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert is_hub_name("Qwen/Qwen3-0.6B")
+    assert not any(map(is_hub_name, ("models/Qwen3-0.6B", "./Qwen3-0.6B", "~/Qwen3-0.6B", "/Qwen3-0.6B", "Qwen3")))
 
 
 def test_serve_looks_at_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,12 @@ def test_rows_of_a_part_stay_within_the_bound_and_repeated_prompts_count_once() 
     assert list(split_batch(memory, prompts, [9] * 6, 30)) == [range(0, 3), range(3, 6)]
     assert list(split_batch(memory, prompts, [9] * 6, 1)) == [range(i, i + 1) for i in range(6)]
     assert list(split_batch(memory, [], [], 1)) == []
+    # The longest response counts for all rows of its part, and for no other part.
+    assert list(split_batch(memory, [[1]] * 6, [9, 1, 1, 1, 1, 1], 25)) == [range(2), range(2, 6)]
+    # Prompts and lengths of earlier parts do not count either.
+    scores = BatchMemory(score_heads=1, cached=0, width=0)
+    assert list(split_batch(scores, [[1], [2], [3], [4]], [1] * 4, 2)) == [range(2), range(2, 4)]
+    assert list(split_batch(scores, [[1, 2, 3], [4], [5]], [1] * 3, 9)) == [range(1), range(1, 3)]
     masks = BatchMemory(score_heads=0, cached=0, width=0)
     # No mask without padding, and one mask for two responses to a prompt.
     assert list(split_batch(masks, [[1, 2], [3, 4]] * 3, [1] * 6, 1)) == [range(6)]

@@ -87,9 +87,11 @@ def test_the_lowest_log_probability_is_that_of_float32_at_the_sampling_temperatu
     given = replace(given, topk_token_ids=None, topk_logprobs=None)
     lowest = put("logprobs", 6, float(np.log(np.finfo(np.float32).smallest_subnormal, dtype=np.float64)))(given)
     check(request, lowest)
+    cold = replace(request, params=replace(request.params, temperature=0.5))
+    check(cold, lowest)
     hot = replace(request, params=replace(request.params, temperature=2.0))
     check(hot, put("logprobs", 6, -207.0)(given))
-    for params, value in ((request, -104.5), (hot, -209.0)):
+    for params, value in ((request, -104.5), (cold, -104.5), (hot, -209.0)):
         with pytest.raises(ContractViolation, match="cannot be sampled"):
             check(params, put("logprobs", 6, value)(given))
 

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_dppo.data.chat import ChatOptions
+from megatron_dppo.data.conversation import read_row_calls, read_row_tools
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.data.formats import FORMATS
 from megatron_dppo.errors import DataError
@@ -311,3 +312,26 @@ def test_the_tools_of_a_columnar_file_have_no_null_fields(tmp_path: Path) -> Non
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": [USER], "label": "1", "tools": tools}]), file)
     (read,) = iter_rows(str(file), "train")
     assert read.tools() == tools
+
+
+def test_the_tools_of_a_json_file_keep_null_where_it_is_a_value() -> None:
+    properties = {"a": {"enum": ["x", None], "default": None, "title": None}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    (read,) = read_row_tools({"tools": [tool]}, is_columnar=False)
+    assert read["function"]["parameters"]["properties"] == {"a": {"enum": ["x", None], "default": None}}
+
+
+@pytest.mark.parametrize(("names", "is_filled"), [(("f", "g"), True), (("f", "f"), False), (("f",), False)])
+def test_calls_of_several_tools_with_the_same_arguments_were_filled(names: tuple[str, ...], is_filled: bool) -> None:
+    """JSON that was made from columns: each call has the arguments of all tools."""
+    calls = [{"function": {"name": name, "arguments": {"a": 1, "b": None}}} for name in names]
+    read = read_row_calls(calls, "calls", (), is_columnar=False)
+    expected = {"a": 1} if is_filled else {"a": 1, "b": None}
+    assert [call["function"]["arguments"] for call in read] == [expected] * len(names)
+
+
+def test_a_required_argument_without_a_schema_is_read() -> None:
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}, "required": ["a", "b"]}}
+    calls = [{"function": {"name": "f", "arguments": {"a": "x", "b": None}}}]
+    (read,) = read_row_calls(calls, "calls", (tool,), is_columnar=True)
+    assert read["function"]["arguments"] == {"a": "x"}

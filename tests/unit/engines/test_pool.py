@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -65,14 +66,18 @@ def test_requests_go_to_the_least_loaded_server_and_siblings_to_the_same_one() -
         assert len({int(r.request_id[1:]) // 8 for r in server.requests}) == 1
 
 
-def test_the_time_of_each_response_is_counted_by_server() -> None:
+def test_the_time_of_each_response_is_counted_by_server(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = fakes(2)
     pool = pool_of(servers)
+    # A clock that ticks when it is read, and does not begin at 0.
+    ticks = itertools.count(1e6)
+    monkeypatch.setattr(ServerPool, "_now", lambda self: next(ticks))
     asyncio.run(ask(pool, 24, siblings=8))
     assert {url: (each.responses, each.tokens) for url, each in pool.counts.times.items()} == {
         server.url: (len(server.requests), 4 * len(server.requests)) for server in servers
     }
-    assert all(each.seconds > 0 for each in pool.counts.times.values())
+    reads = next(ticks) - 1e6
+    assert all(each.responses <= each.seconds <= each.responses * reads for each in pool.counts.times.values())
 
 
 def test_siblings_move_to_another_server_when_theirs_is_much_busier() -> None:

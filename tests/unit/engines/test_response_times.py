@@ -37,6 +37,13 @@ def test_no_other_server_is_called_slow(servers: dict[str, ResponseTimes]) -> No
     assert slowest is not None and not slowest.text
 
 
+@pytest.mark.parametrize(("seconds", "is_slow"), [(2.99, False), (3.01, True)])
+def test_a_slow_server_takes_three_times_as_long(seconds: float, is_slow: bool) -> None:
+    # The median of two servers is their mean.
+    slowest = find_slowest({"http://a": times(1.5), "http://b": times(seconds), "http://c": times(0.5)})
+    assert slowest is not None and slowest.factor == pytest.approx(seconds) and bool(slowest.text) == is_slow
+
+
 def test_every_rank_has_the_metric() -> None:
     assert find_slowest(PoolCounts().times) is None
     assert request_metrics(None, has_servers=True, dp=1)["slowest_server"].numerator == 1.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,6 +46,14 @@ def test_gradients_of_many_rooms_are_those_of_whole_products(
     """23 rows, or 11 of a plan, leave a remainder in most rooms and chunks."""
     monkeypatch.setattr(gradient_module, "gradient_rows", lambda *_: room)
     monkeypatch.setattr(gradient_module, "bf16_products_are_fast", lambda: True)
+    products: list[int] = []
+    add = gradient_module.WeightGradient.add
+
+    def counted(self: Any, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+        products.append(len(dlogits))
+        add(self, dlogits, hidden)
+
+    monkeypatch.setattr(gradient_module.WeightGradient, "add", counted)
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1))
     rows = Rows(LENGTH, RowPlan(order[:15], 11) if planned else None)
     for rounded in (False, True):
@@ -50,6 +61,9 @@ def test_gradients_of_many_rooms_are_those_of_whole_products(
         main_grad = torch.ones(WIDTH, HIDDEN) if into_main_grad and dtype != torch.float64 else None
         result, expected = accumulate(dtype, chunk, rows, main_grad, rounded=rounded, bias=True)
         half = dtype in (torch.bfloat16, torch.float16)
+        # Rooms are full before they are multiplied: a product for each chunk would give the same numbers, later.
+        assert len(products) == math.ceil(rows.num_gradient / (room if half else chunk))
+        products.clear()
         stored = 1e-2 if dtype == torch.bfloat16 else 2e-3 if half else 1e-5
         # Rounding is for bf16 alone: fp32 and fp16 add exact products up in fp32.
         added = 2e-2 if dtype == torch.bfloat16 and rounded else 1e-5

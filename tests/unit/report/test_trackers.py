@@ -17,7 +17,7 @@ import pytest
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report import sinks
-from megatron_dppo.report.logged_steps import LOGGED_STEPS
+from megatron_dppo.report.logged_steps import LOGGED_STEPS, LoggedSteps
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.sinks import Sink, open_sinks, require_sinks
 from megatron_dppo.report.trackers import RunLabels, flatten, open_trackers, run_id
@@ -198,6 +198,14 @@ def test_a_run_that_begins_again_at_step_0_has_a_curve_of_its_own(
     assert {run for run, *_ in points} == {first}
     attempt(tmp_path, range(1, 3), None, 2.0)
     assert [value for run, name, _, value in points if run != first and name == "reward"] == [2.0, 2.0]
+
+
+def test_two_trackers_of_a_folder_keep_their_own_steps(tmp_path: Path) -> None:
+    first, second = LoggedSteps(tmp_path, "a"), LoggedSteps(tmp_path, "b")
+    first.add(["loss"], 4)
+    second.add(["loss"], 2)
+    first.add(["reward"], 5)
+    assert [LoggedSteps(tmp_path, tracker).last for tracker in ("a", "b", "c")] == [5, 2, -1]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 3}', '{"ID": {"reward": "x"}}', "[" * 10_000, "\0"])
