@@ -137,7 +137,7 @@ def run(rank: int, world_size: int, dtype: str, cases: list[tuple[Case, bool]]) 
         parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_half_precision_is_as_near_to_float64_as_transformers(dtype: str) -> None:
     cases = [(Case(layout), True) for layout in (TP, CP, EP)]
     if dtype == "bf16":
