@@ -24,8 +24,7 @@ SPLIT = {1: (EVERY[1::2], EVERY[::2]), 2: (EVERY[::2], EVERY[1::2]), 4: (EVERY[:
 """By number of processes: the losses of other families, and those of families with linear attention."""
 
 
-# One process: tests of the losses and the larger layouts compare the same numbers.
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), *sorted(SPLIT.keys() - {1})])
+@pytest.mark.parametrize("processes", sorted(SPLIT))
 def test_losses_on_layouts(processes: int, tmp_path: Path) -> None:
     others, linear = SPLIT[processes]
     work = divide_variants(LAYOUTS[processes], others) + divide_variants(LINEAR_LAYOUTS[processes], linear)
