@@ -80,7 +80,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     # Companions, which may use the inside of the trainer:
     "megatron_dppo_agents": (
         {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types"},
-        {"aiohttp", "numpy", "orjson", "renderers", "transformers"},
+        {"aiohttp", "numpy", "orjson", "renderers", "torch", "transformers"},
     ),
     "megatron_dppo_report": (BASE | CORE | WINGS | {"run"}, {"numpy", "torch"}),
     "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
