@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES, FOREIGN_KEY_NOTES
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.loss_aliases import ALIAS_VERSIONS, LOSS_ALIASES
-from megatron_dppo.config.removed import RENAMED_KEYS, removed_key_hint
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import Section
 from megatron_dppo.errors import ConfigError
@@ -107,11 +106,6 @@ def explain(name: str, *, verbose: bool = True) -> str:
     models = dict(sections())
     if wanted in fields:
         return _entry(wanted, fields[wanted])
-    if wanted in RENAMED_KEYS:
-        new = RENAMED_KEYS[wanted].new
-        return f"{wanted} is now {new}:\n{_entry(new, fields[new])}"
-    if removed := removed_key_hint(wanted):
-        return f"{wanted}: {removed}"
     if wanted in models and wanted:
         inside = [_entry(f"{wanted}.{key}", f) for key, f in models[wanted].known_fields().items()]
         text = "\n".join([f"[{wanted}]  {_prose(models[wanted].__doc__ or '')}", "", *inside])
@@ -125,8 +119,6 @@ def explain(name: str, *, verbose: bool = True) -> str:
     paths = [path for path in fields if path.rpartition(".")[2] == wanted]
     if paths:
         return "\n".join(_entry(path, fields[path]) for path in paths)
-    if renamed := [path for path in RENAMED_KEYS if _leaf(path) == wanted]:
-        return explain(renamed[0])
     if wanted in FOREIGN_KEY_NAMES:
         path = FOREIGN_KEY_NAMES[wanted]
         note = FOREIGN_KEY_NOTES.get(wanted)

@@ -18,13 +18,6 @@ from megatron_dppo.config.describe import closest_hint, exact_hint
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.paths import read_tables, resolve_paths
-from megatron_dppo.config.removed import (
-    RENAMED_KEYS,
-    print_new_names,
-    removed_key_hint,
-    removed_value_hint,
-    renamed_value,
-)
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import TomlTable
 from megatron_dppo.config.user_functions import functions_as_text
@@ -101,7 +94,7 @@ def read_config(
     # Overrides come after the file and its bases, so they replace values of both.
     values = read_tables(Path(path), relative_to)
     parsed, problems = _parse_overrides(overrides)
-    for section, key, value in map(_with_new_name, parsed):
+    for section, key, value in parsed:
         try:
             _insert(values, section, key, value)
         except ConfigError as error:
@@ -193,16 +186,6 @@ def dump_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
-def _with_new_name(override: tuple[str, str, object]) -> tuple[str, str, object]:
-    """Return an override with the current name of its key and value."""
-    section, key, value = override
-    path = f"{section}.{key}"
-    if path not in RENAMED_KEYS:
-        return override
-    print_new_names([path], f"--{path}")
-    return section, RENAMED_KEYS[path].new.rpartition(".")[2], renamed_value(path, value)
-
-
 def _insert(values: TomlTable, section: str, key: str, value: object) -> None:
     table = values
     for part in section.split("."):
@@ -291,11 +274,7 @@ def _explain_all(details: Sequence[ErrorDetails]) -> list[str]:
 def _explain(detail: ErrorDetails) -> str:
     path = ".".join(str(part) for part in detail["loc"])
     value, message = detail["input"], detail["msg"].removeprefix("Value error, ")
-    if hint := removed_value_hint(path, value):
-        return f"{path} = {value!r}: {hint}"
     if detail["type"] == "extra_forbidden":
-        if hint := removed_key_hint(path):
-            return f"{path} = {value!r}: {hint}"
         return f"{path} = {value!r}: unknown key{_nearest(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{path} is missing; it has no default"

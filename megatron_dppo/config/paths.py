@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.container import CONTAINER_TOOLS
-from megatron_dppo.config.removed import old_keys, print_new_names, rename_keys
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, FILE_OPTIONS
 from megatron_dppo.config.section import TomlTable
 from megatron_dppo.errors import ConfigError
@@ -166,9 +165,6 @@ def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[
         raise ConfigError(f"configuration file {str(file)!r}{where} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"configuration file {str(file)!r}{where} is not valid TOML: {error}") from error
-    # Before merging too: the old name in one file and the new one in another are one key.
-    print_new_names(old_keys(values), str(file))
-    values = rename_keys(values)
     base = values.pop("extends", None)
     # Resolve before merging: the paths of each file are relative to that file.
     resolve_paths(values, relative_to or file.parent)

@@ -15,7 +15,6 @@ from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.loss import AnyLoss, LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.removed import drop_removed_defaults, rename_keys
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, LogConfig, RunConfig
@@ -42,11 +41,6 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_older_keys(cls, values: object) -> object:
-        return drop_removed_defaults(rename_keys(values)) if isinstance(values, dict) else values
 
     @property
     def batch(self) -> BatchSizes:

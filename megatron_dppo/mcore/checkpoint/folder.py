@@ -14,7 +14,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.removed import rename_keys
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import fsync, read_regular_file, write_synced
 
@@ -66,9 +65,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"Expected a JSON object in {checkpoint / STATE}, got {type(state).__name__}. Fix: delete this checkpoint."
         )
-    if isinstance(state.get("config"), dict):
-        # An older version may have written it.
-        state["config"] = rename_keys(state["config"])
     return state
 
 

@@ -4,17 +4,14 @@ import math
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import tomli_w
 
-from megatron_dppo.config.describe import explain, toml_value
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
-from megatron_dppo.config.paths import merge_tables
-from megatron_dppo.config.removed import RENAMED_KEYS
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.run.inputs import resolve_num_steps
@@ -353,66 +350,3 @@ def refused_rollout(values: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         validate(config, "test")
     return str(caught.value)
-
-
-RENAMED = {
-    "rollout.servers.answer_processes": (3, "rollout.servers.client_processes", 3),
-    "rollout.servers.patience_seconds": (7.5, "rollout.servers.unavailable_timeout_seconds", 7.5),
-    "loss.kl_anchor": ("rollout", "loss.kl_target", "rollout"),
-    "distillation.teacher_weights": ("whole", "distillation.teacher_offload", "model"),
-    "train.max_dropped_fraction": (0.25, "train.max_nonfinite_fraction", 0.25),
-    "eval.beside_training": (False, "eval.overlap_training", False),
-}
-"""Old value, new path and new value by old path, written down by hand."""
-
-
-def nested(path: str, value: object) -> dict[str, Any]:
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return cast(dict[str, Any], value)
-
-
-def value_at(tables: dict[str, Any], path: str) -> Any:
-    for part in path.split("."):
-        tables = tables[part]
-    return tables
-
-
-def test_a_renamed_key_is_read_from_files_flags_and_records_with_a_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert RENAMED.keys() == RENAMED_KEYS.keys()
-    for old, (value, new, renamed) in RENAMED.items():
-        plain = merge_tables(minimal(), {"loss": {"kl_coef": 0.1}})
-        if "servers" in old:
-            plain["rollout"] |= {"engine": "vllm", "servers": {"urls": ["http://localhost:8000"]}}
-        # The old name in one file and the new one in another are one key: the file that extends wins.
-        (tmp_path / "base.toml").write_text(tomli_w.dumps(merge_tables(plain, nested(old, value))))
-        write(tmp_path, {"extends": "base.toml"})
-        loaded = [
-            load_config(tmp_path / "c.toml"),
-            load_config(write(tmp_path, plain), [f"--{old}", toml_value(value)]),
-            validate(merge_tables(plain, nested(old, value)), "a record"),
-        ]
-        assert [value_at(each.model_dump(), new) for each in loaded] == [renamed] * 3, old
-        notes = capsys.readouterr().err
-        assert f"base.toml: {old} is now {new}" in notes and f"note     --{old}: {old} is now {new}" in notes
-        assert explain(old).startswith(f"{old} is now {new}:\n{new}  ")
-    overridden = write(tmp_path, {"extends": "base.toml", "eval": {"overlap_training": True}})
-    assert load_config(overridden).eval.overlap_training is True
-    with pytest.raises(ConfigError, match=r"train.max_dropped_fraction = 0.1: this key is now train.max_nonfinite"):
-        validate(minimal() | {"train": {"max_dropped_fraction": 0.1, "max_nonfinite_fraction": 0.2}}, "test")
-
-
-def test_a_removed_key_names_its_replacement_and_its_default_is_dropped(path: Path) -> None:
-    assert "rollout.weight_sync.delta = True: this key was removed. Remove it, and set method" in refusal(
-        path, "--rollout.weight_sync.delta", "true"
-    )
-    loaded = load_config(EXAMPLE, ["--rollout.weight_sync.delta", "false"])
-    assert loaded == load_config(EXAMPLE) and "delta" not in dump_toml(loaded)
-    assert "delta: this key was removed" in explain("rollout.weight_sync.delta")
-
-
-def test_a_removed_method_of_the_weight_sync_is_named_with_what_to_use(path: Path) -> None:
-    message = refusal(path, "--rollout.weight_sync.method", "tensor")
-    assert "rollout.weight_sync.method = 'tensor': this value was removed. Use 'ipc'" in message
