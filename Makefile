@@ -157,7 +157,7 @@ test-matrix: engines
 	@tools/run_matrix.sh $(PYTHON312)
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/engines -m long
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/distributed/test_router_replay.py tests/engines/test_stream.py \
-		tests/unit/commands/test_plan_offload.py tests/distributed/test_batch_invariant.py
+		packages/plan/tests/test_plan_offload.py tests/distributed/test_batch_invariant.py
 
 bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_dppo_report.build import ReportedRun, build, write_report
+from test_agent_report import GIVEN, write_agent_run
+from test_agent_report import HOSTILE as HOSTILE_ERROR
 from tests.browser.pages import DESK, PHONE, browser, complaints, opened, shot, soon
 from tests.unit.recorded_run import HOSTILE, decode, write_run
-from tests.unit.report.test_agent_report import GIVEN, write_agent_run
-from tests.unit.report.test_agent_report import HOSTILE as HOSTILE_ERROR
 
 pytestmark = pytest.mark.browser
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from megatron_dppo.mcore.lora_layer import kaiming_uniform
+from test_tinker_wire import add_tensor, message
 from tests.e2e.tinker_server import ALPHA, END, KEY, RANK, Served, client_python, run_client, serve, write_model
-from tests.unit.tinker.test_wire import add_tensor, message
 
 pytestmark = pytest.mark.e2e
 SEED = 3

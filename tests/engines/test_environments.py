@@ -24,8 +24,8 @@ from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_agents.environment import EnvironmentAgent
+from test_segments import Scorer
 from tests.engines.servers import TOOLS
-from tests.unit.engines.test_segments import Scorer
 from tests.unit.fake_servers import END
 from tests.unit.scripted import CALL, SAMPLED, TASK, World
 

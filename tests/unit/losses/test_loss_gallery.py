@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from experiment_rows import row_of
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo_lab.catalogue import SECOND_LOSSES
 from megatron_dppo_lab.named import FIGURE_LOSSES
 from megatron_dppo_lab.store import Store
 from megatron_dppo_lab.third_edition import THIRD_EDITION
-from tests.unit.experiment_rows import row_of
 
 ROOT = Path(__file__).parents[3]
 GALLERY = ROOT / "docs/losses"

@@ -17,7 +17,7 @@ from megatron_dppo.rollout.stop_strings import StopMatch, StopStrings
 from megatron_dppo.rollout.turns import ResponseBranch
 from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 from megatron_dppo_agents.runner import AgentTask
-from tests.unit.engines.test_agent_protocols import merge_messages, send
+from test_agent_protocols import merge_messages, send
 from tests.unit.scripted import CALL, TOOLS, World, chat_tokenizer
 
 ASK = "<|im_start|>assistant\n"

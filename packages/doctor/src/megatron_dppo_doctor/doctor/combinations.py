@@ -167,7 +167,7 @@ def _no_build_tools(machine: MachineFacts) -> str | None:
 
 _INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
-# Rows: condition, reason, fix, source. A new row needs a case in tests/unit/commands/test_doctor.py.
+# Rows: condition, reason, fix, source. A new row needs a case in packages/doctor/tests/test_doctor.py.
 TABLE: tuple[BadCombination, ...] = (
     BadCombination(
         _unsupported_megatron,

@@ -1,6 +1,6 @@
 """One rule for ``--signal``: every sbatch line of the pages is the one that ``plan`` prints for its size.
 
-``python -m tests.unit.commands.test_job_lines`` writes the lines anew.
+``python -m test_job_lines`` writes the lines anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo_plan.machine import get_machine
 from megatron_dppo_plan.plan import make_plan
 from megatron_dppo_plan.submit import sbatch_line
-from tests.unit.commands.test_plan_step import FakePool
+from test_plan_step import FakePool
 from tests.unit.test_doc_blocks import PAGES, ROOT
 
 SCRIPT = "launch/qwen3_moe_dppo.sh"

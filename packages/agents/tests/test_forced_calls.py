@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo_agents.runner import AgentTask
-from tests.unit.engines.test_agent_protocols import send
+from test_agent_protocols import send
 from tests.unit.scripted import TEMPLATE, TOOLS, World
 
 ASK = "<|im_start|>assistant\n"

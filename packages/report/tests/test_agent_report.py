@@ -17,8 +17,8 @@ from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, ToolTime
 from megatron_dppo_report.agents import turns
 from megatron_dppo_report.build import ReportedRun, build
+from test_report_page import scripts
 from tests.unit.recorded_run import decode
-from tests.unit.report.test_report_page import scripts
 
 GIVEN = "gggssggsss" + "ggss"
 """Tokens of two segments of 10 and 4 tokens: given by the program, or sampled."""

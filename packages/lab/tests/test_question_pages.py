@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from experiment_rows import row_of
 from megatron_dppo.errors import UserError
 from megatron_dppo_lab.grid import GridRun
 from megatron_dppo_lab.store import Store
 from megatron_dppo_lab.third_edition import THIRD_EDITION
-from tests.unit.experiment_rows import row_of
 from tools import write_question_pages
 
 BINARY, TOPK, CENTERED = "dppo_binary_tv tuned", "dppo_topk_tv tuned", "dppo_binary_tv centered tuned"

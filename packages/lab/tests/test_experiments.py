@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from experiment_rows import row_of
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import validate
 from megatron_dppo.engines.local import perturbation as quantized
@@ -31,7 +32,6 @@ from megatron_dppo_lab.runner import execute_runs
 from megatron_dppo_lab.statistics import Band, bands, final, held_out, mean_reward
 from megatron_dppo_lab.store import Store
 from megatron_dppo_lab.verdicts import format_verdicts
-from tests.unit.experiment_rows import row_of
 
 ROOT = Path(__file__).parents[3]
 SMALL = Experiment(

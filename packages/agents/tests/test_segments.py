@@ -47,9 +47,9 @@ from megatron_dppo.types.segments import join_segments
 from megatron_dppo_agents.agent_request import CallError
 from megatron_dppo_agents.conversations import order_tool_results
 from megatron_dppo_agents.runner import AgentTask
+from test_agents import chat, post, user
 from tests.unit.columns import same
 from tests.unit.configs import config
-from tests.unit.engines.test_agents import chat, post, user
 from tests.unit.engines.test_server_engine import publish
 from tests.unit.fake_servers import END, logprob
 from tests.unit.scripted import CALL, TASK, TOOLS, World

@@ -12,7 +12,7 @@ from megatron_dppo.types import Rollout, RolloutGroup
 from megatron_dppo_agents import tool_clock
 from megatron_dppo_agents.runner import AgentTask
 from megatron_dppo_agents.tool_clock import ToolClock
-from tests.unit.engines.test_agent_protocols import send
+from test_agent_protocols import send
 from tests.unit.scripted import CALL, TASK, TOOLS, World
 
 ASK = "<|im_start|>assistant\n"

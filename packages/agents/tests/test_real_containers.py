@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo.types import Completion, SamplingParams
-from tests.unit.engines.real_containers import IMAGE, RealTool
-from tests.unit.engines.test_agent_isolation import CALL
+from real_containers import IMAGE, RealTool
+from test_agent_isolation import CALL
 from tests.unit.scripted import TASK, World
 
 pytestmark = pytest.mark.long

@@ -17,7 +17,7 @@ from megatron_dppo.errors import GenerateError
 from megatron_dppo.types import Completion, SamplingParams
 from megatron_dppo_agents.containers import check_images, choose_image
 from megatron_dppo_agents.generate import AgentFunction
-from tests.unit.engines.test_agent_isolation import CALL
+from test_agent_isolation import CALL
 from tests.unit.scripted import TASK, World
 
 IMAGE = "localhost/megatron-dppo-test:python"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from experiment_rows import row_of
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.run.lock import LOCK
@@ -20,7 +21,6 @@ from megatron_dppo_lab.experiment import SEARCH_SEEDS, Block, Claim, Experiment,
 from megatron_dppo_lab.named import EXPERIMENTS
 from megatron_dppo_lab.row import read_external_rows
 from megatron_dppo_lab.store import Store
-from tests.unit.experiment_rows import row_of
 
 DOCS = Path(__file__).parents[3] / "docs/windtunnel"
 LONG = EXPERIMENTS["long_tail"].report(True, (0, 1), ())

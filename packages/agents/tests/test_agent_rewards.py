@@ -23,8 +23,8 @@ from megatron_dppo.types import Completion
 from megatron_dppo_agents.environment import EnvironmentAgent
 from megatron_dppo_agents.episode_rewards import AgentRun
 from megatron_dppo_agents.runner import AgentExit, AgentTask
+from test_agents import post, user
 from tests.unit import configs
-from tests.unit.engines.test_agents import post, user
 from tests.unit.scripted import TASK, World
 
 WEIGHTS = {"format": 0.5, "answer": 2.0}

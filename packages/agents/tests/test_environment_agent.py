@@ -22,8 +22,8 @@ from megatron_dppo.types import SamplingParams
 from megatron_dppo_agents.environment import EnvironmentAgent
 from megatron_dppo_agents.episode_rewards import AgentRun
 from megatron_dppo_agents.runner import AgentTask
+from test_segments import Scorer
 from tests.unit import configs
-from tests.unit.engines.test_segments import Scorer
 from tests.unit.scripted import TASK, World
 
 INTERPRETER = """#!PYTHON

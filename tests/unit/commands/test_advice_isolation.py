@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_dppo.commands.doctor.command import add_doctor_arguments, run_doctor
-from megatron_dppo.commands.plan.machine import get_machine
-from megatron_dppo.commands.plan.plan import PlannedModel
-from megatron_dppo.commands.plan.search import parse_axes
 
 from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.config.rollout import AgentConfig
@@ -24,8 +20,12 @@ from megatron_dppo.rewards.code import Code
 from megatron_dppo_agents import containers, generate
 from megatron_dppo_agents.containers import check_images, choose_image
 from megatron_dppo_agents.generate import AgentFunction
+from megatron_dppo_doctor.doctor import command
+from megatron_dppo_plan.machine import get_machine
+from megatron_dppo_plan.plan import PlannedModel
+from megatron_dppo_plan.search import parse_axes
+from test_agent_containers import IMAGE, log
 from tests.unit.configs import config
-from tests.unit.engines.test_agent_containers import IMAGE, log
 
 __all__ = ["log"]
 ROOT = Path(__file__).parents[3]
@@ -129,7 +129,7 @@ def _has(program: str) -> bool:
 
 def doctor(*words: str) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser()
-    add_doctor_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_known_args(["--no-self-test", *words])
 
 
@@ -146,8 +146,8 @@ def test_doctors_advice_is_accepted_by_doctor(
 ) -> None:
     places = {"config": str(ROOT / "examples/chain_sum/dppo.toml"), "new": str(tmp_path / "r.json")}
     with pytest.raises(ConfigError, match=re.escape(advice)):
-        run_doctor(*doctor(*(word.format(**places) for word in words)))
-    run_doctor(*doctor(*(word.format(**places) for word in mended)))
+        command.run(*doctor(*(word.format(**places) for word in words)))
+    command.run(*doctor(*(word.format(**places) for word in mended)))
     assert "megatron-dppo" in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_dppo_agents.conversations import order_tool_results
 from megatron_dppo_agents.runner import AgentTask
-from tests.unit.engines.test_agents import chat, post, user
+from test_agents import chat, post, user
 from tests.unit.scripted import CALL, TEMPLATE, TOOLS, World
 
 # It writes all tools but ``add``, so that the conversations below begin with their first message.
