@@ -83,7 +83,7 @@ def write_tasks(file: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_dppo.config.io.load_config", lambda *_: settings)
         patch.setattr("megatron_dppo_agents.environment.EnvironmentAgent", environment)
-        tasks.run_tasks(MagicMock(config="c.toml", file=file), [])
+        tasks.run(MagicMock(config="c.toml", file=file), [])
 
 
 def write_responses(file: Path) -> None:
