@@ -39,7 +39,7 @@ class Text(NamedTuple):
     text: str
 
 
-ADVISING = ("run/guard.py", "run/guard_state.py", "run/sampling_test.py", "run/loop.py", "report/findings.py")
+ADVISING = ("run/guard.py", "run/guard_state.py", "run/sampling_test.py", "run/save_plan.py", "report/findings.py")
 ADVISING += ("run/watchdog.py", "run/lock.py", "run/session.py", "files.py", "weights/verdict.py", "report/metrics.py")
 """Modules whose strings advise without being the argument of an error."""
 
@@ -239,7 +239,7 @@ LIMITS = (
 )
 RESULTS_IN_STOPS = {
     "run/guard.py": ("rollout.dtype", "train.layer_noise.std", "optimizer.lr"),
-    "run/loop.py": ("optimizer.lr",),
+    "run/save_plan.py": ("optimizer.lr",),
 }
 """Keys that change the results and that a stop advises to change."""
 STOPS = ("TrainingStopped", "FunctionsFailed", "NoUsableServer", "PublishError", "DiskError")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.run.loop import _failures_error
 from megatron_dppo.run.run_records import first_agent_error
+from megatron_dppo.run.save_plan import failures_error
 from tests.unit.configs import config
 
 
@@ -28,7 +28,7 @@ def test_failed_agents_and_failed_rewards_have_limits_of_their_own(
         rollout={"prompts_per_step": 4, "samples_per_prompt": 4},
     )
     metrics = {"rollout/reward_failed_fraction": rewards, "rollout/agent/failed_fraction": agents}
-    error = _failures_error(4, metrics, settings)
+    error = failures_error(4, metrics, settings)
     assert (error is None) == (words == "") and words in str(error or "")
 
 
