@@ -40,6 +40,8 @@ def decide(
         run={"num_steps": 5},
         rollout={"prompts_per_step": 4, "samples_per_prompt": 4},
         train={"max_skipped_updates": 3},
+        data={"eval": "eval.jsonl"},
+        eval={"every": 1},
         checkpoint={"keep_best": keep_best},
     )
     return SavePlan.decide(settings, state, metrics, checkpoints, limit, stop), stop
