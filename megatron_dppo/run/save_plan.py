@@ -16,7 +16,7 @@ from megatron_dppo.run.time_limit import TimeLimit
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What follows a step that is done and logged."""
+    """Decision about a step that is done and logged."""
 
     is_due: bool
     """True if the step ends with a checkpoint: by its number, as the best one, or as the last one."""

@@ -49,7 +49,9 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
         tensor.data.copy_(torch.rand(tensor.shape, generator=generator))
     before = [tensor.detach().clone() for tensor in state_of(trainer)]
 
-    written = read_manifest(trainer.save(folder, 1, {}, keep=9).path)
+    trainer.save(folder, 1, {}, keep=9)
+    # The same step elsewhere: a checkpoint has its number.
+    written = read_manifest(trainer.save(folder.with_name("undisturbed"), 2, {}, keep=9).path)
     saving = trainer.save(folder, 2, {}, keep=9, background_group=group)
     spoil(trainer)
     for _ in range(50):  # collectives of training, beside those of the save

@@ -1,4 +1,4 @@
-"""What the trainer asks of this package, by the entry point ``agent`` of the group ``megatron_dppo.agents``."""
+"""Names that the trainer uses, by the entry point ``agent`` of the group ``megatron_dppo.agents``."""
 
 from megatron_dppo_agents.containers import check_images, choose_image
 from megatron_dppo_agents.generate import AgentFunction
