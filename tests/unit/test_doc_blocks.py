@@ -321,7 +321,8 @@ FOREIGN_FLAGS = {
     "torchrun": "--shutdown-timeout",
     "verl, slime, TRL, Megatron-LM": (
         "--apply-chat-template --colocate --config-name --custom-loss-function-path --custom-rm-path "
-        "--dist-ckpt-strictness --fake-process-group --finetune --load --loss-type --no-load-optim --no-load-rng --use-checkpoint-args --use-tis"
+        "--dist-ckpt-strictness --fake-process-group --finetune --load --loss-type --no-load-optim --no-load-rng "
+        "--use-checkpoint-args --use-tis"
     ),
 }
 """Flags of other programs that pages name, beside those that errors name, too."""
