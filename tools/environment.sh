@@ -55,6 +55,6 @@ fill_environment() {
     PIP_REQUIRE_VIRTUALENV=1 "$target" -m pip install -q --disable-pip-version-check -c "$constraints" -e '.[dev]' \
         2> >(grep -v '^WARNING: Location' >&2)
     # Where the environment forbids processes to write bytecode, each would compile this checkout anew.
-    "$target" -m compileall -q megatron_dppo tests tools
+    "$target" -m compileall -q megatron_dppo packages tests tools
     rm -f "$constraints"
 }
