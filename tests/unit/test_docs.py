@@ -45,7 +45,9 @@ def test_the_worked_example_of_a_family_is_in_its_file() -> None:
 
 def test_every_test_that_the_page_of_faults_names_is_there() -> None:
     last, missing = "", []
-    named = re.findall(r"`((?:tests|packages)/[\w/]+\.py)?(?:::(\w+))?`", (ROOT / "docs/faults.md").read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`((?:tests|packages)/[\w/]+\.py)?(?:::(\w+))?`", (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    )
     for path, name in named:
         last = path or last
         if last and not (ROOT / last).is_file():
