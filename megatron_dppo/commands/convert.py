@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from megatron_dppo.config.model import ParallelConfig
     from megatron_dppo.weights.quantization import Format
 
 HELP = "convert weights: Hugging Face, Megatron, adapters, mixtures of experts, FP8"
@@ -95,6 +95,8 @@ def _layout(options: argparse.Namespace) -> ParallelConfig:
     for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number of ranks, at least 1")
+    from megatron_dppo.config.model import ParallelConfig
+
     return ParallelConfig(**sizes)
 
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config.schema import Config
-
 if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
     from megatron_dppo.engines.serving.nodes import ServerNode
 
 HELP = "start the inference servers of a run"

@@ -1,14 +1,17 @@
-"""Code that a configuration names, and the permission to execute it: commands that look at a run have none."""
+"""Code that a configuration names, and the permission to execute it: commands that look at a run have none.
+
+The option is read by the list of commands, so that importing this module does not import pydantic.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from megatron_dppo.config.paths import is_function_key
-from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.functions import is_function_name
-from megatron_dppo.run.contents import flatten
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
 
 OPTION = "--run-functions"
 OPTION_HELP = "allow functions and programs that the configuration names to run; read them first"
@@ -20,6 +23,10 @@ TRAINING = ("reward", "loss", "train")
 
 def named_functions(config: Config) -> dict[str, str]:
     """Return the user functions and agent programs of a configuration, by ``section.key``."""
+    from megatron_dppo.config.paths import is_function_key
+    from megatron_dppo.functions import is_function_name
+    from megatron_dppo.run.contents import flatten
+
     functions = {
         key: value
         for key, value in flatten(config.model_dump(mode="json"))

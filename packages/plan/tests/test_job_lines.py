@@ -1,6 +1,6 @@
 """One rule for ``--signal``: every sbatch line of the pages is the one that ``plan`` prints for its size.
 
-``python -m test_job_lines`` writes the lines anew.
+``PYTHONPATH=.:packages/plan/tests python -m test_job_lines`` writes the lines anew.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import load_config
 from megatron_dppo_plan.machine import get_machine
 from megatron_dppo_plan.plan import make_plan
@@ -84,6 +85,17 @@ def wrapped(line: str, other: str) -> str:
     for word in breaks:
         line = line.replace(f" {word}", f" \\\n    {word}", 1)
     return line
+
+
+def test_the_command_prints_the_plan_and_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command, with made-up rehearsals."""
+    monkeypatch.setattr("megatron_dppo_plan.rehearsal_pool.RehearsalPool", lambda jobs: FakePool())
+    assert main(["plan", str(ROOT / MINE), "--world-size", "32", "--num-servers", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "Fits 32 x h100" in printed
+    assert re.search(rf"^submit   sbatch --nodes=\d+ .*{SCRIPT} .*dppo.toml", printed, re.M)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dppo.config.run import MAX_SEED
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import disk_errors, shipped_folder
 from megatron_dppo_lab.example_run import RUNNABLE, run_example
@@ -74,6 +73,8 @@ def _run_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     (name,) = options.name
     if options.processes < 1:
         raise ConfigError(f"--processes {options.processes}: expected at least 1")
+    from megatron_dppo.config.run import MAX_SEED
+
     if not 0 <= options.seed <= MAX_SEED:
         raise ConfigError(f"--seed {options.seed}: expected 0 to {MAX_SEED}")
     files = Path(options.to) / "examples" / RUNNABLE[name].files

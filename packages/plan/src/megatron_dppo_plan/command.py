@@ -8,13 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config.io import load_config
-from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import PlanError
 
 if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
     from megatron_dppo_plan.search import PlanSearch
-    from megatron_dppo_plan.submit import sbatch_line
 
 HELP = "estimate a run without GPUs: memory, collectives, time"
 HAS_OVERRIDES = True
@@ -73,10 +71,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         UserError: The configuration cannot run on this many processes, or cannot be rehearsed.
     """
+    from megatron_dppo.config.io import load_config
     from megatron_dppo_plan.machine import get_machine
     from megatron_dppo_plan.plan import make_plan
     from megatron_dppo_plan.rehearsal_pool import RehearsalPool
     from megatron_dppo_plan.search import PlanSearch
+    from megatron_dppo_plan.submit import sbatch_line
     from megatron_dppo_plan.text import format_plan
 
     numbers = ("world_size", "jobs", "num_servers", "mean_response_tokens", "search_seconds")

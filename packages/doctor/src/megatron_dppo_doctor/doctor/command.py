@@ -15,10 +15,10 @@ from megatron_dppo.commands.extras import INSTALL, missing_modules
 from megatron_dppo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
     from megatron_dppo_doctor.doctor.job_rank import JobRank
     from megatron_dppo_doctor.doctor.self_test import SelfTestReport
     from megatron_dppo_doctor.doctor.servers import ServerReport
-from megatron_dppo.config.schema import Config
 
 HELP = "check versions, known-bad combinations and servers, run a self-test; paste its output into bug reports"
 HAS_OVERRIDES = True
