@@ -4,8 +4,8 @@
 #                     minutes; make example-llm-moe: its mixture of experts, with router replay
 # make example-sglang, make example-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
-# make test    set up, run the unit tests without the slowest, a sample of the distributed ones, three whole runs: at most
-#              eight minutes
+# make test    set up, run the unit tests without the slowest, a sample of the distributed ones, three whole runs:
+#              16 minutes beside another suite
 # make test-rest      the other unit tests (make test-rest-unit), distributed tests and whole runs (make test-rest-runs)
 # make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-bridge, test-plugins, test-packages, test-gym,
 #                     test-page, test-slurm
