@@ -17,12 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from source_folders import LIBRARIES, ROOT
+
 PACKAGE = "megatron_dppo"
 SECTIONS_ALLOWED = ("run", "commands", "cli")
 """Packages whose functions may take the whole configuration."""
-LIBRARIES = ("answers", "port")
-"""Packages beside the trainer that can be used without it."""
 _MAX_FUNCTION = 60
 Graph = Mapping[str, set[str]]
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 _DIRECT_PINS = ("agents", "clients", "openenv", "plugins", "verifiers")
 """Lists of ``tools/engines`` with what is used itself; the others also have what that requires."""
 _OTHERS = ("megatron-core", "megatron-bridge", "transformer-engine", "transformers", "accelerate", "peft")
-"""What versions of the pages and of setup.py are about, besides the pins."""
+"""Packages whose versions the pages and setup.py name, besides the pins."""
 _PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?==([^\s;]+)", re.MULTILINE)
 
 

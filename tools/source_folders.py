@@ -1,4 +1,4 @@
-"""Where the code of this repository is: the trainer, and the packages beside it."""
+"""Folders of the code of this repository: the trainer, and the packages beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ PACKAGES = {
     if folder.suffix != ".egg-info"
 }
 """Folders of the packages beside the trainer by the name of the import."""
+LIBRARIES = ("answers", "port")
+"""Folders of ``packages/`` that can be used without the trainer."""
 SOURCES = {TRAINER.name: TRAINER, **PACKAGES}
 PYTHON_FILES = tuple(file for folder in SOURCES.values() for file in sorted(folder.rglob("*.py")))
 """All modules of trainer and packages."""

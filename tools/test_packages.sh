@@ -8,11 +8,11 @@ python=$1
 shift
 work=$(mktemp -d)
 trap 'rm -r "$work"' EXIT
-for library in answers port; do
+# setuptools leaves its work in the folder that it builds.
+git ls-files -z | xargs -0 cp --parents -t "$work"
+for library in $(PYTHONPATH=tools "$python" -c 'import source_folders; print(*source_folders.LIBRARIES)'); do
     "$python" -m venv "$work/$library"
     pip=("$work/$library/bin/python" -m pip install -q --disable-pip-version-check)
-    # setuptools leaves its work in the folder that it builds.
-    git ls-files -z | xargs -0 cp --parents -t "$work"
     mapfile -t requirements < <("$python" - "packages/$library/pyproject.toml" <<'END'
 import sys, tomllib
 print(*(each for each in tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"] if each != "megatron-dppo"), sep="\n")

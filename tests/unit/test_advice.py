@@ -39,6 +39,7 @@ class Text(NamedTuple):
     text: str
 
 
+COMMANDS = installed_commands()
 ADVISING = ("run/guard.py", "run/guard_state.py", "run/sampling_test.py", "run/save_plan.py", "report/findings.py")
 ADVISING += ("run/watchdog.py", "run/lock.py", "run/session.py", "files.py", "weights/verdict.py", "report/metrics.py")
 """Modules whose strings advise without being the argument of an error."""
@@ -83,7 +84,7 @@ def parser_options(parser: argparse.ArgumentParser) -> frozenset[str]:
 @cache
 def command_options(name: str) -> frozenset[str]:
     parser = argparse.ArgumentParser()
-    load_command(installed_commands()[name]).add_arguments(parser)
+    load_command(COMMANDS[name]).add_arguments(parser)
     return parser_options(parser)
 
 
@@ -122,7 +123,7 @@ def commands_of(where: str) -> tuple[str, ...]:
         if where.startswith(prefix):
             return commands
     name = re.match(r"(?:commands/|megatron_dppo_doctor/|megatron_dppo_)(\w+)", where)
-    return (name[1],) if name and name[1] in installed_commands() else ("train",)
+    return (name[1],) if name and name[1] in COMMANDS else ("train",)
 
 
 @cache
@@ -198,10 +199,10 @@ def _commands(text: str) -> list[tuple[str, str]]:
 
 
 def _is_command(name: str, sub: str) -> bool:
-    if name not in installed_commands():
+    if name not in COMMANDS:
         return False
     parser = argparse.ArgumentParser()
-    load_command(installed_commands()[name]).add_arguments(parser)
+    load_command(COMMANDS[name]).add_arguments(parser)
     choices = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     return not choices or not sub or sub in choices[0]
 

@@ -28,6 +28,7 @@ from tests.unit.recorded_run import write_run
 from tests.unit.test_advice import OF_OTHERS, command_options, known_key
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = installed_commands()
 PAGES = [
     ROOT / "README.md",
     *(page for part in ("docs/**", "examples/**", "packages/*") for page in sorted(ROOT.glob(f"{part}/*.md"))),
@@ -152,7 +153,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_ours(words: list[str]) -> None:
-    command = load_command(installed_commands()[words[1]])
+    command = load_command(COMMANDS[words[1]])
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     command.add_arguments(parser)
     _, rest = parser.parse_known_args(words[2:])
@@ -347,12 +348,12 @@ def scripts_of(text: str) -> frozenset[str]:
 
 
 def is_flag(flag: str, code: str, scripts: frozenset[str]) -> bool:
-    """Whether a command that the code names has the flag. Without one: any command, a configuration, a script."""
-    commands = [name for name in re.findall(r"\bmegatron-dppo ([a-z]+)", code) if name in installed_commands()]
-    commands = commands or [*installed_commands()]
+    """Return True if a command that the code names has the flag, or, without one, any command, key or script."""
+    commands = [name for name in re.findall(r"\bmegatron-dppo ([a-z]+)", code) if name in COMMANDS]
+    commands = commands or [*COMMANDS]
     if any(flag in command_options(name) for name in commands):
         return True
-    if any(load_command(installed_commands()[name]).HAS_OVERRIDES for name in commands) and is_override(flag):
+    if any(load_command(COMMANDS[name]).HAS_OVERRIDES for name in commands) and is_override(flag):
         return True
     if code.startswith("megatron-dppo "):
         return False

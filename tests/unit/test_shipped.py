@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from megatron_dppo.commands.convert import CONVERSIONS
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.files import shipped_folder
-from source_folders import SOURCES
+from source_folders import LIBRARIES, PACKAGES, SOURCES
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +76,15 @@ def test_a_folder_beside_an_installed_package_is_somebody_elses(tmp_path: Path) 
         shipped_folder("examples", tmp_path / "megatron_dppo")
     (tmp_path / "setup.py").touch()
     assert shipped_folder("examples", tmp_path / "megatron_dppo") == tmp_path / "examples"
+
+
+def test_checker_and_tests_know_each_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    folders = {str(folder.parent.relative_to(ROOT)) for folder in PACKAGES.values()}
+    assert set(settings["mypy"]["packages"]) == SOURCES.keys()
+    assert set(settings["mypy"]["mypy_path"].split(":")) == folders
+    assert folders <= set(settings["pytest"]["ini_options"]["pythonpath"])
+    assert {f"packages/{name}/src" for name in LIBRARIES} <= folders
 
 
 def test_every_data_file_of_the_package_is_in_a_wheel() -> None:

@@ -96,7 +96,7 @@ def parameters(chunk: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def set_gradients(optimizer: Any, chunk: Any, gradients: dict[str, torch.Tensor]) -> None:
-    """What a backward pass leaves: gradients times the loss scale."""
+    """Set the gradients of a backward pass, times the loss scale."""
     optimizer.zero_grad()
     scale = 1.0 if optimizer.loss_scale is None else optimizer.loss_scale.value
     for name, parameter in parameters(chunk).items():

@@ -34,7 +34,7 @@ PROMPTS, SIBLINGS, LENGTH = 25, 4, 32
 
 @dataclass(frozen=True)
 class Answers:
-    """What the server returns for a step. Each token is a row."""
+    """Numbers that the server returns for a step. Each token is a row."""
 
     tokens: NDArray[np.int64]
     """Shape [num_tokens]."""

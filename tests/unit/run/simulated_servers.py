@@ -220,7 +220,7 @@ class SimulatedRun:
 
 
 class LieOutcome(NamedTuple):
-    """What the guard makes of a server that lies."""
+    """Result of the guard for a server that lies."""
 
     step: int | None
     """Step in which the guard names the server. None: in none of them."""
