@@ -25,5 +25,8 @@ END
         "${pip[@]}" --no-deps "$work"
     fi
     "${pip[@]}" --no-deps "$work/packages/$library"
-    (cd "$work/packages/$library" && "$work/$library/bin/python" -m pytest -q -c /dev/null --rootdir . tests "$@")
+    (cd "$work/packages/$library" && "$work/$library/bin/python" -m pytest -q -c /dev/null --rootdir . --confcutdir . tests "$@") || {
+        # CI repeats what failed (--last-failed): in the other library that is nothing, which pytest calls 5.
+        [ $? = 5 ] && [[ "$*" == *--last-failed* ]]
+    }
 done
