@@ -23,7 +23,7 @@ _TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights"
 _TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_plan"}
 """Packages that talk between ranks."""
 BASE = {"errors", "files", "functions", "config", "hf"}
-CORE = {"types", "losses", "head", "parallel", "mcore", "policy"}
+CORE = {"types", "advantages", "losses", "head", "parallel", "mcore", "policy"}
 WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
 ALL = BASE | CORE | WINGS | {"run", "commands", "__version__"}
 ANSWERS = "megatron_dppo_answers"
@@ -36,6 +36,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "parallel": ({"errors"}, {"torch", "numpy"}),
     "config": ({"errors", "files", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
+    "advantages": ({"config", "errors", "functions", "types"}, {"torch"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
