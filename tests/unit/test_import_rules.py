@@ -25,7 +25,7 @@ _TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dp
 ANSWERS = "megatron_dppo_answers"
 ENGINES = "megatron_dppo_engines"
 BASE = {"errors", "files", "functions", "config", "hf"}
-CORE = {"types", "losses", "head", "parallel", "mcore", "policy"}
+CORE = {"types", "advantages", "losses", "head", "parallel", "mcore", "policy"}
 WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
 ALL = BASE | CORE | WINGS | {"run", "commands", "__version__", ENGINES}
 PACKAGES: dict[str, tuple[set[str], set[str]]] = {
@@ -37,6 +37,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "parallel": ({"errors"}, {"torch", "numpy"}),
     "config": ({"errors", "files", "functions", ENGINES}, {"pydantic", "pydantic_core", "tomli_w"}),
     "hf": ({"config", "errors", "files", "types", ENGINES}, {"torch", "safetensors", "transformers"}),
+    "advantages": ({"config", "errors", "functions", "types"}, {"torch"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.parts.decision import decide, mismatch_mask
-from megatron_dppo.losses.parts.predictive import divergence_rate
-from megatron_dppo.losses.parts.tokens import Tokens, TopK
+from megatron_dppo.losses.mismatch import decide, mismatch_mask
+from megatron_dppo.losses.predictive import divergence_rate
+from megatron_dppo.losses.tokens import Tokens, TopK
 
 if TYPE_CHECKING:
-    from megatron_dppo.losses.parts.decision import Decision
-    from megatron_dppo.losses.parts.loss import Loss
-    from megatron_dppo.losses.parts.predictive import Tail
+    from megatron_dppo.losses.decision import Decision
+    from megatron_dppo.losses.predictive import Tail
+    from megatron_dppo.losses.rule import Loss
     from megatron_dppo.types import LossInputs
 
 _OTHER_FLOOR = 1e-6

@@ -9,22 +9,24 @@ unified gradient. Two *values* go with it: ``-A min(r, C) M log pi`` (``form = "
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses.parts.centering import centering_term
-from megatron_dppo.losses.parts.counterfactuals import counterfactual_metrics
-from megatron_dppo.losses.parts.decision import decide, mask_outside
-from megatron_dppo.losses.parts.loss import as_loss
-from megatron_dppo.losses.parts.loss_metrics import common_metrics, policy_metrics
-from megatron_dppo.losses.parts.reduce import masked_sum, statistics_dtype
-from megatron_dppo.losses.parts.returns import kl_estimate
-from megatron_dppo.losses.parts.tokens import Tokens, check_shapes, prepare
-from megatron_dppo.losses.parts.user_functions import call_user_mask
-from megatron_dppo.types import LossInputs, LossOutput, Metric
+from megatron_dppo.losses.centering import centering_term
+from megatron_dppo.losses.divergence import kl_estimate, topk_sums
+from megatron_dppo.losses.loss_metrics import common_metrics, counterfactual_metrics, policy_metrics
+from megatron_dppo.losses.mismatch import decide, mask_outside
+from megatron_dppo.losses.predictive import predictive_sums
+from megatron_dppo.losses.reduce import masked_sum, statistics_dtype
+from megatron_dppo.losses.rule import as_loss
+from megatron_dppo.losses.tokens import Tokens, check_shapes, prepare
+from megatron_dppo.losses.user_functions import call_user_mask
+from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SlotSums
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool = False) -> LossOutput:
@@ -50,7 +52,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
             ``rollout_logprobs`` is not finite; it also leaves ``num_tokens``. ``config.required_inputs`` names
             the fields that must be there; Top-K fields are ``[T, K+1]``.
         config: Name, thresholds and the rest.
-        counterfactuals: Also report what other losses would have done (``losses.counterfactuals``).
+        counterfactuals: Also report what other losses would have done (``losses.loss_metrics``).
 
     Returns:
         ``loss_sum`` (connected to ``inputs.logprobs`` even when no token is left), ``num_tokens`` (masked tokens
@@ -179,3 +181,46 @@ def entropy_term(inputs: LossInputs) -> Tensor:
             "without detaching it, or set entropy_coef to 0"
         )
     return torch.where(inputs.loss_mask, inputs.entropy.to(statistics_dtype(inputs.entropy)), 0.0)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and its properties that a trainer relies on."""
+
+    loss: Callable[[LossInputs], LossOutput]
+    """The function that is minimized."""
+    by_token: bool
+    """True if each token's term depends on that token alone, so that a row can be split into chunks."""
+    skips_zero_advantage: bool
+    """True if a token with advantage 0 has no gradient, so that its row can be skipped."""
+    needs: LossNeeds = NO_NEEDS
+    """Statistics that a head must provide."""
+
+
+def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Objective:
+    """Return ``policy_loss`` with this configuration, optionally with the metrics of other losses."""
+    # Only a loss over whole sequences reads sequence ids.
+    by_token = "sequence_ids" not in config.required_inputs
+    acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0 or config.needs.zero_advantage
+    return Objective(
+        loss=partial(policy_loss, config=config, counterfactuals=counterfactuals),
+        by_token=by_token,
+        # A loss over sequences needs all their tokens, also those without a gradient of their own.
+        skips_zero_advantage=by_token and not acts_without_advantage,
+        needs=LossNeeds(
+            entropy_gradient=config.entropy_coef > 0 or config.needs.entropy_gradient,
+            other_square="topk_other_square" in config.required_inputs,
+            slot_gradient=config.needs.topk_gradient or config.centering,
+            topk_sums=_sums(config),
+        ),
+    )
+
+
+def _sums(config: LossConfig) -> SlotSums | None:
+    if not config.is_topk or config.reads_topk_slots:
+        return None
+    return predictive_sums if config.topk_summary == "rate" else topk_sums
+
+
+SUPERVISED = Objective(supervised_loss, by_token=True, skips_zero_advantage=False)
+"""Negative log-likelihood, whatever the advantages."""

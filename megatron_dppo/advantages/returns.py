@@ -1,38 +1,14 @@
-"""Advantages of single tokens: a KL penalty in the reward, returns, and the batch's mean and deviation."""
+"""Advantages of single tokens: returns, and the batch's mean and deviation."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-KlEstimator = Literal["k1", "k2", "k3"]
-_MAX_LOG_KL_RATIO = 20.0
-"""Limit of the log ratio, as in verl and Stable-RL: an estimate from one token can explode."""
 _VARIANCE_FLOOR = 1e-8
-
-
-def kl_estimate(logprobs: Tensor, target_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """Return estimates of KL(p || target) from single tokens that p sampled (joschu.net/blog/kl-approx.html).
-
-    Example:
-        log p - log target = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + ln 2 = .193.
-
-    Args:
-        logprobs: ``[T]`` log p of the token; a gradient passes through.
-        target_logprobs: ``[T]``.
-        estimator: K1 is unbiased and may be negative, k3 is unbiased and never is, k2 is half the square.
-    """
-    log_ratio = (logprobs - target_logprobs).clamp(-_MAX_LOG_KL_RATIO, _MAX_LOG_KL_RATIO)
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    # k3 = target / p - 1 + log(p / target)
-    return torch.expm1(-log_ratio) + log_ratio
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:

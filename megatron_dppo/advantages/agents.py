@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 import torch
 
-from megatron_dppo.losses.parts.group_relative import group_relative_advantages
+from megatron_dppo.advantages.group_relative import group_relative_advantages
 from megatron_dppo.types import RolloutGroup
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_dppo.config.user_functions import UserFunction
 from megatron_dppo.errors import FunctionError, UserError
-from megatron_dppo.losses.parts.tokens import Tokens
+from megatron_dppo.losses.tokens import Tokens
 from megatron_dppo.types import LossInputs
 
 _TOPK = ("topk_logprobs", "rollout_topk_logprobs", "topk_valid", "topk_other_logprob")

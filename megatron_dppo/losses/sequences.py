@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.parts.reduce import per_sequence
+from megatron_dppo.losses.reduce import per_sequence
 
 _QUANTILE = 0.9
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses.parts.policy_loss import policy_loss
-from megatron_dppo.losses.parts.second_moment import largest_square, select_squares
+from megatron_dppo.losses.objective import policy_loss
+from megatron_dppo.losses.second_moment import largest_square, select_squares
 from megatron_dppo.types import LossInputs
 
 _TOPK = 2

@@ -9,7 +9,8 @@ from megatron_dppo.config.loss import LossConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dppo.losses import Decision, Tokens
+    from megatron_dppo.losses.decision import Decision
+    from megatron_dppo.losses.tokens import Tokens
     from megatron_dppo.types import LossInputs
 
 
@@ -36,7 +37,7 @@ class Loss(LossConfig):
             decision: Result of ``decide``, after the mismatch mask and the user's mask.
         """
         # Loads torch, which a configuration does without.
-        from megatron_dppo.losses.parts.terms import policy_term
+        from megatron_dppo.losses.decision import policy_term
 
         keep = decision.keep & tokens.mask
         return keep, policy_term(tokens, decision, keep, self)

@@ -17,7 +17,7 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.errors import FunctionError, UserError
 from megatron_dppo.functions import is_function_name
-from megatron_dppo.losses.parts.policy_loss import policy_loss
+from megatron_dppo.losses.objective import policy_loss
 from megatron_dppo.types import LossInputs
 
 _LENGTHS = (5, 7, 4)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses.parts.predictive import Tail, divergence_rate, predictive_sums, tail_square
-from megatron_dppo.losses.parts.reduce import statistics_dtype
-from megatron_dppo.losses.parts.topk import divergence_from_sums, evict, other_masses, topk_kl, topk_tv, valid_slots
+from megatron_dppo.losses.divergence import divergence_from_sums, evict, other_masses, topk_kl, topk_tv, valid_slots
+from megatron_dppo.losses.predictive import Tail, divergence_rate, predictive_sums, tail_square
+from megatron_dppo.losses.reduce import statistics_dtype
 from megatron_dppo.types import LossInputs
 
 _MAX_LOG_RATIO = 80.0

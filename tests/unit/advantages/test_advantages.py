@@ -12,12 +12,13 @@ from fractions import Fraction
 import pytest
 import torch
 
+from megatron_dppo.advantages.by_name import advantages_by
+from megatron_dppo.advantages.group_relative import group_relative_advantages
+from megatron_dppo.advantages.length_baseline import length_weighted_advantages
+from megatron_dppo.advantages.returns import Moments
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.losses import advantages_by, group_relative_advantages
-from megatron_dppo.losses.parts.length_baseline import length_weighted_advantages
-from megatron_dppo.losses.parts.returns import Moments
 from megatron_dppo.rewards.item import MAX_REWARD, read_reward
 from megatron_dppo.rollout.batch import has_signal
 from megatron_dppo.run.run_records import rollout_metrics

@@ -1,16 +1,18 @@
-"""Decision of a loss for each token, and the forms that several losses share. True = keep, False = masked."""
+"""Decision of a loss for each token, and the forms of decisions and terms that losses share.
+
+True = keep, False = masked.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.losses.parts.loss import Loss
-from megatron_dppo.losses.parts.tokens import Tokens
-from megatron_dppo.losses.parts.trust_region import mismatch_keep_mask, ratio_keep_mask
+from megatron_dppo.losses.tokens import Tokens
+from megatron_dppo.losses.trust_region import ratio_keep_mask
 
 
 class Decision(NamedTuple):
@@ -24,37 +26,6 @@ class Decision(NamedTuple):
     """Weight in the reported loss of a masked token: 0, or the clipped ratio of a surrogate. It has no gradient."""
     divergence: Tensor
     """Distance of pi from mu, for the metrics."""
-
-
-def decide(tokens: Tokens, loss: Loss) -> Decision:
-    """Return mask and weight of every token under ``loss``, the mismatch mask included."""
-    decision = loss.decide(tokens)
-    # ``truncate`` masks nothing: ``ppo_decoupled`` limits its weight pi' / mu with it.
-    if loss.mismatch in ("none", "truncate"):
-        return decision
-    return mask_outside(decision, mismatch_mask(tokens, loss))
-
-
-def mismatch_mask(tokens: Tokens, loss: Loss) -> Tensor:
-    """Return the mask of a ``mask_*`` mode of ``loss.mismatch``, in the shape of the tokens."""
-    return mismatch_keep_mask(
-        mismatch_log_ratio(tokens, loss),
-        tokens.mask,
-        cast(Literal["token", "sequence", "geometric"], loss.mismatch.removeprefix("mask_")),
-        loss.mismatch_limits,
-        tokens.sequence_ids,
-    )
-
-
-def mask_outside(decision: Decision, inside: Tensor) -> Decision:
-    """Mask the tokens that are not ``inside`` (``[T]`` bool); they report 0."""
-    clipped = torch.where(inside, decision.clipped_weight, 0.0)
-    return decision._replace(keep=decision.keep & inside, clipped_weight=clipped)
-
-
-def mismatch_log_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
-    """Return log pi' - log mu (both at the rollout's weights) if the loss reads pi', else log pi - log mu."""
-    return tokens.recomputed - tokens.rollout_logprobs if config.mismatch_uses_recomputed else tokens.log_ratio
 
 
 def weigh_by_ratio(tokens: Tokens, divergence: Tensor, keep: Tensor | None = None) -> Decision:
@@ -92,3 +63,31 @@ def clipped_surrogate(
         keep = keep & ~beyond
         clipped = torch.where(beyond, dual_clip, clipped)
     return Decision(keep, ratio, clipped, divergence)
+
+
+def with_value(term: Tensor, value: Tensor, acts: Tensor) -> Tensor:
+    """Return terms that report ``value`` where they act, with the gradient of ``term``; ``[T]`` all."""
+    return term + (value - term).detach().where(acts, 0.0)
+
+
+def policy_term(tokens: Tokens, decision: Decision, keep: Tensor, config: LossConfig) -> Tensor:
+    """Return the value ``-A w M log pi`` (or ``-A w M``) with its gradient, ``[T]``, 0 outside the loss mask.
+
+    Every mask is a `where`, on the inside of a product too: a NaN or an infinity behind a factor of 0 comes back, in
+    the value or in the gradient.
+    """
+    floor, cap = config.ratio_limits
+    weight = decision.weight.clamp(floor, cap)
+    # Advantage 0 gives exactly 0, also where the weight is infinite.
+    acts = tokens.mask & (tokens.advantages != 0)
+    # pi(a) = 0: r log pi tends to 0, and so does its gradient.
+    contributes = keep & acts & (tokens.logprobs.detach() != -torch.inf)
+    logprobs = torch.where(contributes, tokens.logprobs, 0.0)
+    if config.resolved_form == "reinforce":
+        return torch.where(contributes, -tokens.advantages * weight * logprobs, 0.0)
+    # The value w with the gradient of w * log pi: differentiating exp() itself would overflow before the clamp.
+    moves = (decision.weight >= floor) & (decision.weight <= cap)
+    direction = torch.where(moves, logprobs - logprobs.detach(), 0.0)
+    # A masked token of a surrogate has a value, its clipped one, and no gradient: the reported loss is that of PPO.
+    value = torch.where(keep, weight * (1 + direction), decision.clipped_weight)
+    return torch.where(acts, -tokens.advantages * value, 0.0)

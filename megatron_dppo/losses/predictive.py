@@ -10,9 +10,9 @@ and the divergence on the Top-K set and one bucket for the rest by
     TV:            1/2 sum over the buckets of sign(pi_j - mu_j) d pi_j,
                    d pi_rest = -Q - (pi_k - sum of pi^2) pi_rest
 
-with Q the sum of pi^2 over the rest. With the exact Q these are the true derivatives of the divergences of
-``losses.topk``; arXiv 2607.10848 estimates Q (``Tail``). With two buckets, the sampled token and the rest, the sign is
-that of pi_k - mu_k for every Q, so that Binary masks have nothing to predict.
+with Q the sum of pi^2 over the rest. With the exact Q these are the true derivatives of the Top-K divergences of
+``losses.divergence``; arXiv 2607.10848 estimates Q (``Tail``). With two buckets, the sampled token and the rest, the
+sign is that of pi_k - mu_k for every Q, so that Binary masks have nothing to predict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.parts.topk import topk_sums, valid_slots
+from megatron_dppo.losses.divergence import topk_sums, valid_slots
 
 Tail = Literal["proportional", "aggregated", "uniform"]
 """Q: the sum itself; pi_rest^2, as if the rest were one token; pi_rest^2 / (V - number of slots), as if it were flat"""

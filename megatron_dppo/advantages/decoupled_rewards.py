@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses.parts.group_relative import group_relative_advantages
+from megatron_dppo.advantages.group_relative import group_relative_advantages
 from megatron_dppo.types import RolloutGroup
 
 
