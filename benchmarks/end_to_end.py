@@ -33,7 +33,7 @@ from typing import Any
 from cpu_meter import Reading, run_metered
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.run.inputs import read_inputs
+from megatron_dppo.setup.inputs import read_inputs
 from megatron_dppo.types import Prompt
 from megatron_dppo_lab.smollm2 import model_folder
 

@@ -41,7 +41,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.engines import rollout_sampling_params
+from megatron_dppo.setup.engines import rollout_sampling_params
 from tests.faults.simulation import seams
 from tests.faults.simulation.clock import VirtualLoop
 from tests.faults.simulation.trainer import SimTrainer, Tokenizer

@@ -42,7 +42,7 @@ from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.rewards.item import RewardItem
-from megatron_dppo.run.engines import open_scorer
+from megatron_dppo.setup.engines import open_scorer
 from megatron_dppo.types import LossInputs, Prompt, SamplingParams
 from megatron_dppo_lab.catalogue import LOSSES, MISMATCHES, TASKS
 from megatron_dppo_lab.grid import PLACEHOLDER_PATHS, GridRun, merged, run_settings

@@ -68,7 +68,7 @@ nothing. It prints about 30 lines:
 If something is wrong, every problem follows in one message, and the exit code is 2. Layout and batch sizes are printed
 first.
 
-A run starts with the same checks (`megatron_dppo/run/preflight.py`). `--world-size N` checks the layout for N
+A run starts with the same checks (`megatron_dppo/setup/preflight.py`). `--world-size N` checks the layout for N
 processes. Without it and without WORLD_SIZE, the smallest number that the layout allows is checked.
 
 The checks are:

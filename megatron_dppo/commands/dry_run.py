@@ -14,9 +14,9 @@ from megatron_dppo.config.layout import format_layout, unchecked_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.report.printable import printable
-from megatron_dppo.run.contents import read_contents
-from megatron_dppo.run.preflight import Start, find_problems
-from megatron_dppo.run.resume import ResumePoint, find_resume_point
+from megatron_dppo.setup.contents import read_contents
+from megatron_dppo.setup.preflight import Start, find_problems
+from megatron_dppo.setup.resume import ResumePoint, find_resume_point
 
 
 def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, verbose: bool = False) -> int:
@@ -46,7 +46,7 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
     resume_point = None
     if start.inputs is not None and not start.config.run.overwrite and not loaded.problems:
         # A run searches its checkpoints on all ranks, holding the lock of the folder. A dry run only reads them.
-        from megatron_dppo.run.served_models import read_served_models
+        from megatron_dppo.setup.served_models import read_served_models
 
         contents = read_contents(start.config.model_dump(mode="json")).contents
         served = read_served_models(start.config).models

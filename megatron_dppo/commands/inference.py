@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.named_functions import OPTION_HELP, SAMPLING, require_permission
+from megatron_dppo.setup.named_functions import OPTION_HELP, SAMPLING, require_permission
 
 if TYPE_CHECKING:
     from megatron_dppo.run.offline import Offline

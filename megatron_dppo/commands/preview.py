@@ -10,10 +10,10 @@ from megatron_dppo.errors import RewardError, UserError
 from megatron_dppo.files import format_bytes
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.rewards.item import RewardItem, RewardResult
-from megatron_dppo.run.engines import open_scorer
-from megatron_dppo.run.inputs import DataSets, Inputs, ModelInputs
-from megatron_dppo.run.local_engine_memory import LocalEngineMemory
-from megatron_dppo.run.output_checks import checkpoint_bytes, max_checkpoints, num_trained_parameters, run_bytes
+from megatron_dppo.setup.engines import open_scorer
+from megatron_dppo.setup.inputs import DataSets, Inputs, ModelInputs
+from megatron_dppo.setup.local_engine_memory import LocalEngineMemory
+from megatron_dppo.setup.output_checks import checkpoint_bytes, max_checkpoints, num_trained_parameters, run_bytes
 from megatron_dppo.types import Prompt
 
 _SHOWN_CHARACTERS = 240

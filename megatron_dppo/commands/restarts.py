@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         UserError: A wrong configuration, a damaged record, or no attempts left.
     """
     from megatron_dppo.config.io import load_config
-    from megatron_dppo.run.restarts import FINAL, AttemptsExhausted, RankExit, Restarts, find_first_failure
+    from megatron_dppo.process.restarts import FINAL, AttemptsExhausted, RankExit, Restarts, find_first_failure
 
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts {options.max_restarts}: expected 0 (never) or more")

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     only_prints = options.print_mode or options.print_rank_variables or options.print_nodes
     config = load_config(options.config, overrides, with_functions=not only_prints)
     if config.model.transformer:  # Otherwise this command needs no torch, which takes seconds to import.
-        from megatron_dppo.run.preflight import check_flags
+        from megatron_dppo.setup.preflight import check_flags
 
         check_flags(config)
     if options.print_mode:
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(shlex.join(plan.argv) if gpus is None else f"CUDA_VISIBLE_DEVICES={gpus} {shlex.join(plan.argv)}")
         return 0
     from megatron_dppo.engines.serving.environment import shares_communicator
-    from megatron_dppo.run.orphans import no_orphans
+    from megatron_dppo.process.orphans import no_orphans
     from megatron_dppo_engines.serving.collectives import require_equal_versions
     from megatron_dppo_engines.serving.processes import ServerGroup, StopRequest
 

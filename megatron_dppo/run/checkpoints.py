@@ -17,17 +17,17 @@ from megatron_dppo.errors import DiskError
 from megatron_dppo.files import MAKE_ROOM, require_space
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, is_leader, run_on_leader
+from megatron_dppo.process.save_timer import SaveTimer, has_memory_for_copies
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.changes import Change, ServedModels
-from megatron_dppo.run.contents import Contents, content_digests
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.guard_state import GuardState
-from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.output_checks import checkpoint_bytes, estimate_save_bytes
-from megatron_dppo.run.resume import ResumePoint, layout_identity, run_identity
-from megatron_dppo.run.save_timer import SaveTimer, has_memory_for_copies
+from megatron_dppo.setup.changes import Change, ServedModels
+from megatron_dppo.setup.contents import Contents, content_digests
+from megatron_dppo.setup.inputs import Inputs
+from megatron_dppo.setup.output_checks import checkpoint_bytes, estimate_save_bytes
+from megatron_dppo.setup.resume import ResumePoint, layout_identity, run_identity
 from megatron_dppo.types import StepResult
 
 if TYPE_CHECKING:

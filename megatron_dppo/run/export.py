@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.convert.adapter_folder import save_adapter
+from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.files import require_space
 from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.parallel.platform import DTYPES
-from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.weights.adapter_folder import save_adapter
-from megatron_dppo.weights.hf_folder import save_hf_folder
+from megatron_dppo.setup.inputs import Inputs
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.parallel.objects import run_on_leader
-from megatron_dppo.run.engines import connect_servers
 from megatron_dppo.run.guard_state import GuardState
+from megatron_dppo.setup.engines import connect_servers
 from megatron_dppo.weights.publish import release_all
 
 if TYPE_CHECKING:

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped, UserError
+from megatron_dppo.process.orphans import no_orphans, stop_when_torchrun_dies
+from megatron_dppo.process.stop_signal import Stopped, StopSignal
+from megatron_dppo.process.time_limit import TimeLimit
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.run.export import export_results
-from megatron_dppo.run.failed_functions import failed_keys, record_failed_functions
 from megatron_dppo.run.gpus import exclude_servers
-from megatron_dppo.run.orphans import no_orphans, stop_when_torchrun_dies
 from megatron_dppo.run.run_records import first_agent_error, request_metrics, step_metrics, take_counts, token_ranks
 from megatron_dppo.run.save_plan import SavePlan
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.step import make_samples, update_policy
-from megatron_dppo.run.stop_signal import Stopped, StopSignal
-from megatron_dppo.run.time_limit import TimeLimit
+from megatron_dppo.setup.failed_functions import failed_keys, record_failed_functions
 from megatron_dppo.types import StepResult, TrainingSample
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.convert.conversion import open_converter
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.engines.local.engine import LocalEngine
@@ -26,25 +27,24 @@ from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import check_weights_fit, read_hf_config, stream_folder
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform, pin_threads
+from megatron_dppo.process.marker import first_start
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.request_scheduler import sampling_params, sampling_seed
-from megatron_dppo.run.engines import (
+from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
+from megatron_dppo.setup.engines import (
     build_sampling_engine,
     build_weight_sync,
     connect_servers,
     open_generate_function,
     open_scorer,
 )
-from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
-from megatron_dppo.run.inputs import PromptReader
-from megatron_dppo.run.marker import first_start
-from megatron_dppo.run.preflight import check_flags
-from megatron_dppo.run.resume import find_usable_checkpoint
-from megatron_dppo.run.starts import load_run_config
+from megatron_dppo.setup.inputs import PromptReader
+from megatron_dppo.setup.preflight import check_flags
+from megatron_dppo.setup.resume import find_usable_checkpoint
+from megatron_dppo.setup.starts import load_run_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams
-from megatron_dppo.weights.conversion import open_converter
 from megatron_dppo_engines.server import ServerInfo
 
 _VERSION = 0

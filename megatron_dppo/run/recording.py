@@ -18,12 +18,12 @@ from megatron_dppo.files import disk_errors
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import gather_objects, is_leader, run_on_leader
 from megatron_dppo.policy.packed import SampleRecord, TokenRecorder
+from megatron_dppo.process.marker import read_marker
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.run.marker import read_marker
 from megatron_dppo.types import Completion, TrainingSample
 
 if TYPE_CHECKING:

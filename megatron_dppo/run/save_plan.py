@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import TrainingStopped
+from megatron_dppo.process.stop_signal import Stopped, StopSignal
+from megatron_dppo.process.time_limit import TimeLimit
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
-from megatron_dppo.run.failed_functions import AGENT_KEYS, REWARD_KEYS, FunctionsFailed
-from megatron_dppo.run.stop_signal import Stopped, StopSignal
-from megatron_dppo.run.time_limit import TimeLimit
+from megatron_dppo.setup.failed_functions import AGENT_KEYS, REWARD_KEYS, FunctionsFailed
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader, run_on_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.parallel.rendezvous import join_ranks, open_store
+from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.stop_signal import Stopped, StopSignal
+from megatron_dppo.process.watchdog import Watchdog
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import metric_problem, read_metrics, set_damaged_lines_aside
 from megatron_dppo.report.steps.files import delete_steps_after
@@ -33,10 +36,17 @@ from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.changes import Change
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
-from megatron_dppo.run.contents import Contents, ReadContents, read_contents
-from megatron_dppo.run.engines import (
+from megatron_dppo.run.evaluation import SAMPLES, Evaluator, sample_problem
+from megatron_dppo.run.export import export_hf
+from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
+from megatron_dppo.run.guard_state import GuardState
+from megatron_dppo.run.recording import StepRecorder
+from megatron_dppo.run.run_records import Records
+from megatron_dppo.run.warmup import Warmup, is_warm, mark_warm, run_warmup
+from megatron_dppo.setup.changes import Change
+from megatron_dppo.setup.contents import Contents, ReadContents, read_contents
+from megatron_dppo.setup.engines import (
     build_engine,
     build_publisher,
     connect_servers,
@@ -45,23 +55,13 @@ from megatron_dppo.run.engines import (
     open_scorer,
     rollout_sampling_params,
 )
-from megatron_dppo.run.evaluation import SAMPLES, Evaluator, sample_problem
-from megatron_dppo.run.export import export_hf
-from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
-from megatron_dppo.run.guard_state import GuardState
-from megatron_dppo.run.inputs import Inputs, ModelInputs, resolve_num_steps
-from megatron_dppo.run.lock import FolderLock
-from megatron_dppo.run.preflight import Start, find_problems, require_inputs
-from megatron_dppo.run.recording import StepRecorder
-from megatron_dppo.run.resume import ResumePoint, find_resume_point
-from megatron_dppo.run.run_folder import UNSAVED, open_folder, set_metrics_aside
-from megatron_dppo.run.run_records import Records
-from megatron_dppo.run.served_models import ReadServedModels, read_served_models
-from megatron_dppo.run.starts import changes_since_last_start, record_start
-from megatron_dppo.run.stop_signal import Stopped, StopSignal
-from megatron_dppo.run.teacher_setup import build_teacher
-from megatron_dppo.run.warmup import Warmup, is_warm, mark_warm, run_warmup
-from megatron_dppo.run.watchdog import Watchdog
+from megatron_dppo.setup.inputs import Inputs, ModelInputs, resolve_num_steps
+from megatron_dppo.setup.preflight import Start, find_problems, require_inputs
+from megatron_dppo.setup.resume import ResumePoint, find_resume_point
+from megatron_dppo.setup.run_folder import UNSAVED, open_folder, set_metrics_aside
+from megatron_dppo.setup.served_models import ReadServedModels, read_served_models
+from megatron_dppo.setup.starts import changes_since_last_start, record_start
+from megatron_dppo.setup.teacher_setup import build_teacher
 from megatron_dppo.weights.sharing import find_sharing
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from megatron_dppo.files import read_regular_file, write_synced
 from megatron_dppo.losses import SUPERVISED
 from megatron_dppo.mcore.checkpoint.folder import step_number
 from megatron_dppo.parallel.objects import broadcast_object
+from megatron_dppo.process.save_timer import SaveTimer
+from megatron_dppo.process.stop_signal import Stopped, StopSignal
 from megatron_dppo.report.clock import PROGRESS
-from megatron_dppo.run.changes import default_values
-from megatron_dppo.run.contents import content_digests, flatten, same_value
-from megatron_dppo.run.save_timer import SaveTimer
-from megatron_dppo.run.starts import read_starts
-from megatron_dppo.run.stop_signal import Stopped, StopSignal
+from megatron_dppo.setup.changes import default_values
+from megatron_dppo.setup.contents import content_digests, flatten, same_value
+from megatron_dppo.setup.starts import read_starts
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer

@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
+from megatron_dppo.convert.adapter_folder import copy_to_cpu, write_adapter
+from megatron_dppo.convert.hf_folder import save_hf_folder
+from megatron_dppo.convert.quantization import Quantization, quantize_stream
 from megatron_dppo.errors import CheckpointError, DiskError, ServerError
 from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import drain
-from megatron_dppo.weights.adapter_folder import copy_to_cpu, write_adapter
 from megatron_dppo.weights.attempt import Attempt, SyncResult
-from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.ipc import HandleTransfer, MemorySharing, SharedStream, cast_for_sending
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, read_num_kv_heads
-from megatron_dppo.weights.quantization import Quantization, quantize_stream
 from megatron_dppo.weights.transfer import BroadcastTransfer, Weights
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 from megatron_dppo_engines.server import InferenceServer, ServerInfo

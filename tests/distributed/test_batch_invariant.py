@@ -85,7 +85,7 @@ def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, 
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
+    from megatron_dppo.setup.batch_invariant_engine import BatchInvariantEngine
 
     settings = SETTINGS[setting]
     rollout = {"batch_invariant": True, "dtype": "fp32", "temperature": settings.get("temperature", 1.0)}

@@ -86,7 +86,7 @@ def put(file: Path, data: bytes | None) -> None:
 
 
 def check_every_damage(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.run.resume import find_usable_checkpoint
+    from megatron_dppo.setup.resume import find_usable_checkpoint
 
     older, newest = folder / "step_000001", folder / "step_000002"
     assert find_usable_checkpoint(folder) == (newest, [])
@@ -110,7 +110,7 @@ def check_every_damage(trainer: Any, folder: Path) -> None:
 
 def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
     """What Megatron finds by itself is a CheckpointError too; it derives some errors from BaseException."""
-    from megatron_dppo.run.resume import find_usable_checkpoint
+    from megatron_dppo.setup.resume import find_usable_checkpoint
 
     newest = folder / "step_000002"
     manifest = (newest / "manifest.json").read_bytes()
@@ -179,7 +179,7 @@ def check_reading_is_shared(trainer: Any, folder: Path, monkeypatch: pytest.Monk
 
 def check_nothing_is_run(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.checkpoint.manifest import hash_files, list_files, write_manifest
-    from megatron_dppo.run.resume import find_usable_checkpoint
+    from megatron_dppo.setup.resume import find_usable_checkpoint
 
     newest, trap = folder / "step_000002", folder / "trap"
     evil = pickle.dumps(Evil(trap))
@@ -213,7 +213,7 @@ def check_nothing_is_run(trainer: Any, folder: Path) -> None:
 
 def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
     from megatron_dppo.mcore.checkpoint.folder import checkpoints
-    from megatron_dppo.run.resume import find_usable_checkpoint
+    from megatron_dppo.setup.resume import find_usable_checkpoint
 
     weight = next(iter(trainer.models[0].parameters()))
     before = weight.data.flatten()[0].clone()
@@ -242,7 +242,7 @@ def check_finite_weights_are_kept(trainer: Any, folder: Path) -> None:
 
 
 def check_no_good_one(trainer: Any, folder: Path) -> None:
-    from megatron_dppo.run.resume import find_usable_checkpoint
+    from megatron_dppo.setup.resume import find_usable_checkpoint
 
     put(folder / "step_000007/metadata.json", b"")
     with pytest.raises(CheckpointError, match=r"can be resumed:\n  step_000007: metadata.json has 0 bytes"):

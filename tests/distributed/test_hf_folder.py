@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megatron_dppo.convert import hf_folder
+from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import DiskError
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
-from megatron_dppo.weights import hf_folder
-from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.hf.folder import model_shape, stream_model
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore import mapping
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.parity import hf_config, hf_reference
 from tests.distributed.spawn import run_distributed
 

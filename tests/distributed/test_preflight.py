@@ -12,9 +12,9 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data import sources
 from megatron_dppo.errors import ConfigError, DataError, MultipleErrors, UserError
-from megatron_dppo.run import preflight
-from megatron_dppo.run.inputs import Inputs, read_inputs
-from megatron_dppo.run.preflight import Start, find_problems, require_inputs
+from megatron_dppo.setup import preflight
+from megatron_dppo.setup.inputs import Inputs, read_inputs
+from megatron_dppo.setup.preflight import Start, find_problems, require_inputs
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.spawn import run_distributed
 from tests.unit.data_files import write_jsonl

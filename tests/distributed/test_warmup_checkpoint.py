@@ -49,7 +49,7 @@ class StopAfter:
 
 def warm_up(trainer: Any, folder: Path, stop_after: int) -> list[int]:
     """The steps that it did, until the signal or its end."""
-    from megatron_dppo.run.stop_signal import Stopped
+    from megatron_dppo.process.stop_signal import Stopped
     from megatron_dppo.run.warmup import run_warmup
 
     config = config_for(Case(), warmup={"num_steps": STEPS, "batch_size": BATCH})

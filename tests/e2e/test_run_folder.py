@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.run.run_folder import MARKER, OLD, RUN_FILES
+from megatron_dppo.setup.run_folder import MARKER, OLD, RUN_FILES
 from tests.e2e.forked import train_forked
 from tests.e2e.runs import CONFIG, command, environment, flags, records, train, without_timings
 

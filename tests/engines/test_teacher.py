@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dppo.engines.teacher import TeacherServers
-from megatron_dppo.run.served_models import read_served_models
+from megatron_dppo.setup.served_models import read_served_models
 from megatron_dppo.types import TrainingSample
 from tests.engines.calls import call
 from tests.engines.servers import Engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import CheckpointError, ServerError
-from megatron_dppo.run.server_checks import required_server_features
+from megatron_dppo.setup.server_checks import required_server_features
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.transfer_group import flatten_bucket
 from megatron_dppo_doctor.doctor.servers import inspect_servers

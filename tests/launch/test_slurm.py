@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.run.starts import read_starts
+from megatron_dppo.setup.starts import read_starts
 from tests.e2e.runs import ROOT, flags, step_records
 from tests.engines.servers import free_port
 from tests.launch.jobs import (

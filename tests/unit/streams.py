@@ -17,7 +17,7 @@ from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.engines import rollout_sampling_params
+from megatron_dppo.setup.engines import rollout_sampling_params
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.unit.configs import config
 

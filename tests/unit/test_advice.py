@@ -24,7 +24,7 @@ from megatron_dppo.config.io import _ALIASES
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.config.schema import Config
-from megatron_dppo.run.changes import change_kind
+from megatron_dppo.setup.changes import change_kind
 from source_folders import PACKAGES, PYTHON_FILES, ROOT, TRAINER
 from tools.list_errors import error_texts, user_error_classes
 
@@ -41,7 +41,14 @@ class Text(NamedTuple):
 
 COMMANDS = installed_commands()
 ADVISING = ("run/guard.py", "run/guard_state.py", "run/sampling_test.py", "run/save_plan.py", "report/findings.py")
-ADVISING += ("run/watchdog.py", "run/lock.py", "run/session.py", "files.py", "weights/verdict.py", "report/metrics.py")
+ADVISING += (
+    "process/watchdog.py",
+    "process/lock.py",
+    "run/session.py",
+    "files.py",
+    "weights/verdict.py",
+    "report/metrics.py",
+)
 """Modules whose strings advise without being the argument of an error."""
 
 
@@ -110,7 +117,7 @@ OF_OTHERS = {
 """Flags that texts give for other programs."""
 FILES_OF_COMMANDS = {"commands/inference.py": ("eval", "generate"), "commands/dry_run.py": ("train",)}
 FILES_OF_COMMANDS |= {"commands/train.py": ("train",), "run/offline.py": ("eval", "generate", "serve")}
-FILES_OF_COMMANDS |= {"weights/quantized_folder.py": ("convert",), "weights/upcycled_config.py": ("convert",)}
+FILES_OF_COMMANDS |= {"convert/quantized_folder.py": ("convert",), "convert/upcycled_config.py": ("convert",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/demo.py": ("demo",), "megatron_dppo_lab/demo_command.py": ("demo",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_report/": ("report", "diagnose"), "report/findings.py": ("generate",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/example": ("examples",)}

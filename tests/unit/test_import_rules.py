@@ -19,7 +19,19 @@ ELSEWHERE = ("vllm_extension", "verifiers_program.py")
 """run by the Python of another package, which is not installed beside the trainer"""
 FILES = sorted(file for file in PYTHON_FILES if not {*ELSEWHERE} & {*file.parts})
 
-_TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
+_TORCH_DISTRIBUTED = {
+    "parallel",
+    "head",
+    "report",
+    "mcore",
+    "policy",
+    "convert",
+    "weights",
+    "process",
+    "setup",
+    "run",
+    "commands",
+}
 _TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_megatron_cpu", "megatron_dppo_plan"}
 """Packages that talk between ranks."""
 ANSWERS = "megatron_dppo_answers"
@@ -27,8 +39,8 @@ ENGINES = "megatron_dppo_engines"
 MEGATRON_CPU = "megatron_dppo_megatron_cpu"
 BASE = {"errors", "files", "functions", "config", "hf"}
 CORE = {"types", "advantages", "losses", "head", "parallel", "mcore", "policy"}
-WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
-ALL = BASE | CORE | WINGS | {"run", "commands", "__version__", ENGINES, MEGATRON_CPU}
+WINGS = {"rollout", "engines", "convert", "weights", "rewards", "data", "report"}
+ALL = BASE | CORE | WINGS | {"process", "setup", "run", "commands", "__version__", ENGINES, MEGATRON_CPU}
 PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     # package: (packages of ours, packages from elsewhere); a package stands above all that it imports
     "errors": ({ENGINES}, set()),
@@ -64,28 +76,21 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types", ENGINES}, {"torch"}),
     "engines": (
-        {"config", "data", "errors", "files", "functions", "hf", "report", "rollout", "types", ENGINES},
+        {"config", "errors", "hf", "report", "rollout", "types", ENGINES},
         {"aiohttp", "modelopt", "numpy", "torch", "transformers"},
     ),
-    "weights": (
-        {
-            "config",
-            "data",
-            "engines",
-            "errors",
-            "files",
-            "hf",
-            "mcore",
-            "parallel",
-            "policy",
-            "rollout",
-            "types",
-            ENGINES,
-        },
-        {"modelopt", "numpy", "safetensors", "torch", "transformers"},
+    "convert": (
+        {"config", "data", "errors", "files", "hf", "mcore", "parallel", ENGINES},
+        {"modelopt", "safetensors", "torch", "transformers"},
     ),
-    "run": (BASE | CORE - {"head"} | WINGS | {ANSWERS, ENGINES}, {"safetensors", "torch"}),
-    "commands": (BASE | CORE | WINGS | {"run", "__version__", ENGINES}, {"torch", "transformers"}),
+    "weights": (
+        {"config", "convert", "data", "engines", "errors", "files", "hf", "parallel", "policy", "types", ENGINES},
+        {"numpy", "torch"},
+    ),
+    "process": ({"config", "errors", "files", "mcore", "report"}, {"torch"}),
+    "setup": (BASE | {"losses", "types", "parallel", "mcore", "policy", "process"} | WINGS | {ENGINES}, {"torch"}),
+    "run": (BASE | CORE - {"head"} | WINGS | {"process", "setup", ANSWERS, ENGINES}, {"safetensors", "torch"}),
+    "commands": (BASE | CORE | WINGS | {"process", "setup", "run", "__version__", ENGINES}, {"torch", "transformers"}),
     "train": ({"commands"}, set()),
     # Packages beside the trainer. Libraries, of which the first three lie below the trainer:
     ANSWERS: (set(), {"sympy"}),
@@ -100,7 +105,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types", ENGINES},
         {"aiohttp", "numpy", "orjson", "renderers", "torch", "transformers"},
     ),
-    "megatron_dppo_report": (BASE | CORE | WINGS | {"run", ENGINES}, {"numpy", "torch"}),
+    "megatron_dppo_report": (BASE | CORE | WINGS | {"setup", ENGINES}, {"numpy", "torch"}),
     "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
     "megatron_dppo_lab": (
         ALL | {"megatron_dppo_report"},
@@ -255,7 +260,7 @@ def test_importing_them_loads_neither_megatron_nor_cuda(modules: list[str]) -> N
 def test_the_packages_that_load_without_megatron_are_those_that_the_table_promises() -> None:
     light = set(modules_without_megatron())
     heavy = {package_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
-    assert heavy == {"commands", "mcore", "policy", "run"} | {
+    assert heavy == {"commands", "mcore", "policy", "process", "run", "setup"} | {
         f"megatron_dppo_{name}" for name in ("doctor", "megatron_cpu", "plan", "tinker")
     }
-    assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light
+    assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.setup.engines"} <= light

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.run import reaper
+from megatron_dppo.process import reaper
 from megatron_dppo_agents import runner
 
 TRAINER = """
 import asyncio, sys
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo_agents.runner import AgentTask, ProgramAgent
-from megatron_dppo.run.orphans import no_orphans
+from megatron_dppo.process.orphans import no_orphans
 command, isolation = sys.argv[1:]
 config = AgentConfig(command=["x"], isolation=isolation)
 task = AgentTask(prompt="", messages=[], label="", metadata={}, base_url="http://h/v1", api_key="k")

@@ -14,7 +14,7 @@ import pytest
 from experiment_rows import row_of
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
-from megatron_dppo.run.lock import LOCK
+from megatron_dppo.process.lock import LOCK
 from megatron_dppo_lab import demo, report, runner
 from megatron_dppo_lab.catalogue import LOSSES
 from megatron_dppo_lab.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.run.run_folder import UNSAVED
+from megatron_dppo.setup.run_folder import UNSAVED
 from tests.faults.kill_points.launcher import Ended
 
 _CLOCK = {"starts.jsonl", ".megatron_dppo_run.json", "summary.json", ".metadata", "manifest.json"}

@@ -23,7 +23,8 @@ import torch
 from megatron_dppo.engines import server_engine
 from megatron_dppo.rollout import pending, scheduler
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.run import engines, gpus
+from megatron_dppo.run import gpus
+from megatron_dppo.setup import engines
 from megatron_dppo.weights import ipc, proof, transfer
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync

@@ -17,9 +17,9 @@ from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
 from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
+from megatron_dppo.setup.engines import build_engine, build_publisher, connect_servers
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo_engines.servers.updates import RELEASED
 from tests.faults.simulation import invariants, seams

@@ -22,12 +22,12 @@ from megatron_dppo.mcore.checkpoint.manifest import hash_files, list_files, writ
 from megatron_dppo.report.records import compare_responses
 from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.run.checkpoints import RunState
-from megatron_dppo.run.contents import content_digests, read_contents
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.run.guard_state import GuardState
-from megatron_dppo.run.preflight import Start, find_problems
-from megatron_dppo.run.resume import find_usable_checkpoint, layout_identity, run_identity
-from megatron_dppo.run.run_folder import open_folder
+from megatron_dppo.setup.contents import content_digests, read_contents
+from megatron_dppo.setup.preflight import Start, find_problems
+from megatron_dppo.setup.resume import find_usable_checkpoint, layout_identity, run_identity
+from megatron_dppo.setup.run_folder import open_folder
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
 SECONDS = 60

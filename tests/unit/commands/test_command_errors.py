@@ -16,7 +16,7 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskError
 from megatron_dppo.hf.folder import read_hf_config
 from megatron_dppo.report.records import read_metrics, read_records
-from megatron_dppo.run.starts import load_config_of_step, record_start
+from megatron_dppo.setup.starts import load_config_of_step, record_start
 from megatron_dppo_doctor.doctor.command import _Redactor
 from megatron_dppo_doctor.replay import command as replay
 from megatron_dppo_doctor.replay.replay import _read_record

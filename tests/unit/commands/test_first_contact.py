@@ -15,7 +15,7 @@ from megatron_dppo.config.io import read_config
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.errors import DataError
 from megatron_dppo.files import is_hub_name
-from megatron_dppo.run.resume import _differences
+from megatron_dppo.setup.resume import _differences
 from tests.unit.published_folders import published_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -14,7 +14,7 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.inputs import resolve_num_steps
+from megatron_dppo.setup.inputs import resolve_num_steps
 from tests.unit.configs import config, minimal
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"

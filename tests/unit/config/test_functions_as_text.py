@@ -12,7 +12,7 @@ import tomli_w
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, FunctionError
-from megatron_dppo.run.named_functions import named_functions, require_permission
+from megatron_dppo.setup.named_functions import named_functions, require_permission
 from megatron_dppo_plan.command import _without_functions
 
 CODE = """

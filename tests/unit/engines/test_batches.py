@@ -161,7 +161,7 @@ def test_the_batches_of_the_examples_are_not_split() -> None:
 
 def test_plan_and_dry_run_count_a_long_prompt() -> None:
     from megatron_dppo.config.io import load_config
-    from megatron_dppo.run.local_engine_memory import LocalEngineMemory
+    from megatron_dppo.setup.local_engine_memory import LocalEngineMemory
 
     config = load_config(EXAMPLE, ["--rollout.dtype", "fp32"])
     layout = resolve_layout(config.parallel, config.batch, 2, model_shape(CONFIG))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.run.server_checks import trainer_versions
+from megatron_dppo.setup.server_checks import trainer_versions
 from megatron_dppo_engines.serving.collectives import (
     CollectiveVersions,
     Engine,

@@ -15,7 +15,7 @@ from megatron_dppo.engines.serving.command import plan_servers, server_options
 from megatron_dppo.engines.serving.environment import expandable_segments_variable
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.run import preflight
+from megatron_dppo.setup import preflight
 from megatron_dppo.weights import open_by_pidfd
 from tests.unit import configs
 

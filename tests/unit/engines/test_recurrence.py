@@ -12,7 +12,7 @@ from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.local.rescore import rescore
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
-from megatron_dppo.run.inputs import family_problems
+from megatron_dppo.setup.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
 from megatron_dppo_doctor.diagnose.ledger import ENGINE, RECURRENCE, UNEXPLAINED, CauseScoring, make_ledger
 from tests.distributed.families import family_config, in_float64

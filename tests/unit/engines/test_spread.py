@@ -17,7 +17,7 @@ from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import GroupRequest
-from megatron_dppo.run.engines import build_sampling_engine, rollout_sampling_params
+from megatron_dppo.setup.engines import build_sampling_engine, rollout_sampling_params
 from megatron_dppo.types import Prompt
 from megatron_dppo_engines.servers.spread import spread_requests
 from tests.unit.configs import config

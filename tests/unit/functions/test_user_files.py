@@ -15,7 +15,7 @@ import pytest
 from megatron_dppo.config.paths import _FUNCTIONS
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import load_function
-from megatron_dppo.run.contents import read_contents
+from megatron_dppo.setup.contents import read_contents
 from source_folders import PYTHON_FILES
 from tests.unit.data_files import write_jsonl
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, read_hf_config, stream_folder, stream_model
 from megatron_dppo.hf.mxfp4 import dequantize
 from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.weights.hf_folder import save_hf_folder
 from tests.distributed.parity import hf_reference, samples
 
 SPECIFIED = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

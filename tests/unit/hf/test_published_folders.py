@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.config_keys import check_config_keys
 from megatron_dppo.hf.families import get_family
@@ -26,8 +27,7 @@ from megatron_dppo.hf.folder import (
     stream_model,
 )
 from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.run.inputs import _check_model, _check_served_keys
-from megatron_dppo.weights.hf_folder import save_hf_folder
+from megatron_dppo.setup.inputs import _check_model, _check_served_keys
 from tests.distributed.families import family_config
 from tests.distributed.key_variations import variations
 from tests.unit.configs import config as run_config

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from megatron_dppo.config.model import LORA_TARGETS, LoraConfig
 from megatron_dppo.mcore.lora import Lora
 from megatron_dppo.mcore.lora_layer import LinearAdapter
-from megatron_dppo.run.changes import change_kind
+from megatron_dppo.setup.changes import change_kind
 from tests.distributed.parity import Case, config_for
 
 BY_ADAPTER = {"method": "adapter"}

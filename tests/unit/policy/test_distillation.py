@@ -19,9 +19,9 @@ from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import ConfigError, ServerError
 from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
 from megatron_dppo.losses import policy_loss
-from megatron_dppo.run.inputs import ModelInputs
 from megatron_dppo.run.step import add_distillation_advantages, add_teacher_logprobs
-from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
+from megatron_dppo.setup.inputs import ModelInputs
+from megatron_dppo.setup.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.types import LossInputs, TrainingSample
 from megatron_dppo_plan.teacher import PlannedTeacher
 from tests.unit.configs import config

@@ -312,7 +312,7 @@ def runs(pid: int) -> bool:
 PROGRAM = """
 import sys
 from megatron_dppo.rewards import RewardItem, RewardScorer
-from megatron_dppo.run.orphans import no_orphans
+from megatron_dppo.process.orphans import no_orphans
 if __name__ == "__main__":
     with no_orphans():
         scorer = RewardScorer(sys.argv[1], 600.0, 1)

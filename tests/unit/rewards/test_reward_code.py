@@ -27,7 +27,7 @@ from megatron_dppo.config.reward_options import CodeOptions
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer, code
 from megatron_dppo.rewards.code import Code, last_block
-from megatron_dppo.run.engines import open_scorer
+from megatron_dppo.setup.engines import open_scorer
 from megatron_dppo_agents.launcher import landlock_version
 from megatron_dppo_answers.code_tests import read_tests, same_output, same_value
 from megatron_dppo_answers.sandbox import Limits, ProgramExit, RunningProgram, Sandbox, interpreter, probe

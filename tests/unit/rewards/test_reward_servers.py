@@ -17,7 +17,7 @@ from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardResult, Reward
 from megatron_dppo.rewards.functions import load
 from megatron_dppo.rewards.judge import Judge
 from megatron_dppo.rewards.reward_model import RewardModel
-from megatron_dppo.run.engines import open_scorer
+from megatron_dppo.setup.engines import open_scorer
 from tests.unit.configs import config
 
 

@@ -16,10 +16,10 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer
 from megatron_dppo.rollout.pending import score_completions
-from megatron_dppo.run.changes import change_kind
-from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.evaluation import eval_metrics
 from megatron_dppo.run.run_records import rollout_metrics
+from megatron_dppo.setup.changes import change_kind
+from megatron_dppo.setup.engines import open_scorer
 from megatron_dppo.types import Completion, Prompt
 from tests.unit.configs import config, minimal
 

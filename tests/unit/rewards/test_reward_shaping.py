@@ -15,8 +15,8 @@ from megatron_dppo.rewards import RewardItem, RewardScorer, Shaping
 from megatron_dppo.rewards.item import soft_overlong_penalty
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run import evaluation
-from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.run_records import rollout_metrics
+from megatron_dppo.setup.engines import open_scorer
 from megatron_dppo.types import Completion, FinishReason, Prompt, PromptLimits, Rollout, RolloutGroup
 from megatron_dppo_answers.math import is_well_formed
 from tests.unit.configs import config

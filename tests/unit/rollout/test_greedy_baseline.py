@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.rollout.engine import GroupRequest, SampledFuture
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.engines import greedy_sampling_params, rollout_sampling_params
+from megatron_dppo.setup.engines import greedy_sampling_params, rollout_sampling_params
 from megatron_dppo.types import SamplingParams
 from tests.unit.configs import config
 from tests.unit.streams import FakeEngine, FakeScorer, Numbers, Run, positions

@@ -19,15 +19,15 @@ from megatron_dppo import files as disk
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError, TrainingStopped
 from megatron_dppo.files import require_new, require_space, write_new
+from megatron_dppo.process.lock import LOCK, FolderLock
+from megatron_dppo.process.stop_signal import StopSignal
+from megatron_dppo.process.time_limit import TimeLimit
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run import loop
-from megatron_dppo.run.changes import check_changes, find_changes
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory
-from megatron_dppo.run.lock import LOCK, FolderLock
 from megatron_dppo.run.offline import write_lines
-from megatron_dppo.run.stop_signal import StopSignal
-from megatron_dppo.run.time_limit import TimeLimit
+from megatron_dppo.setup.changes import check_changes, find_changes
 from megatron_dppo_agents import tasks
 from megatron_dppo_engines.servers.pool import PoolCounts
 from tests.unit.configs import config
@@ -118,7 +118,7 @@ def test_room_or_another_folder_is_enough_space(tmp_path: Path, monkeypatch: pyt
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron_dppo.run.lock import FolderLock
+from megatron_dppo.process.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), heartbeat_seconds=0.1)
 print("held", flush=True)
 sys.stdin.read()

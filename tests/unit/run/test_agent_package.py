@@ -8,7 +8,7 @@ import pytest
 
 import megatron_dppo_agents.trainer
 from megatron_dppo.errors import GenerateError
-from megatron_dppo.run import agents
+from megatron_dppo.setup import agents
 
 
 def test_the_installed_package_is_loaded() -> None:

@@ -16,8 +16,8 @@ from megatron_dppo.hf.folder import model_shape, parameter_count, routing_shape
 from megatron_dppo.mcore.megatron_bridge import provider_config
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.packed import attention_length
-from megatron_dppo.run.bridge_checks import bridge_problems
-from megatron_dppo.run.inputs import read_model
+from megatron_dppo.setup.bridge_checks import bridge_problems
+from megatron_dppo.setup.inputs import read_model
 from megatron_dppo_plan.plan import PlannedModel
 from tests.unit.configs import ONE_RANK, config
 

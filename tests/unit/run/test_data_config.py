@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.run import evaluation
-from megatron_dppo.run.inputs import Inputs, read_inputs
+from megatron_dppo.setup.inputs import Inputs, read_inputs
 from megatron_dppo.types import Completion, Metric, PromptLimits, Rollout, RolloutGroup
 from tests.unit.configs import config
 from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
@@ -104,7 +104,7 @@ def test_prompts_have_the_limits_of_their_file(tmp_path: Path, capsys: pytest.Ca
 
 def test_weights_make_a_mix_that_the_dry_run_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three quarters of 50 steps of 16 prompts: 600 of two rows and 200 of three, with one duplicate."""
-    from megatron_dppo.run.resume import run_identity
+    from megatron_dppo.setup.resume import run_identity
 
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in (1, 2)])
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in (2, 3, 4, 5)])
@@ -256,7 +256,7 @@ def test_a_mixed_file_is_rejected_before_the_start(tmp_path: Path, capsys: pytes
 
 
 def test_a_checkpoint_must_have_the_same_prompts_and_labels_in_a_file_of_any_name(tmp_path: Path) -> None:
-    from megatron_dppo.run.resume import run_identity
+    from megatron_dppo.setup.resume import run_identity
 
     identities = []
     for label, file in (("2", "a.jsonl"), ("2", "other/b.jsonl"), ("3", "a.jsonl")):

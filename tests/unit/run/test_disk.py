@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 
 from megatron_dppo import files as disk
 from megatron_dppo.commands.reported import report_error
+from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import DiskError, UserError
 from megatron_dppo.files import disk_errors, format_bytes, require_space
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.evaluation import write_sample_responses
-from megatron_dppo.weights.hf_folder import save_hf_folder
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 

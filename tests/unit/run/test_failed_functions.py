@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import CheckpointError, DataError, GenerateError, RewardError, TrainingStopped
-from megatron_dppo.run.changes import check_changes
-from megatron_dppo.run.contents import read_contents
-from megatron_dppo.run.failed_functions import (
+from megatron_dppo.setup.changes import check_changes
+from megatron_dppo.setup.contents import read_contents
+from megatron_dppo.setup.failed_functions import (
     AGENT_KEYS,
     FAILED_FUNCTIONS,
     REWARD_KEYS,
@@ -19,7 +19,7 @@ from megatron_dppo.run.failed_functions import (
     may_differ,
     record_failed_functions,
 )
-from megatron_dppo.run.resume import _find_changes
+from megatron_dppo.setup.resume import _find_changes
 from tests.unit.configs import config
 
 

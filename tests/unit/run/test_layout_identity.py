@@ -10,8 +10,8 @@ import pytest
 
 from megatron_dppo.config.layout import ModelShape, resolve_layout
 from megatron_dppo.hf.families import FAMILIES
-from megatron_dppo.run.inputs import ModelInputs
-from megatron_dppo.run.resume import layout_identity, run_identity
+from megatron_dppo.setup.inputs import ModelInputs
+from megatron_dppo.setup.resume import layout_identity, run_identity
 from tests.distributed.families import family_config
 from tests.unit.configs import config
 

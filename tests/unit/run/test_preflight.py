@@ -20,9 +20,9 @@ from megatron_dppo.config.io import read_config
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.errors import ConfigError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, parameter_count, read_hf_config, stream_model
-from megatron_dppo.run import preflight
-from megatron_dppo.run.output_checks import run_bytes
-from megatron_dppo.run.preflight import Start
+from megatron_dppo.setup import preflight
+from megatron_dppo.setup.output_checks import run_bytes
+from megatron_dppo.setup.preflight import Start
 from megatron_dppo_agents.agent_request import AgentRequest, CallError
 from megatron_dppo_agents.template import ChatTemplate
 from tests.engines.tiny import byte_tokenizer
@@ -260,7 +260,7 @@ def test_the_space_of_a_run_includes_recorded_rollouts_which_need_pyarrow(
 
 
 def test_an_unwritable_output_folder_is_reported(dry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo.run.output_checks.os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr("megatron_dppo.setup.output_checks.os.access", lambda *_: False)  # root may write everywhere
     code, _, error = dry(*SINGLE)
     assert code == 2 and "run.output_dir = 'run': " in error and "cannot be written (no permission" in error
 

@@ -12,7 +12,7 @@ import psutil
 
 PROGRAM = """
 import os, signal, time
-from megatron_dppo.run.orphans import no_orphans
+from megatron_dppo.process.orphans import no_orphans
 with no_orphans():
     child = os.fork()
     if child == 0:

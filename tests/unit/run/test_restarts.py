@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.restarts import AttemptsExhausted, DiskProgress, RankExit, Restarts, find_first_failure
+from megatron_dppo.process.restarts import AttemptsExhausted, DiskProgress, RankExit, Restarts, find_first_failure
 
 CONFIG = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 

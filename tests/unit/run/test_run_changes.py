@@ -12,7 +12,7 @@ from megatron_dppo.config.reward import RewardFunctionConfig
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.changes import KEY_KINDS, change_kind, check_changes, find_changes
+from megatron_dppo.setup.changes import KEY_KINDS, change_kind, check_changes, find_changes
 from tests.unit.configs import config
 
 MIXED = ("run", "agent", "reward", "train", "optimizer", "distillation", "eval")

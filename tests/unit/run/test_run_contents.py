@@ -10,8 +10,8 @@ import pytest
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError, ConfigError
-from megatron_dppo.run.changes import check_changes, find_content_changes
-from megatron_dppo.run.contents import read_contents
+from megatron_dppo.setup.changes import check_changes, find_content_changes
+from megatron_dppo.setup.contents import read_contents
 from tests.unit.configs import config
 
 MAIN = """

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.lock import LOCK
-from megatron_dppo.run.run_folder import MARKER, OLD, RUN_FILES, check_output_dir, open_folder
+from megatron_dppo.process.lock import LOCK
+from megatron_dppo.setup.run_folder import MARKER, OLD, RUN_FILES, check_output_dir, open_folder
 from tests.unit.configs import config
 
 SCHEDULER = (

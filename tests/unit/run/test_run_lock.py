@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.lock import LOCK, FolderLock, this_process
+from megatron_dppo.process.lock import LOCK, FolderLock, this_process
 
 ROOT = Path(__file__).parents[3]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from megatron_dppo.run.lock import FolderLock
+from megatron_dppo.process.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if os.fork() == 0:  # as a writer or a reward worker of the run does
     time.sleep(60)
@@ -275,7 +275,7 @@ def test_an_unwritable_lock_file_is_an_error(tmp_path: Path) -> None:
 OWNERS = """
 import os, sys, time
 from pathlib import Path
-from megatron_dppo.run.lock import FolderLock
+from megatron_dppo.process.lock import FolderLock
 children = {}
 for folder in map(Path, sys.argv[1:]):
     if child := os.fork():

@@ -8,10 +8,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_dppo.errors import TrainingStopped
+from megatron_dppo.process.stop_signal import Stopped, StopSignal
+from megatron_dppo.process.time_limit import TimeLimit
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
 from megatron_dppo.run.save_plan import SavePlan
-from megatron_dppo.run.stop_signal import Stopped, StopSignal
-from megatron_dppo.run.time_limit import TimeLimit
 from tests.unit.configs import config
 
 HEALTHY = {"rollout/reward_failed_fraction": 0.0}

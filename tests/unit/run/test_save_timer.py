@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.run.save_timer import SaveTimer, available_host_bytes, has_memory_for_copies
+from megatron_dppo.process.save_timer import SaveTimer, available_host_bytes, has_memory_for_copies
 
 
 def simulate(
@@ -85,6 +85,6 @@ def test_free_host_memory_is_that_of_the_machine_or_of_the_narrowest_control_gro
 
 
 def test_copies_of_all_processes_of_a_machine_must_fit_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo.run.save_timer.available_host_bytes", lambda: 800)
+    monkeypatch.setattr("megatron_dppo.process.save_timer.available_host_bytes", lambda: 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert has_memory_for_copies(100) and not has_memory_for_copies(101)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.io import load_config
+from megatron_dppo.convert.hf_folder import save_hf_folder
+from megatron_dppo.convert.quantization import Quantization, quantize_stream
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.folder import build_hf_model, stream_model
-from megatron_dppo.run import engines
 from megatron_dppo.run.guard import FirstUpdateGuard
-from megatron_dppo.run.preflight import CHECKS, Start
-from megatron_dppo.run.server_checks import check_served_model, served_quantization
-from megatron_dppo.weights.hf_folder import save_hf_folder
-from megatron_dppo.weights.quantization import Quantization, quantize_stream
+from megatron_dppo.setup import engines
+from megatron_dppo.setup.preflight import CHECKS, Start
+from megatron_dppo.setup.server_checks import check_served_model, served_quantization
 from megatron_dppo.weights.sync import WeightSync
 from tests.unit.configs import config as config_of
 from tests.unit.configs import server_plans

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.changes import check_changes, find_served_changes
-from megatron_dppo.run.served_models import read_served_models
+from megatron_dppo.setup.changes import check_changes, find_served_changes
+from megatron_dppo.setup.served_models import read_served_models
 from tests.unit.configs import config
 
 VLLM = {"/v1/models": {"data": [{"id": "judge", "root": "org/judge", "created": 1}]}, "/version": {"version": "0.32.0"}}

@@ -10,8 +10,8 @@ import pytest
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run import run_folder
-from megatron_dppo.run.run_folder import _is_finished
+from megatron_dppo.setup import run_folder
+from megatron_dppo.setup.run_folder import _is_finished
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 

@@ -14,7 +14,7 @@ import pytest
 START = """
 import ctypes, multiprocessing, os, signal, subprocess, sys, time
 import torch.distributed as dist
-from megatron_dppo.run.stop_signal import StopSignal
+from megatron_dppo.process.stop_signal import StopSignal
 
 def main():
     with StopSignal() as stop:

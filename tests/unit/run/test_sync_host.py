@@ -11,8 +11,8 @@ from megatron_dppo.commands.serve import _network_variables
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.nodes import ServerNode
 from megatron_dppo.parallel import network
-from megatron_dppo.run.preflight import Start, _sync_host
-from megatron_dppo.run.server_checks import find_sync_host_problem
+from megatron_dppo.setup.preflight import Start, _sync_host
+from megatron_dppo.setup.server_checks import find_sync_host_problem
 from tests.unit import configs
 
 REMOTE = "http://198.51.100.7:30000"

@@ -14,13 +14,13 @@ from transformers.utils import chat_template_utils
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.chat_template import apply_chat_template
 from megatron_dppo.errors import DataError
+from megatron_dppo.process import marker as marker_module
+from megatron_dppo.process.marker import MARKER, Marker, first_start, new_marker, read_marker, write_marker
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RunInfo
 from megatron_dppo.rewards.functions import load
-from megatron_dppo.run import marker as marker_module
-from megatron_dppo.run.inputs import PromptReader
-from megatron_dppo.run.marker import MARKER, Marker, first_start, new_marker, read_marker, write_marker
 from megatron_dppo.run.offline import single_prompt_template
-from megatron_dppo.run.run_folder import template_time
+from megatron_dppo.setup.inputs import PromptReader
+from megatron_dppo.setup.run_folder import template_time
 from megatron_dppo_agents.template import ChatTemplate
 from tests.unit.configs import config
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.time_limit import TimeLimit
+from megatron_dppo.process.time_limit import TimeLimit
 
 
 class Clock:

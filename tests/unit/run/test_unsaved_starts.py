@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.run.contents import read_contents
-from megatron_dppo.run.run_folder import RUN_FILES, UNSAVED, set_metrics_aside
-from megatron_dppo.run.starts import STARTS, changes_since_last_start, record_start
+from megatron_dppo.setup.contents import read_contents
+from megatron_dppo.setup.run_folder import RUN_FILES, UNSAVED, set_metrics_aside
+from megatron_dppo.setup.starts import STARTS, changes_since_last_start, record_start
 from tests.unit.configs import config
 
 

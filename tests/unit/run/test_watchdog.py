@@ -13,8 +13,8 @@ import pytest
 
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.process.watchdog import EXIT_CODE, Heartbeat, RankStatus, Watchdog, describe, find_behind
 from megatron_dppo.report.clock import PROGRESS
-from megatron_dppo.run.watchdog import EXIT_CODE, Heartbeat, RankStatus, Watchdog, describe, find_behind
 from tests.engines.servers import free_port
 from tests.unit import configs
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from megatron_dppo.report.clock import PROGRESS, Clock
 from megatron_dppo.config.run import RunConfig
-from megatron_dppo.run.watchdog import Watchdog
+from megatron_dppo.process.watchdog import Watchdog
 
 folder, who, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=120)))

@@ -33,7 +33,7 @@ _ENVIRONMENT = (
 )
 """Variables of the trainer that programs get, besides ``LC_*`` and ``agent.pass_env``."""
 _MARK = "MEGATRON_DPPO_PROCESS"
-"""``run.reaper.VARIABLE``: the mark of processes that are killed when the trainer has ended, also by SIGKILL."""
+"""``process.reaper.VARIABLE``: the mark of processes that are killed when the trainer has ended, also by SIGKILL."""
 
 
 class AgentTimeout(Exception):

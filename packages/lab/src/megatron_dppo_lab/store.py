@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_dppo.errors import ErrorCollector, UserError
 from megatron_dppo.files import disk_errors, existing_parent, write_synced
-from megatron_dppo.run.lock import FolderLock, LockMessages
+from megatron_dppo.process.lock import FolderLock, LockMessages
 from megatron_dppo_lab.catalogue import warmup_settings
 from megatron_dppo_lab.grid import GridRun, Settings
 from megatron_dppo_lab.row import ExternalRow, read_stored, relabel_row

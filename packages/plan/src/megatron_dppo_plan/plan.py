@@ -11,7 +11,7 @@ from megatron_dppo.config.layout import Layout, ModelShape, layer_split, resolve
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.run.local_engine_memory import LocalEngineMemory
+from megatron_dppo.setup.local_engine_memory import LocalEngineMemory
 from megatron_dppo_plan.arithmetic import (
     BatchPlan,
     KvCachePlan,

@@ -19,7 +19,7 @@ from megatron_dppo.losses import largest_square, policy_loss, select_squares
 from megatron_dppo.losses.m2po import M2PO
 from megatron_dppo.report.steps.files import recorded_steps
 from megatron_dppo.report.steps.tokens import Decode, StepTokens
-from megatron_dppo.run.starts import load_run_config
+from megatron_dppo.setup.starts import load_run_config
 from megatron_dppo.types import LossInputs
 from megatron_dppo_report.build import ReportedRun
 

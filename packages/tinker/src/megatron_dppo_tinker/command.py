@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 1 or more")
     from megatron_dppo.config.io import load_config
-    from megatron_dppo.run.preflight import check_flags
+    from megatron_dppo.setup.preflight import check_flags
     from megatron_dppo_tinker.serve import ServeOptions, check_config, serve
 
     config = load_config(options.config, overrides)

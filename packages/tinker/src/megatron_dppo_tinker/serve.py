@@ -13,8 +13,8 @@ from megatron_dppo.errors import ConfigError, DiskError, ErrorCollector
 from megatron_dppo.files import disk_errors
 from megatron_dppo.parallel.network import is_loopback
 from megatron_dppo.parallel.platform import Platform, pin_threads
-from megatron_dppo.run.inputs import read_model
-from megatron_dppo.run.lock import FolderLock
+from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.setup.inputs import read_model
 from megatron_dppo_engines.serving.processes import StopRequest
 
 _KEY_FILE = "tinker_key"

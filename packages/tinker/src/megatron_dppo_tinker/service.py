@@ -17,7 +17,7 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import UserError
 from megatron_dppo.hf.folder import stream_folder
 from megatron_dppo.mcore.optim import AdamStep
-from megatron_dppo.run.engines import build_sampling_engine
+from megatron_dppo.setup.engines import build_sampling_engine
 from megatron_dppo_tinker import bodies
 from megatron_dppo_tinker.errors import RequestError
 from megatron_dppo_tinker.futures import Request, RequestQueue, Result, failure

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import require_new, write_new
-from megatron_dppo.run.named_functions import OPTION_HELP
+from megatron_dppo.setup.named_functions import OPTION_HELP
 
 if TYPE_CHECKING:
     from megatron_dppo_doctor.diagnose.ledger import Ledger

@@ -18,15 +18,15 @@ from megatron_dppo.config.section import Section
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import model_shape, read_hf_config, routing_shape
+from megatron_dppo.process.stop_signal import StopSignal
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.run.named_functions import SAMPLING, TRAINING, named_functions, require_permission
 from megatron_dppo.run.session import Session, open_session, warmup_from_config
-from megatron_dppo.run.starts import load_run_config, read_starts
 from megatron_dppo.run.step import make_samples, update_policy
-from megatron_dppo.run.stop_signal import StopSignal
 from megatron_dppo.run.warmup import is_warm
+from megatron_dppo.setup.named_functions import SAMPLING, TRAINING, named_functions, require_permission
+from megatron_dppo.setup.starts import load_run_config, read_starts
 from megatron_dppo_doctor.diagnose.ledger import (
     ENGINE,
     HEAD,

@@ -121,7 +121,7 @@ def _inspect_servers(config: Config | None, urls: list[str], key: str | None) ->
     uses_servers = config is not None and config.rollout.engine != "local"
     if not urls and not uses_servers:
         return None
-    from megatron_dppo.run.server_checks import required_server_features
+    from megatron_dppo.setup.server_checks import required_server_features
 
     needs = required_server_features(config, None) if config is not None and uses_servers else None
     return inspect_servers(urls, needs, key)

@@ -29,12 +29,12 @@ from megatron_dppo.report.steps.rows import groups_from_rows
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
 from megatron_dppo.run.recording import SampleRecords, StepRecord, join_records
-from megatron_dppo.run.resume import CANNOT_RESHARD, layout_identity
 from megatron_dppo.run.run_records import reduce_updates
 from megatron_dppo.run.session import build_groups, build_trainer
-from megatron_dppo.run.starts import load_config_of_step
 from megatron_dppo.run.step import make_samples, update_policy
-from megatron_dppo.run.teacher_setup import build_teacher
+from megatron_dppo.setup.resume import CANNOT_RESHARD, layout_identity
+from megatron_dppo.setup.starts import load_config_of_step
+from megatron_dppo.setup.teacher_setup import build_teacher
 from megatron_dppo_doctor.replay.outcome import ReplayOutcome
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
     apply_shims(platform)
     from megatron_dppo.mcore import setup
     from megatron_dppo.mcore.checkpoint.save_load import find_damage, read_state
-    from megatron_dppo.run.inputs import read_model
+    from megatron_dppo.setup.inputs import read_model
 
     setup.start_process_group(platform, config.run.wait_minutes)
     try:

@@ -15,7 +15,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.report.records import read_metrics
-from megatron_dppo.run.changes import (
+from megatron_dppo.setup.changes import (
     Change,
     ServedModels,
     check_changes,
@@ -23,10 +23,10 @@ from megatron_dppo.run.changes import (
     find_content_changes,
     find_served_changes,
 )
-from megatron_dppo.run.contents import Contents
-from megatron_dppo.run.failed_functions import may_differ
-from megatron_dppo.run.inputs import Inputs, ModelInputs
-from megatron_dppo.run.starts import read_starts
+from megatron_dppo.setup.contents import Contents
+from megatron_dppo.setup.failed_functions import may_differ
+from megatron_dppo.setup.inputs import Inputs, ModelInputs
+from megatron_dppo.setup.starts import read_starts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,7 +117,7 @@ def find_resume_point(
     Raises:
         DataError: ``metrics.jsonl``, which the run appends to, is not a file.
         CheckpointError: There are checkpoints but none is usable. Or the usable one has another model, seed or data, a
-            layout that Megatron cannot reshard from, or other settings (``run/changes.py``).
+            layout that Megatron cannot reshard from, or other settings (``setup/changes.py``).
     """
     from megatron_dppo.mcore.checkpoint.save_load import read_state
     from megatron_dppo.parallel.objects import broadcast_object, run_on_leader

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from megatron_dppo.convert.hf_folder import save_hf_folder
+from megatron_dppo.convert.quantization import Format, Quantization
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.weights.hf_folder import save_hf_folder
-from megatron_dppo.weights.quantization import Format, Quantization
 
 
 def quantize_folder(source: Path, target: Path, form: Format, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from megatron_dppo.run import reaper
+from megatron_dppo.process import reaper
 
 _PR_SET_PDEATHSIG = 1
 _guarded = 0

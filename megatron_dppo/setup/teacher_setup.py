@@ -20,7 +20,7 @@ from megatron_dppo.hf.folder import check_weights_fit, model_shape, read_hf_conf
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.run.inputs import ModelInputs
+from megatron_dppo.setup.inputs import ModelInputs
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_dppo.config.paths import split_function
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.contents import Contents, flatten, same_value
+from megatron_dppo.setup.contents import Contents, flatten, same_value
 
 ChangeKind = Literal["results", "free", "fixed", "repaired"]
 

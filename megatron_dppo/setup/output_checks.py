@@ -14,8 +14,8 @@ from megatron_dppo.hf.folder import adapter_sizes, routing_shape, weight_shapes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.report.steps.files import estimate_step_bytes
-from megatron_dppo.run.inputs import ModelInputs
-from megatron_dppo.run.run_folder import RUN_FILES
+from megatron_dppo.setup.inputs import ModelInputs
+from megatron_dppo.setup.run_folder import RUN_FILES
 
 _OPTIMIZER_BYTES = 12
 """Bytes of a parameter's fp32 copy and Adam's two moments in a checkpoint."""

@@ -33,7 +33,7 @@ from megatron_dppo.hf.folder import (
     read_hf_config,
 )
 from megatron_dppo.parallel.objects import broadcast_object
-from megatron_dppo.run.bridge_checks import bridge_problems
+from megatron_dppo.setup.bridge_checks import bridge_problems
 from megatron_dppo.types import PromptLimits
 
 
@@ -425,7 +425,7 @@ class PromptReader:
 
 def _template_time(config: Config) -> datetime:
     # Imported here: the module reads checkpoints, and so loads Megatron.
-    from megatron_dppo.run.run_folder import template_time
+    from megatron_dppo.setup.run_folder import template_time
 
     return template_time(config)
 

@@ -29,13 +29,13 @@ from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform, count_local_processes, require_devices
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
-from megatron_dppo.run.agents import load_agent_package
-from megatron_dppo.run.engines import connect_servers, open_generate_function, open_scorer
-from megatron_dppo.run.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
-from megatron_dppo.run.output_checks import output_problems, space_problems
-from megatron_dppo.run.run_folder import check_output_dir, foreign_files
-from megatron_dppo.run.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
-from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
+from megatron_dppo.setup.agents import load_agent_package
+from megatron_dppo.setup.engines import connect_servers, open_generate_function, open_scorer
+from megatron_dppo.setup.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
+from megatron_dppo.setup.output_checks import output_problems, space_problems
+from megatron_dppo.setup.run_folder import check_output_dir, foreign_files
+from megatron_dppo.setup.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
+from megatron_dppo.setup.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.weights.open_by_pidfd import pidfd_problem
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.convert.adapter_folder import adapter_config
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
@@ -22,17 +23,16 @@ from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.serving.command import read_api_key, sglang_targets
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
+from megatron_dppo.process.marker import first_start
 from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.request_scheduler import oversampled, sampling_params
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
-from megatron_dppo.run.agents import load_agent_package
-from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
-from megatron_dppo.run.inputs import Inputs
-from megatron_dppo.run.marker import first_start
-from megatron_dppo.run.server_checks import served_quantization
+from megatron_dppo.setup.agents import load_agent_package
+from megatron_dppo.setup.batch_invariant_engine import BatchInvariantEngine
+from megatron_dppo.setup.inputs import Inputs
+from megatron_dppo.setup.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
-from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo_engines.server import InferenceServer
 from megatron_dppo_engines.servers.http import Deadlines

@@ -23,9 +23,8 @@ from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import folder_bytes
 from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state, remove_leftovers
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
-from megatron_dppo.run.failed_functions import FAILED_FUNCTIONS
-from megatron_dppo.run.lock import FolderLock
-from megatron_dppo.run.marker import (
+from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.marker import (
     MARKER,
     Marker,
     first_start,
@@ -35,6 +34,7 @@ from megatron_dppo.run.marker import (
     submission,
     write_marker,
 )
+from megatron_dppo.setup.failed_functions import FAILED_FUNCTIONS
 
 OLD = "old"
 UNSAVED = "unsaved"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_dppo.convert.quantization import Quantization, is_quantized, quantize_stream
 from megatron_dppo.errors import CheckpointError, DiskError
 from megatron_dppo.files import disk_errors, fsync, usual_rights
 from megatron_dppo.hf.families.fused_experts import INTERLEAVED
@@ -29,7 +30,6 @@ from megatron_dppo.hf.folder import (
 from megatron_dppo.hf.published_names import is_carried, published_name
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
-from megatron_dppo.weights.quantization import Quantization, is_quantized, quantize_stream
 
 _WHAT = "the weights"
 _FP32_BYTES = 4

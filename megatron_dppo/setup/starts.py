@@ -21,9 +21,9 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.config.user_functions import functions_as_text
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files import read_regular_file, write_synced
-from megatron_dppo.run.changes import Change, find_changes, find_content_changes
-from megatron_dppo.run.contents import Contents
-from megatron_dppo.run.marker import MARKER
+from megatron_dppo.process.marker import MARKER
+from megatron_dppo.setup.changes import Change, find_changes, find_content_changes
+from megatron_dppo.setup.contents import Contents
 
 STARTS = "starts.jsonl"
 CONFIG = "config.toml"

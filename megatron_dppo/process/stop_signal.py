@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.run import time_limit
+from megatron_dppo.process import time_limit
 
 STOPPED_BY_HAND = 130
 """Exit code after a second SIGINT."""

@@ -25,7 +25,7 @@ def named_functions(config: Config) -> dict[str, str]:
     """Return the user functions and agent programs of a configuration, by ``section.key``."""
     from megatron_dppo.config.paths import is_function_key
     from megatron_dppo.functions import is_function_name
-    from megatron_dppo.run.contents import flatten
+    from megatron_dppo.setup.contents import flatten
 
     functions = {
         key: value

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, ServerOptions, read_options
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ServerError, UserError
-from megatron_dppo.run.changes import SERVED_WEIGHTS, ServedModels
+from megatron_dppo.setup.changes import SERVED_WEIGHTS, ServedModels
 from megatron_dppo_engines.servers.http import Deadlines, HttpClient
 from megatron_dppo_engines.sglang import SGLangServer
 from megatron_dppo_engines.vllm import VLLMServer
