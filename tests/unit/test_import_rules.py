@@ -22,7 +22,7 @@ FILES = sorted(file for file in PYTHON_FILES if not {*ELSEWHERE} & {*file.parts}
 _TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
 _TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_plan"}
 """Packages that talk between ranks."""
-BASE = {"errors", "files", "functions", "config", "hf"}
+BASE = {"errors", "files", "source_names", "functions", "config", "hf"}
 CORE = {"types", "losses", "head", "parallel", "mcore", "policy"}
 WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
 ALL = BASE | CORE | WINGS | {"run", "commands", "__version__"}
@@ -32,15 +32,16 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "types": (set(), {"torch"}),
     "files": ({"errors"}, set()),
+    "source_names": (set(), set()),
     "functions": ({"errors"}, set()),
     "parallel": ({"errors"}, {"torch", "numpy"}),
-    "config": ({"errors", "files", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
+    "config": ({"errors", "files", "functions", "source_names"}, {"pydantic", "pydantic_core", "tomli_w"}),
     "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "files", "types"},
+        {"errors", "files", "source_names", "types"},
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
     ),
     "report": (
@@ -74,7 +75,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     # Packages beside the trainer. Libraries, of which the first lies below the trainer:
     ANSWERS: (set(), {"sympy"}),
     "megatron_dppo_port": (
-        {"config", "errors", "files", "report"},
+        {"config", "errors", "files", "report", "source_names"},
         {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"},
     ),
     # Companions, which may use the inside of the trainer:
