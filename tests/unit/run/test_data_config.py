@@ -198,9 +198,7 @@ def test_shares_and_reward_functions_name_files_of_one_name_by_their_folders() -
     functions = {"a": {"function": "r.py:a", "sources": ["y/a.jsonl", "z/a.jsonl"]}, "b": {"function": "r.py:b"}}
     made = config(data=data, reward={"functions": functions})
     assert made.data.weights == {"x/a.jsonl": 1, "y/a.jsonl": 3}
-    with pytest.raises(
-        ConfigError, match=r"has 'a\.jsonl', .*; did you mean 'x/a\.jsonl' or 'y/a\.jsonl'\?"
-    ):
+    with pytest.raises(ConfigError, match=r"has 'a\.jsonl', .*; did you mean 'x/a\.jsonl' or 'y/a\.jsonl'\?"):
         config(data=data | {"sources": {"a.jsonl": {}}})
     functions["a"]["sources"] = ["a.jsonl"]
     with pytest.raises(ConfigError, match=r"they are 'x/a\.jsonl', 'y/a\.jsonl', 'z/a\.jsonl'"):
