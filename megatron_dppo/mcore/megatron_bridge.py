@@ -27,6 +27,7 @@ from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.hf.families.rules import OUTPUT
 from megatron_dppo.hf.folder import is_mtp_weight, model_shape
 from megatron_dppo.hf.weight_files import WeightSource
+from megatron_dppo.mcore.compat.latent import ReplicatedLinear
 from megatron_dppo.mcore.compat.layers import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from megatron_dppo.mcore.compat.transformer_engine import (
     check_attention_support,
@@ -96,6 +97,7 @@ def _torch_layers(hf_config: Any) -> Callable[..., TransformerBlockSubmodules]:
 
     AutoMapping.register_module_type(ColumnParallelGroupedLinear.__name__, "column")
     AutoMapping.register_module_type(RowParallelGroupedLinear.__name__, "row")
+    AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")
     shape = model_shape(hf_config)
 
     def spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
