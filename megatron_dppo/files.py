@@ -8,7 +8,7 @@ import re
 import resource
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -313,10 +313,15 @@ def fsync(path: Path) -> None:
 def write_synced(path: Path, text: str) -> None:
     """Replace a file atomically and flush it: after a crash it holds the old or the new text."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        # What is left of it would keep a full disk full.
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
     # The new name is on the disk only with the entry in its folder.
     fsync(path.parent)
@@ -378,12 +383,23 @@ def write_new(file: Path, text: str) -> None:
     Raises:
         DiskError: The file cannot be written. Nothing is left of it.
     """
-    with disk_errors(file, "the result"):
-        target = file.open("x", encoding="utf-8")
-        try:
-            with target:
-                target.write(text)
-        except OSError:
-            # A part of it would be in the way of the same command.
+    write_new_files([(file, [text])])
+
+
+def write_new_files(contents: Iterable[tuple[Path, Iterable[str]]]) -> None:
+    """Write new files, all or none.
+
+    Raises:
+        DiskError: A file cannot be written. Nothing is left of any.
+    """
+    written: list[Path] = []
+    try:
+        for file, parts in contents:
+            with disk_errors(file, "the result"), file.open("x", encoding="utf-8") as target:
+                written.append(file)
+                target.writelines(parts)
+    except BaseException:
+        # They would be in the way of the same command.
+        for file in written:
             file.unlink(missing_ok=True)
-            raise
+        raise

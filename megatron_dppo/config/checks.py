@@ -297,18 +297,13 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
 
 def _check_reward_sources(config: Config) -> None:
     functions, data = config.reward.functions, config.data
-    known = [*data.source_names, *data.eval_source_names]
+    known = list(data.names.values())
     for name, function in functions.items():
         for source in function.sources:
             if source not in known:
                 raise ValueError(
                     f"reward.functions.{name}.sources has {source!r}, which is no source of data.train or data.eval; "
                     f"they are {', '.join(map(repr, dict.fromkeys(known)))}"
-                )
-            if data.eval_source_names.count(source) > 1:
-                raise ValueError(
-                    f"reward.functions.{name}.sources has {source!r}, the name of several files of data.eval. Fix: "
-                    "give them different names, for example by links (ln -s), and name the links in data.eval"
                 )
     if not any(function.sources for function in functions.values()):
         return

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config.section import Section
+from megatron_dppo.source_names import name_sources
 
 _SAME_FOR_ALL = {
     "temperature": "the loss divides all logits by one temperature, at which it computes every log-probability",
@@ -18,10 +19,6 @@ _SAME_FOR_ALL = {
     "min_p": "the run records the ids that the filters allowed for all responses or for none",
 }
 """Sampling settings that all sources share, and the reason."""
-
-
-def _source_name(source: str) -> str:
-    return source if source.startswith(("hf:", "task:")) else Path(source).name
 
 
 def source_metric(name: str) -> str:
@@ -33,7 +30,8 @@ class SourceConfig(Section):
     """Share and limits of one source of ``data.train``.
 
     ``NAME`` is the file's name without its folder, such as ``"train.jsonl"``, or the source itself with ``task:`` or
-    ``hf:``.
+    ``hf:``. Files of one name in ``data.train`` and ``data.eval`` are ``"gsm8k/train.jsonl"`` and
+    ``"math/train.jsonl"``.
     """
 
     weight: float | None = Field(None, gt=0)
@@ -114,16 +112,17 @@ class DataConfig(Section):
         return value
 
     @property
-    def source_names(self) -> list[str]:
-        """Names of the sources of ``train``: files without their folders."""
-        listed = [self.train] if isinstance(self.train, str) else self.train
-        return [_source_name(source) for source in listed]
+    def names(self) -> dict[str, str]:
+        """Name of each source of ``train`` and ``eval``, which messages, metrics and ``[data.sources]`` use."""
+        train = [self.train] if isinstance(self.train, str) else self.train
+        named = self.eval if isinstance(self.eval, dict) else {"": self.eval}
+        return name_sources([*train, *(source for source in named.values() if source is not None)])
 
     @property
-    def eval_source_names(self) -> list[str]:
-        """Names of the different sources of ``eval``."""
-        named = self.eval if isinstance(self.eval, dict) else {"": self.eval}
-        return [_source_name(source) for source in dict.fromkeys(named.values()) if source is not None]
+    def source_names(self) -> list[str]:
+        """Names of the sources of ``train``, in order."""
+        listed = [self.train] if isinstance(self.train, str) else self.train
+        return [self.names[source] for source in listed]
 
     @property
     def weights(self) -> dict[str, float]:
@@ -132,23 +131,10 @@ class DataConfig(Section):
         return {name: weight for name, weight in weights.items() if weight is not None}
 
     @model_validator(mode="after")
-    def _sources_have_different_names(self) -> DataConfig:
-        sources: dict[str, str] = {}
-        for source in self.train if isinstance(self.train, list) else []:
-            name = _source_name(source)
-            if name not in sources:
-                sources[name] = source
-                continue
-            other = sources[name]
-            fix = "remove one"
-            if other != source:
-                # Recipes of verl have gsm8k/train.parquet and math/train.parquet.
-                link = f"{Path(source).parent.name or 'other'}_{name}"
-                fix = f"give one another name in data.train, for example by a link (ln -s {source} {link})"
-            raise ValueError(
-                f"data.train has {other!r} and {source!r}, which are both called {name!r}; rows, metrics and "
-                f"data.sources are named by it. Fix: {fix}"
-            )
+    def _sources_are_listed_once(self) -> DataConfig:
+        names = self.source_names
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"data.train has the source {repeated[0]!r} twice; remove one")
         return self
 
     @model_validator(mode="after")
@@ -156,8 +142,10 @@ class DataConfig(Section):
         names = self.source_names
         for name in self.sources:
             if name not in names:
-                close = get_close_matches(name, names, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"its sources are {', '.join(map(repr, names))}"
+                close = [each for each in names if Path(each).name == name] or get_close_matches(name, names, 1)
+                hint = f"its sources are {', '.join(map(repr, names))}"
+                if close:
+                    hint = f"did you mean {' or '.join(map(repr, close))}?"
                 raise ValueError(f"data.sources has {name!r}, which is no source of data.train; {hint}")
         metrics: dict[str, str] = {}
         for name in self.sources:

@@ -17,6 +17,7 @@ from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, FILE_OPTIONS
 from megatron_dppo.config.section import TomlTable
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import read_regular_file
+from megatron_dppo.source_names import HUB, TASK
 
 _PATHS = (
     ("model", "path"),
@@ -104,7 +105,7 @@ def _resolve(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {name: _resolve(part, folder) for name, part in value.items()}
     # Embedded tasks and Hugging Face data sets are names, not paths.
-    if not isinstance(value, str) or not value or value.startswith(("task:", "hf:")):
+    if not isinstance(value, str) or not value or value.startswith((TASK, HUB)):
         return value
     file, function = split_function(value)
     for start in (folder, Path()):

@@ -24,8 +24,9 @@ from megatron_dppo.data.messages import (
     parse_messages,
 )
 from megatron_dppo.data.sources import is_columnar, read_records, require
-from megatron_dppo.data.tasks import PREFIX, TASKS, Split
+from megatron_dppo.data.tasks import TASKS, Split
 from megatron_dppo.errors import DataError
+from megatron_dppo.source_names import TASK
 from megatron_dppo.types import PromptLimits
 
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
@@ -88,7 +89,11 @@ class RowLayout:
 
 
 def iter_rows(
-    source: str, split: Split, prompt_key: str | None = None, label_key: str | None = None
+    source: str,
+    split: Split,
+    prompt_key: str | None = None,
+    label_key: str | None = None,
+    name: str | None = None,
 ) -> Iterator[DataRow]:
     """Yield the rows of one source, each checked.
 
@@ -98,20 +103,21 @@ def iter_rows(
         split: Part of a task. Other sources are read completely.
         prompt_key: Column of the prompt, ``a.b`` for a field inside a column. None detects it.
         label_key: Column of the reference answer, likewise. Empty: the data has no labels.
+        name: Name of the source in ``location``. None is its name among no others (``name_sources``).
 
     Raises:
         DataError: A source without rows, a bad row, or the first row of another layout; named by line and field.
     """
     if source in TASKS:
         for i, (prompt, label) in enumerate(TASKS[source].rows(split)):
-            yield DataRow(f"{source.removeprefix(PREFIX)}/{split}:{i}", prompt, label)
+            yield DataRow(f"{source.removeprefix(TASK)}/{split}:{i}", prompt, label)
         return
     if source.startswith(reasoning_gym.PREFIX):
         yield from (DataRow(*problem) for problem in reasoning_gym.problems(source, split))
         return
     first: tuple[str, RowLayout] | None = None
     has_fillers = is_columnar(source)
-    for location, record in read_records(source):
+    for location, record in read_records(source, name):
         if problem := media_problem(record):
             raise DataError(f"{location}: {problem}")
         layout = detect_layout(location, record, prompt_key, label_key)

@@ -8,7 +8,6 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 from megatron_dppo.data.chat import ChatOptions
 from megatron_dppo.data.data_rows import DataRow, drop_duplicates, iter_rows
 from megatron_dppo.data.mix import SourceMix
-from megatron_dppo.data.sources import HUB
-from megatron_dppo.data.tasks import PREFIX, Split
+from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import DataError
+from megatron_dppo.source_names import name_sources
 from megatron_dppo.types import Prompt, PromptLimits
 
 T = TypeVar("T")
@@ -85,30 +84,28 @@ def load_rows(
     label_key: str | None = None,
     deduplicate: str = "auto",
     limits: Mapping[str, PromptLimits] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> LoadedRows:
     """Return all rows of the sources, one source after the other. Each source may have another layout.
 
     See ``iter_rows`` for sources and keys, ``drop_duplicates`` for ``deduplicate``. ``limits`` has the limits of
-    sources that have some, by ``source_name``.
+    sources that have some, by their name. ``names`` has the name of each source, which is unique in the run
+    (``name_sources``). None names these sources alone.
 
     Raises:
         DataError: See both.
     """
     listed = [sources] if isinstance(sources, str) else list(sources)
-    names = [source_name(source) for source in listed]
+    named = names or name_sources(listed)
 
     def iter_all() -> Iterator[DataRow]:
-        for name, source in zip(names, listed, strict=True):
+        for source in listed:
+            name = named[source]
             source_limits = (limits or {}).get(name)
-            for row in iter_rows(source, split, prompt_key, label_key):
+            for row in iter_rows(source, split, prompt_key, label_key, name):
                 yield replace(row, source=name, limits=source_limits)
 
     return LoadedRows(*drop_duplicates(iter_all(), deduplicate))
-
-
-def source_name(source: str) -> str:
-    """Return the name of a source: that of a file without its folder, and any other source unchanged."""
-    return source if source.startswith((HUB, PREFIX)) else Path(source).name
 
 
 class PromptDataset:

@@ -12,8 +12,8 @@ from megatron_dppo.data.json_values import check_values, parse_array, parse_obje
 from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.errors import DataError
 from megatron_dppo.files import is_hub_name
+from megatron_dppo.source_names import HUB, TASK, name_sources
 
-HUB = "hf:"
 _HUB_ADDRESS = re.compile(r"(?:hf://|https?://huggingface\.co/)datasets/([^/\s]+/[^/\s?#]+)")
 _PARQUET_MAGIC = b"PAR1"
 _BOM = b"\xef\xbb\xbf"
@@ -34,19 +34,20 @@ Record = tuple[str, dict[str, Any]]
 """Location of a row, for example ``train.jsonl:12``, and its columns."""
 
 
-def read_records(source: str) -> Iterator[Record]:
+def read_records(source: str, name: str | None = None) -> Iterator[Record]:
     """Yield ``(location, columns)`` of each row in order, without reading the whole file into memory.
 
     Every value is one that can be tokenized, sent and written later (``values.check_values``).
 
     Args:
         source: The path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
+        name: Name of the source in the locations. None is its name among no others (``name_sources``).
 
     Raises:
         DataError: No such source, a missing optional package, or a file or row that cannot be read.
     """
     try:
-        for location, record in _open(source):
+        for location, record in _open(source, name or name_sources([source])[source]):
             check_values(location, record)
             yield location, record
     except OSError as error:
@@ -55,8 +56,8 @@ def read_records(source: str) -> Iterator[Record]:
         ) from error
 
 
-def _open(source: str) -> Iterator[Record]:
-    if source.startswith("task:"):
+def _open(source: str, name: str) -> Iterator[Record]:
+    if source.startswith(TASK):
         raise DataError(
             f"unknown task {source!r}; expected {', '.join(map(repr, TASKS))}, 'task:reasoning_gym:NAME', a file, or "
             f"{HUB}owner/name"
@@ -64,7 +65,7 @@ def _open(source: str) -> Iterator[Record]:
     if match := _HUB_ADDRESS.match(source):
         raise DataError(f"data file {source!r} is an address of the Hugging Face hub. Write {HUB}{match[1]}")
     if source.startswith(HUB):
-        return _read_hub(source)
+        return _read_hub(source, name)
     file = Path(source)
     if not file.is_file():
         reason = "is a folder, not a JSONL or Parquet file" if file.is_dir() else "does not exist"
@@ -75,8 +76,9 @@ def _open(source: str) -> Iterator[Record]:
     if problem := _foreign_format(start) or _TABLES.get(file.suffix.lower(), ""):
         raise DataError(f"data file {source!r} {problem}")
     if _is_parquet(file, start):
-        return _read_parquet(file)
-    return _read_json_array(file) if start.removeprefix(_BOM).lstrip().startswith(b"[") else _read_jsonl(file)
+        return _read_parquet(file, name)
+    is_array = start.removeprefix(_BOM).lstrip().startswith(b"[")
+    return _read_json_array(file, name) if is_array else _read_jsonl(file, name)
 
 
 def is_columnar(source: str) -> bool:
@@ -114,19 +116,19 @@ def require(location: str, record: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _read_jsonl(file: Path) -> Iterator[Record]:
+def _read_jsonl(file: Path, name: str) -> Iterator[Record]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            location = f"{file.name}:{number}"
+            location = f"{name}:{number}"
             yield location, parse_object(location, line)
 
 
-def _read_json_array(file: Path) -> Iterator[Record]:
+def _read_json_array(file: Path, name: str) -> Iterator[Record]:
     """Yield the objects of a JSON array, which may extend over several lines; each is named by its number."""
     for number, record in enumerate(parse_array(str(file), file.read_bytes()), start=1):
-        yield f"{file.name}:{number}", record
+        yield f"{name}:{number}", record
 
 
 _TABLES = {
@@ -153,9 +155,9 @@ def _foreign_format(start: bytes) -> str:
     return next((f"is {name}, not a JSONL, JSON or Parquet file; unpack or convert it" for name in names), "")
 
 
-def _read_parquet(file: Path) -> Iterator[Record]:
+def _read_parquet(file: Path, name: str) -> Iterator[Record]:
     for number, record in enumerate(parquet_rows(file), start=1):
-        yield f"{file.name}:{number}", record
+        yield f"{name}:{number}", record
 
 
 def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, Any]]:
@@ -183,10 +185,10 @@ def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str
         ) from error
 
 
-def _read_hub(source: str) -> Iterator[Record]:
+def _read_hub(source: str, name: str) -> Iterator[Record]:
     """Yield the rows of one split. ``datasets`` downloads and caches it and runs no code of the data set."""
-    name, _, split = source.removeprefix(HUB).partition(":")
-    parts = name.split("/")
+    path, _, split = source.removeprefix(HUB).partition(":")
+    parts = path.split("/")
     if len(parts) not in (2, 3) or not all(parts):
         raise DataError(f"{source!r} is not a hub name; expected {HUB}owner/name[/configuration][:split]")
     datasets = _optional("datasets", f"{source} is a data set of the Hugging Face hub")
@@ -205,7 +207,7 @@ def _read_hub(source: str) -> Iterator[Record]:
     for table in loaded.with_format("arrow").iter(_BATCH_ROWS):
         for record in table.to_pylist():
             number += 1
-            yield f"{source}:{number}", record
+            yield f"{name}:{number}", record
 
 
 def _optional(module: str, reason: str) -> Any:

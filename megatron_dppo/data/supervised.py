@@ -28,17 +28,20 @@ class SupervisedDataset:
         tokenizer: A transformers tokenizer.
         seed: Seed of problems and responses.
         pairs: ``pairs`` of the rank that has read the source; None = it is read here.
+        name: Name of the source in messages. None is its name among no others (``name_sources``).
 
     Raises:
         DataError: A missing or empty file, or a bad row.
     """
 
-    def __init__(self, source: str, tokenizer: Any, seed: int, pairs: Pairs | None = None) -> None:
+    def __init__(
+        self, source: str, tokenizer: Any, seed: int, pairs: Pairs | None = None, *, name: str | None = None
+    ) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self._cache: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self._task = TASKS.get(source)
         if pairs is None:
-            pairs = PackedList(() if self._task else (_parse_pair(*record) for record in read_records(source)))
+            pairs = PackedList(() if self._task else (_parse_pair(*record) for record in read_records(source, name)))
         self.pairs = pairs
         """Empty if the corpus is that of an embedded task."""
         if not self._task and not len(self.pairs):

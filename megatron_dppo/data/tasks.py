@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from megatron_dppo.source_names import TASK
+
 CAREFUL_SHARE = 0.4
 """Share of the warm-up responses that show their work and are right."""
 _GUESS_ERROR = 5
@@ -119,9 +121,6 @@ class RareWords:
         return key, " ".join(response)
 
 
-PREFIX = "task:"
-
-
 class Task(Protocol):
     """An embedded task."""
 
@@ -160,10 +159,10 @@ class _Rare:
 
 
 TASKS: Mapping[str, Task] = {
-    f"{PREFIX}chain_sum": _ChainSum(),
-    f"{PREFIX}rare_words": _Rare(RareWords(num_words=1, base_share=0.05)),
-    f"{PREFIX}rare_chain": _Rare(RareWords(num_words=4, base_share=0.08)),
-    f"{PREFIX}rare_words_32k": _Rare(RareWords(num_words=1, base_share=0.05, words=WORDS_32K)),
+    f"{TASK}chain_sum": _ChainSum(),
+    f"{TASK}rare_words": _Rare(RareWords(num_words=1, base_share=0.05)),
+    f"{TASK}rare_chain": _Rare(RareWords(num_words=4, base_share=0.08)),
+    f"{TASK}rare_words_32k": _Rare(RareWords(num_words=1, base_share=0.05, words=WORDS_32K)),
 }
 """Source -> task."""
 
@@ -244,7 +243,7 @@ def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
     Raises:
         ValueError: No such task.
     """
-    if f"{PREFIX}{task}" not in TASKS:
+    if f"{TASK}{task}" not in TASKS:
         raise ValueError(f"task {task!r}; expected chain_sum, rare_words, rare_chain or rare_words_32k")
     if task == "chain_sum":
         tokenizer, sizes = character_tokenizer(), {}

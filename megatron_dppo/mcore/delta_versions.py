@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-FIX = "pip install 'triton>=3.7.1' (torch 2.13 brings it), or pip install tilelang"
+FIX = "pip install tilelang, or pip install 'torch>=2.13', which brings Triton 3.7.1"
+"""Torch requires one version of Triton, so a newer Triton needs a newer torch."""
 
 
 def miscompiles_delta_rule(triton: str, capability: tuple[int, int], *, has_tilelang: bool) -> bool:

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.delta_rule import FLA, TORCH_KERNELS, choose_kernels, has_fla
+from megatron_dppo.mcore.transformer_engine import install_command
 from megatron_dppo.parallel.platform import Platform
 
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
@@ -121,7 +122,7 @@ def _summarize_fusions(config: TransformerConfig, overrides: Mapping[str, Any], 
         experts = "" if config.num_moe_experts is None else ", experts by torch's grouped GEMM in bf16"
         return (
             f"warning: no Transformer Engine here: plain torch layers{experts}, without {', '.join(off)}; slower. "
-            "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+            f"{install_command()}"
         )
     reasons = [_why_off(name, config, overrides) for name in off]
     on = [name for name in FUSIONS if getattr(config, name)]

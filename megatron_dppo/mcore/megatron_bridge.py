@@ -42,6 +42,7 @@ from megatron_dppo.mcore.transformer_engine import (
 )
 from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_megatron_cpu.latent import ReplicatedLinear
 from megatron_dppo_megatron_cpu.layers import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -96,6 +97,7 @@ def _torch_layers(hf_config: Any) -> Callable[..., TransformerBlockSubmodules]:
 
     AutoMapping.register_module_type(ColumnParallelGroupedLinear.__name__, "column")
     AutoMapping.register_module_type(RowParallelGroupedLinear.__name__, "row")
+    AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")
     shape = model_shape(hf_config)
 
     def spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -13,6 +13,40 @@ from torch.nn import Module
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.errors import ConfigError, UserError
 
+_DISTRIBUTIONS = (
+    "transformer-engine",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+    "transformer-engine-torch",
+)
+"""Distributions of Transformer Engine: the package, its libraries by CUDA version, and what is built for one torch."""
+_REMOVE = f"pip uninstall -y {' '.join(_DISTRIBUTIONS)}"
+
+
+def install_command(cuda: str | None = None) -> str:
+    """Return the command that installs Transformer Engine where there is none.
+
+    Args:
+        cuda: Major version of torch's CUDA. None reads it from torch.
+    """
+    if cuda is None:
+        import torch
+
+        cuda = (torch.version.cuda or "").partition(".")[0]
+    # Without the version the package takes the libraries of its own default. pip before 23.3 ignores "core_cu13".
+    extras = f"core-cu{cuda},pytorch" if cuda else "pytorch"
+    return f"pip install --no-build-isolation 'transformer-engine[{extras}]'"
+
+
+def reinstall_command(cuda: str | None = None) -> str:
+    """Return the command that replaces a Transformer Engine that does not fit, also one of the newest version.
+
+    Args:
+        cuda: See ``install_command``.
+    """
+    # The cache holds the part that pip built for the torch of that time.
+    return f"{_REMOVE} && {install_command(cuda)} --no-cache-dir"
+
 
 def has_transformer_engine() -> bool:
     """Return True if Transformer Engine works; called on CUDA only.
@@ -31,9 +65,8 @@ def has_transformer_engine() -> bool:
             return False
         raise UserError(
             f"Transformer Engine is installed but cannot be used ({type(error).__name__}: {error}). Found: "
-            f"{_versions()}. It must be built for this torch and CUDA. Fix: pip install --no-build-isolation "
-            "'transformer-engine[pytorch]', or remove it with pip uninstall transformer-engine transformer-engine-cu12 "
-            "transformer-engine-cu13 transformer-engine-torch to train on plain torch layers"
+            f"{_versions()}. It must be built for this torch and CUDA. Fix: {reinstall_command()}. Or train on "
+            f"plain torch layers: {_REMOVE}"
         ) from error
     return True
 
@@ -116,9 +149,8 @@ def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
 def _versions() -> str:
     import torch
 
-    names = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
     versions = []
-    for name in names:
+    for name in _DISTRIBUTIONS:
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

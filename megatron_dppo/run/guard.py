@@ -68,11 +68,11 @@ _DROPPED_CAUSES = (
 )
 _DIFFERENCE_CAUSES = (
     "Likely causes: log-probabilities, tokens or routed experts of another position or request; log-probabilities at "
-    "another temperature, or that something changes (noise, a shift, single tokens far too low); other weights than "
-    "were sent (a cache of responses, a missing adapter); a coarser type in the engine than rollout.dtype says "
-    "(quantized weights or cache, TF32). Run the probe after every sync (rollout.weight_sync.probe_every = 1) and use "
-    "the URLs of the servers themselves, without a gateway. If the engine is meant to be that coarse, raise "
-    "train.max_first_prob_diff"
+    "another temperature, over a smaller vocabulary, or that something changes (noise, a shift, single tokens far too "
+    "low); other weights than were sent (a cache of responses, a missing adapter); a coarser type in the engine than "
+    "rollout.dtype says (quantized weights or cache, TF32). Run the probe after every sync "
+    "(rollout.weight_sync.probe_every = 1) and use the URLs of the servers themselves, without a gateway. If the "
+    "engine is meant to be that coarse, raise train.max_first_prob_diff"
 )
 
 
@@ -378,7 +378,7 @@ class FirstUpdateGuard:
             return (
                 f"log pi - log mu is {tokens.mean('log_diff'):+.3g} on average, and its size is "
                 f"{tokens.mean('abs_log_diff'):.3g}. Rounding goes both ways, this does not: log-probabilities are "
-                f"shifted, scaled or of another temperature. {_DIFFERENCE_CAUSES}"
+                f"shifted, scaled, of another temperature or over a smaller vocabulary. {_DIFFERENCE_CAUSES}"
             )
         if is_unusual:
             return self._difference_problem(tokens.mean("prob_diff"), limit, origin)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,12 +212,15 @@ _MAX_BATCH_RESPONSES = 1024
 """Responses per batch of ``generate``: at most this many are lost if it is killed."""
 
 
-def evaluate(offline: Offline, responses_file: Path | None = None) -> dict[str, float]:
-    """Evaluate the weights on all of ``data.eval`` and return the metrics that a run logs under ``eval/``.
+class OfflineEvaluation(NamedTuple):
+    """Metrics that a run logs under ``eval/``, and a row for each response."""
 
-    Args:
-        offline: Engine with the weights.
-        responses_file: New JSONL file that gets a row for each response. None writes none.
+    metrics: dict[str, float]
+    rows: Iterator[dict[str, Any]]
+
+
+def evaluate(offline: Offline) -> OfflineEvaluation:
+    """Evaluate the weights on all of ``data.eval``.
 
     Raises:
         UserError: There are no held-out prompts, or they are invalid.
@@ -240,15 +242,14 @@ def evaluate(offline: Offline, responses_file: Path | None = None) -> dict[str, 
         groups = score_completions(scorer, all_prompts, completions)
     finally:
         scorer.close()
-    if responses_file is not None:
-        rows = (
-            _row(r.prompt, r.completion, {"set": name, "reward": r.score})
-            for (name, _), group in zip(named_prompts, groups, strict=True)
-            for r in group.rollouts
-        )
-        write_lines(responses_file, map(json.dumps, rows))
+    rows = (
+        _row(r.prompt, r.completion, {"set": name, "reward": r.score})
+        for (name, _), group in zip(named_prompts, groups, strict=True)
+        for r in group.rollouts
+    )
     names = [name for name, _ in named_prompts]
-    return reduce_metrics([metrics_by_set(list(sources), names, groups, num_samples)], None)
+    metrics = reduce_metrics([metrics_by_set(list(sources), names, groups, num_samples)], None)
+    return OfflineEvaluation(metrics, rows)
 
 
 def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, Any]]:

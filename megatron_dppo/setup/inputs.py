@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
-from megatron_dppo.data.prompts import PromptDataset, load_rows, source_name
+from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
@@ -34,6 +34,7 @@ from megatron_dppo.hf.folder import (
 )
 from megatron_dppo.parallel.objects import broadcast_object
 from megatron_dppo.setup.bridge_checks import bridge_problems
+from megatron_dppo.source_names import name_sources
 from megatron_dppo.types import PromptLimits
 
 
@@ -348,6 +349,8 @@ class PromptReader:
             DataError: See ``load_rows`` and ``PromptDataset``.
         """
         config, data = self._config, self._config.data
+        listed = [source] if isinstance(source, str) else list(source)
+        names = name_sources([*listed, *data.names])
         limits = {
             name: PromptLimits(source=name, **section.model_dump(exclude={"weight"}))
             for name, section in data.sources.items()
@@ -360,6 +363,7 @@ class PromptReader:
             label_key=data.label_key,
             deduplicate=data.deduplicate,
             limits=limits if split == "train" else None,
+            names=names,
         )
         if self._tokenizer is None or self._context_length is None:
             return None
@@ -398,13 +402,13 @@ class PromptReader:
             mixed = ", ".join(f"{share / prompts.mix.period:.3g} from {name}" for name, share in shares)
             self.summary.append(f"data     shares of the prompts: {mixed}")
         if split == "train":
-            self.summary += self._limit_lines([source] if isinstance(source, str) else source)
+            self.summary += self._limit_lines(names[each] for each in listed)
         return prompts
 
-    def _limit_lines(self, sources: Sequence[str]) -> list[str]:
+    def _limit_lines(self, names: Iterable[str]) -> list[str]:
         """Return one line for each source that has limits of its own."""
         lines = []
-        for name in map(source_name, sources):
+        for name in names:
             limits = self._config.data.sources.get(name)
             if limits is not None:
                 keys = [key for key in limits.changed_keys() if key != "weight"]
@@ -417,7 +421,9 @@ class PromptReader:
         config = self._config
         if not config.warmup.num_steps:
             return None
-        data = SupervisedDataset(config.warmup.data, self._tokenizer, config.run.seed)
+        source = config.warmup.data
+        name = name_sources([source, *config.data.names])[source]
+        data = SupervisedDataset(source, self._tokenizer, config.run.seed, name=name)
         if self._tokenizer is not None and self._context_length is not None:
             data.check_lengths(self._context_length)
         return data

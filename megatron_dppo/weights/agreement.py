@@ -46,11 +46,15 @@ class Explanation(NamedTuple):
     """Another meaning of the reported numbers that fits them better."""
 
     name: str
-    """``raw``, ``next``, ``previous`` (token) or ``scaled``."""
+    """``raw``, ``next``, ``previous`` (token), ``scaled`` or ``offset``."""
     odds: float
     """``Distance.odds`` under this meaning."""
     factor: float = 1.0
     """Factor of ``scaled``."""
+    offset: float = 0.0
+    """Nats that ``offset`` adds to every token: a filter that allows a part of the probability, or a constant."""
+    other_odds: float = float("inf")
+    """``odds`` of the other one of ``scaled`` and ``offset``."""
 
 
 @contextmanager
@@ -118,9 +122,15 @@ def better_explanation(
         Explanation("previous", _or_infinity(_shifted_odds(reported, neighbors, -1))),
         Explanation("scaled", _or_infinity(_odds(left, right * factor)), factor),
     ]
-    best = min(candidates, key=lambda explanation: explanation.odds)
+    best = min(candidates, key=_by_odds)
     if best.name in ("next", "previous"):
         current = min(current, _or_infinity(_odds(left, _flatten(neighbors))))
+    if best.name == "scaled":
+        # Where all tokens are about equally probable, one factor and one offset hardly differ.
+        shift = float(np.median(left - right))
+        offset = Explanation("offset", _or_infinity(_odds(left, right + shift)), offset=shift)
+        best, other = sorted((best, offset), key=_by_odds)
+        best = best._replace(other_odds=other.odds)
     return best if best.odds < min(current / 2, _MAX_EXPLAINED) else None
 
 
@@ -167,6 +177,10 @@ def _shifted_odds(reported: Sequence[Array], neighbors: Sequence[Array], by: int
 
 def _flatten(parts: Sequence[Array]) -> Array:
     return np.concatenate([part.ravel() for part in parts])
+
+
+def _by_odds(explanation: Explanation) -> float:
+    return explanation.odds
 
 
 def _or_infinity(odds: float | None) -> float:

@@ -183,7 +183,10 @@ class _ResponseCheck:
         tolerance = self._tolerance
         better = better_explanation(self._reported, live, raw, live, tolerance.unexplained)
         if better is not None:
-            self._refuse(self._describe_meaning("log-probabilities", better, self._describe_distance(measured)))
+            # One number for all tokens that only about fits: a filter leaves each position another mass.
+            is_loose = better.odds > max(tolerance.unexplained, better.other_odds / 2)
+            meaning = self._describe_meaning("log-probabilities", better, self._describe_distance(measured))
+            self._refuse(self._describe_cause(measured) if is_loose else meaning)
         if not measured.odds <= tolerance.odds:
             self._refuse(self._describe_cause(measured))
 
@@ -192,6 +195,13 @@ class _ResponseCheck:
             return (
                 f"raw {what}: the server reports those at temperature 1, not at the sampling temperature "
                 f"{self._expected.temperature:g} ({numbers}). {_RAW[self._response.info.engine]}"
+            )
+        if better.name == "offset":
+            if better.offset < 0:
+                return f"changed {what}: all are {-better.offset:.2g} nats too low ({numbers}). {_GATEWAY}"
+            return (
+                f"filtered distribution: {what} are all {better.offset:.2g} nats too high, as after top-p, top-k or "
+                f"min-p or over a smaller vocabulary ({numbers}). {_FILTERED[self._response.info.engine]}"
             )
         if better.name == "scaled":
             return (

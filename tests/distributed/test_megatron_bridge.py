@@ -35,13 +35,15 @@ pytestmark = [
 ]
 PROVIDED = {"family": "qwen3_moe", "provider": "megatron-bridge"}
 DENSE = PROVIDED | {"family": "qwen3"}
+LATENT = PROVIDED | {"family": "deepseek_v3"}
 CASES = {
-    1: [Case(**PROVIDED), Case(tied=True, **DENSE)],
+    1: [Case(**PROVIDED), Case(tied=True, **DENSE), Case(**LATENT)],
     2: [
         Case(TP, **PROVIDED),
         Case(EP, **PROVIDED),
         Case(PP, tied=True, **PROVIDED),
         Case(VPP, transformer=FULL, **DENSE),
+        Case(TP, **LATENT),
     ],
 }
 

@@ -33,7 +33,7 @@ def seams() -> Iterator[None]:
 
 
 def wrong(outcome: Outcome) -> bool:
-    """Whether anything went wrong, also if only the last net held it."""
+    """Return True if anything went wrong, also if only the last net held it."""
     return outcome.failed or bool(outcome.guard_only or outcome.unseen)
 
 

@@ -39,7 +39,7 @@ class Stages:
 
 @dataclass
 class Link:
-    """What leaves rank 0: a ``GroupTransport`` of one link, over which a bucket goes when all members receive it."""
+    """Transport of rank 0: a ``GroupTransport`` of one link, over which a bucket goes when all members receive it."""
 
     seconds: float
     members: list[Engine] = field(default_factory=list)

@@ -37,7 +37,7 @@ _TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dp
 ANSWERS = "megatron_dppo_answers"
 ENGINES = "megatron_dppo_engines"
 MEGATRON_CPU = "megatron_dppo_megatron_cpu"
-BASE = {"errors", "files", "functions", "config", "hf"}
+BASE = {"errors", "files", "source_names", "functions", "config", "hf"}
 CORE = {"types", "advantages", "losses", "head", "parallel", "mcore", "policy"}
 WINGS = {"rollout", "engines", "convert", "weights", "rewards", "data", "report"}
 ALL = BASE | CORE | WINGS | {"process", "setup", "run", "commands", "__version__", ENGINES, MEGATRON_CPU}
@@ -46,16 +46,17 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "errors": ({ENGINES}, set()),
     "types": ({ENGINES}, {"torch"}),
     "files": ({"errors"}, set()),
+    "source_names": (set(), set()),
     "functions": ({"errors"}, set()),
     "parallel": ({"errors"}, {"torch", "numpy"}),
-    "config": ({"errors", "files", "functions", ENGINES}, {"pydantic", "pydantic_core", "tomli_w"}),
+    "config": ({"errors", "files", "functions", "source_names", ENGINES}, {"pydantic", "pydantic_core", "tomli_w"}),
     "hf": ({"config", "errors", "files", "types", ENGINES}, {"torch", "safetensors", "transformers"}),
     "advantages": ({"config", "errors", "functions", "types"}, {"torch"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "files", "types", ENGINES},
+        {"errors", "files", "source_names", "types", ENGINES},
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
     ),
     "report": (
@@ -97,7 +98,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ENGINES: (set(), {"aiohttp", "numpy", "orjson", "pybase64", "safetensors", "torch"}),
     MEGATRON_CPU: (set(), {"megatron", "numpy", "torch"}),
     "megatron_dppo_port": (
-        {"config", "errors", "files", "report"},
+        {"config", "errors", "files", "report", "source_names"},
         {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"},
     ),
     # Companions, which may use the inside of the trainer:

@@ -97,7 +97,8 @@ def test_each_known_bad_combination_is_matched_alone_with_reason_and_fix(case: s
     assert observed in finding.observed and finding.combination.is_fatal is is_fatal
     text = str(finding)
     assert text.startswith("problem" if is_fatal else "warning")
-    assert finding.combination.reason in text and finding.combination.fix in text and finding.combination.source in text
+    assert finding.combination.reason in text and finding.fix in text and finding.combination.source in text
+    assert finding.fix and "{" not in finding.fix
 
 
 def test_every_row_has_a_case_and_good_machines_match_none() -> None:

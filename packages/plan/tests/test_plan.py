@@ -259,6 +259,8 @@ def test_a_plan_that_does_not_fit_names_the_nearest_settings_that_do(rehearsals:
         and nearest.plan.free_bytes > 4.4 * GIB
         and nearest.flags[0] in format_candidates([nearest])
     )
+    followed = make_plan(big(*nearest.flags), 32, small, rehearsals, few_layers=True)
+    assert followed.fits and not followed.is_tight, "for all kinds of ranks"
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from megatron_dppo_plan.measurement import UpdateMeasurement, scale_optimizer
 from megatron_dppo_plan.meter import HOST, Meter, Peak
 from megatron_dppo_plan.plan import PlannedModel, make_plan
 from megatron_dppo_plan.rehearsal_pool import RehearsalPool
-from megatron_dppo_plan.search import OFFLOAD, PlanSearch, min_rank_bytes, parse_axes
-from megatron_dppo_plan.text import format_plan
+from megatron_dppo_plan.search import OFFLOAD, Candidate, PlanSearch, min_rank_bytes, parse_axes
+from megatron_dppo_plan.text import format_candidates, format_plan
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +50,10 @@ def test_the_recipes_of_the_30b_example_fit(gpus: int, flags: tuple[str, ...], s
         assert rank.host_seconds == pytest.approx((6 / 64e9 + 38 / 76.8e9) / 0.7 * PARAMETERS / gpus, rel=2e-3)
         assert "Offloaded optimizer on the host: 56.89 GiB per rank, 455" in format_plan(plan)
         assert plan.step_seconds == pytest.approx(1389, rel=0.01)
+        small = replace(plan, machine=replace(H100, name="small host", host_memory=round(plan.step.host) - 1))
+        assert plan.fits and not small.fits and "Does NOT fit 8 x small host: the host memory." in format_plan(small)
+        assert Candidate(flags, plan).sort_key[:2] == (False, False) < Candidate(flags, small).sort_key[:2]
+        assert "NO, too much on the host" in format_candidates([Candidate(flags, small)])
     else:
         assert rank.measured.host == 0 == rank.host_seconds and "Offloaded optimizer" not in format_plan(plan)
 

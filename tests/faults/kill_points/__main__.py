@@ -76,7 +76,7 @@ def find_references(names: Sequence[str], root: Path, jobs: int) -> dict[str, Re
 
 
 def find_mutations(expected: Reference, root: Path) -> bool:
-    """Whether every mutation is found; prints what it was found by."""
+    """Return True if every mutation is found; prints what it was found by."""
     missed = 0
     for name, mutation in MUTATIONS.items():
         points = trace(VARIANTS["plain"], root, mutation.apply)
@@ -122,7 +122,7 @@ def chosen(references: dict[str, Reference], modes: Sequence[str]) -> list[Case]
 
 
 def _depth(place: int, size: int) -> int:
-    """How often an interval is halved until its middle is ``place``."""
+    """Return how often an interval is halved until its middle is ``place``."""
     low, high, depth = 0, size, 0
     while (middle := (low + high) // 2) != place:
         low, high, depth = (low, middle, depth + 1) if place < middle else (middle, high, depth + 1)

@@ -25,7 +25,7 @@ ENTRIES = (
     r"save \| close checkpoints/step_000002\.partial/__0_0\.distcp \| before",
     r"export \| write hf\.partial/part-0",
 )
-"""Where runs are killed whose resumption is killed again."""
+"""Points at which runs are killed whose resumption is killed again."""
 _AFTER_RESUME = {"evaluate", "save", "prune", "export", "rollout"}
 
 
@@ -41,12 +41,12 @@ class Case:
 
     @property
     def phase(self) -> str:
-        """What the run does at the point."""
+        """Operation of the run at the point."""
         return "second kill" if self.first else phase_of(self.point)
 
     @property
     def command(self) -> str:
-        """How to run this one."""
+        """Return the command that runs this case."""
         first = f" --first {shlex.quote(self.first)}" if self.first else ""
         return (
             f"python -m tests.faults.kill_points --variant {self.variant} --mode {self.mode}{first} "
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case showed."""
+    """Result of a case."""
 
     reached: bool
     """False = the run ended without passing the point: sockets take more turns in one run than in another"""

@@ -1,4 +1,4 @@
-"""Which bytes of a run's files would survive a loss of power: those that were fsynced.
+"""Bytes of a run's files that would survive a loss of power: those that were fsynced.
 
 Every write, fsync and rename is a line in the shared trace; at a kill ``lose`` reads it and cuts off what is not on
 the disk. Renames, removals and new directories are taken to be on the disk in their order, as by a journal.

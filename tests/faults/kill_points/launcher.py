@@ -33,7 +33,7 @@ _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1
 KEPT: set[int] = set()
 """Children that are no part of a run."""
 Change = Callable[[], None]
-"""What is done to the program in each of its processes, before it begins."""
+"""Code that each process of the program runs before it begins."""
 
 
 _USED = (
@@ -44,7 +44,7 @@ _USED = (
     "run.loop",
     "weights.publish",
 )
-"""What a run imports of ours, and more through these."""
+"""Modules that a run imports, and others through these."""
 
 
 def warm_up() -> None:
@@ -70,13 +70,13 @@ def warm_up() -> None:
 
 
 def adopt_orphans() -> None:
-    """What lives on of a killed run becomes a child of this process, and is seen."""
+    """Become the parent of processes that outlive a killed run, so that they are seen."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Where and how a run ends."""
+    """Point and kind of a run's end."""
 
     point: str | None = None
     whole_tree: bool = True
@@ -85,7 +85,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a start."""
+    """Outcome of a start."""
 
     was_killed: bool
     codes: list[int]

@@ -1,4 +1,4 @@
-"""Where a run can be killed: every file operation under its folder, every write, every fsync, every ``await``.
+"""Points where a run can be killed: every file operation under its folder, every write, every fsync, every ``await``.
 
 ``install`` instruments this process. A point has a name that is the same in every run: rank, phase, operation, file,
 and how often this came before. Each point that is passed is a line in a trace that all processes of a run share (child
@@ -122,7 +122,7 @@ class Points:
 
 
 def phase() -> str:
-    """What the run does now, by the stack of this thread."""
+    """Return the current operation of the run, by the stack of this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -22,7 +22,7 @@ from tests.faults.kill_points import launcher
 
 
 class Refused(Exception):
-    """What the server answers with status 400."""
+    """Body of an answer with status 400."""
 
 
 class Server:
@@ -155,7 +155,7 @@ class Server:
         self.is_loaded = False
 
     def _weights(self) -> dict[str, Any]:
-        """What the server holds; at its start, random weights."""
+        """Weights of the server; at its start, random ones."""
         if not self.weights:
             import torch
 
@@ -213,7 +213,7 @@ def fused(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def handler(server: Server) -> type[BaseHTTPRequestHandler]:
-    """What speaks HTTP for a server."""
+    """HTTP interface of a server."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""What a run leaves behind, without what depends on the clock; and what must be true right after a kill."""
+"""Results of a run without those that depend on the clock, and invariants right after a kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLOCK = {"starts.jsonl", ".megatron_dppo_run.json", "summary.json", ".metadata"
 says is compared with the files instead."""
 _COMPLETED = re.compile(r"rename checkpoints/(step_\d+)\.partial -> checkpoints/\1 \| after")
 _ADDRESS = re.compile(rb"127\.0\.0\.1:\d+")
-"""Of the server, which has another port in each case."""
+"""Names of the server, which has another port in each case."""
 _RESUMED = re.compile(r"resumed  \S+ \(step (\d+),")
 
 
@@ -58,7 +58,7 @@ def _digest(data: bytes) -> str:
 
 
 def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """What is missing, too much, or has another content."""
+    """Return the files that are missing, additional, or have another content."""
     changed = sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name])
     return [
         *(f"{name} is missing" for name in sorted(expected.keys() - found.keys())),
@@ -90,6 +90,6 @@ def completed_step(trace: list[str]) -> int:
 
 
 def resumed_step(ended: Ended) -> int:
-    """Where a start went on; 0 = at the beginning."""
+    """Return the step from which a start continued. 0 is the beginning."""
     match = _RESUMED.search(ended.output)
     return int(match[1]) if match else 0

@@ -88,7 +88,7 @@ def columns_of(request: Running, reason: str, label: str) -> Columns:
 
 
 def encode(columns: Columns, body: Mapping[str, Any], *, flat: bool) -> dict[str, Any]:
-    """What SGLang sends.
+    """Return the body that SGLang sends.
 
     Args:
         columns: the response.

@@ -86,7 +86,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises; everything else goes on beside it until then."""
+        """Return or raise the result of the coroutine; everything else goes on beside it until then."""
         return self.run_until_complete(coroutine)
 
     def cancel_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong, and the seeded schedules of it."""
+"""Faults and their seeded schedules."""
 
 from __future__ import annotations
 

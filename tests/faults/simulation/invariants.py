@@ -1,4 +1,4 @@
-"""What must hold of everything that trains, whatever went wrong. Each function returns what is wrong, or nothing."""
+"""Invariants of everything that trains, whatever went wrong. Each function returns what is wrong, or nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.simulation.trainer import reward_of
 def check_completion(
     prompt: Prompt, c: Completion, digests: Mapping[int, int], versions: Iterable[int], plan: Any
 ) -> Iterator[str]:
-    """Whether each number of a response is exactly that of the weights which its version means.
+    """Check that each number of a response is exactly that of the weights which its version means.
 
     Args:
         prompt: that it answers.
@@ -99,7 +99,7 @@ def _check_routes(rows: Sequence[int], c: Completion, begin: int) -> Iterator[st
 
 
 def check_prompts(trained: Mapping[int, Sequence[int]], stream: SchedulerState, left_out: int) -> Iterator[str]:
-    """Whether every prompt that was taken from the stream is trained on, waiting, or left out by the rules, once.
+    """Check that every prompt that was taken from the stream is trained on, waiting, or left out by the rules, once.
 
     Args:
         trained: positions by step.
@@ -121,7 +121,7 @@ def check_prompts(trained: Mapping[int, Sequence[int]], stream: SchedulerState, 
 
 
 def check_groups(groups: Sequence[RolloutGroup], siblings: int, wanted: int) -> Iterator[str]:
-    """Whether a step has its groups, each whole."""
+    """Check that a step has its groups, each whole."""
     if len(groups) != wanted:
         yield f"{len(groups)} groups, expected {wanted}"
     for group in groups:
@@ -132,7 +132,7 @@ def check_groups(groups: Sequence[RolloutGroup], siblings: int, wanted: int) -> 
 
 
 def check_scores(group: RolloutGroup) -> Iterator[str]:
-    """Whether each reward and text of a group is that of its own response."""
+    """Check that each reward and text of a group is that of its own response."""
     for rollout in group.rollouts:
         tokens = rollout.completion.token_ids.tolist()
         right = reward_of(group.prompt.text, tokens)
@@ -143,7 +143,7 @@ def check_scores(group: RolloutGroup) -> Iterator[str]:
 
 
 def check_ages(collected: CollectedRollouts, step: int) -> Iterator[str]:
-    """Whether ages are what the versions of the tokens say; here each step is one version."""
+    """Check that ages are what the versions of the tokens say; here each step is one version."""
     ages, tokens = list[int](), Counter[int]()
     for group in collected.groups:
         spans = [span for rollout in group.rollouts for span in rollout.completion.policy_versions]
@@ -155,7 +155,7 @@ def check_ages(collected: CollectedRollouts, step: int) -> Iterator[str]:
 
 
 def check_selection(sampled: Sequence[RolloutGroup], count: int, selected: Sequence[RolloutGroup]) -> Iterator[str]:
-    """Whether a step has the first groups with different rewards, and the last of the others where it lacks some."""
+    """Check that a step has the first groups with different rewards, and the last of the others where it lacks some."""
     with_signal = [g for g in sampled if len({r.reward for r in g.rollouts}) > 1][:count]
     lacking = count - len(with_signal)
     others = [g for g in sampled if len({r.reward for r in g.rollouts}) == 1]
@@ -203,14 +203,14 @@ _LONGEST_REST = 31.0
 
 
 def check_order(trained: Sequence[int], stream: SchedulerState) -> Iterator[str]:
-    """Whether a step that takes groups in the order of the stream leaves none before those that it has."""
+    """Check that a step that takes groups in the order of the stream leaves none before those that it has."""
     pending = [slot.position for submissions in stream.submissions for each in submissions for slot in each.slots]
     if pending and trained and min(pending) < max(trained):
         yield f"groups {trained} are trained on, and {min(pending)} waits"
 
 
 def check_consistent(generation: Generation) -> Iterator[str]:
-    """Whether a response that was taken has what every honest one has: probabilities that one distribution can have."""
+    """Check that a response that was taken has probabilities that one distribution can have, as every honest one."""
     tokens, logprobs = generation.token_ids.numpy(), generation.logprobs.double().numpy()
     if not (logprobs <= _EXACT).all():
         yield f"log-probs {logprobs.tolist()}"
@@ -274,7 +274,7 @@ _SMALL = 1e-3
 
 
 def lies_since(happened: Sequence[tuple[float, Any]], since: float) -> bool:
-    """Whether a server could lie after a time at which its weights were proved and its answers right.
+    """Return True if a server could lie after a time at which its weights were proved and its answers right.
 
     A lie in answers or in the name of weights lasts; weights that changed in place, or came back with a restart under
     another's name, did so at one moment. A server that is no liar, however often it dies or hangs, is never excused.
@@ -292,7 +292,7 @@ def lies_since(happened: Sequence[tuple[float, Any]], since: float) -> bool:
 
 
 def unseen(wrong: Sequence[str], lying: bool, on_policy: bool, difference: float) -> list[str]:
-    """Which of these nothing of ours can see between two syncs, because a server lies in numbers that fit together.
+    """Return those that nothing of ours can see between two syncs, because a server lies in numbers that fit together.
 
     The contract sees what no honest server answers; the guard sees every other number, but for a Top-K beside the
     sampled token, and only in steps whose tokens are all of the current weights and differ by more than rounding.

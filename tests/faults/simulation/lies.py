@@ -1,4 +1,4 @@
-"""What a lying server makes of a right answer, by name. Each returns None, or JSON that is sent in its place."""
+"""Changes of a right answer by a lying server, by name. Each returns None, or JSON that is sent in its place."""
 
 from __future__ import annotations
 

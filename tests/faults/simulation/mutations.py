@@ -60,7 +60,7 @@ def _without_proof() -> AbstractContextManager[Any]:
 
 
 def _twice() -> AbstractContextManager[Any]:
-    """What a stopped request returned is appended two times."""
+    """Append the result of a stopped request two times."""
     append = GrowingResponse.append_sampled
 
     def append_twice(self: GrowingResponse, generation: Any) -> None:
@@ -72,7 +72,7 @@ def _twice() -> AbstractContextManager[Any]:
 
 
 def _of_places(change: Callable[[list[PromptSlot]], list[PromptSlot]]) -> AbstractContextManager[Any]:
-    """What ranks tell each other of stopped groups is changed."""
+    """Change the messages of ranks about stopped groups."""
 
     def all_gather_objects(value: Any, group: Any) -> list[Any]:
         return [change(value) if isinstance(value, list) and value and isinstance(value[0], PromptSlot) else value]
@@ -98,7 +98,7 @@ def _resume_forgets() -> AbstractContextManager[Any]:
 
 
 def _ahead_is_forgotten() -> AbstractContextManager[Any]:
-    """What is under way when a checkpoint is written is not in it."""
+    """Leave the requests in flight out of a checkpoint."""
     saved = RolloutScheduler.state
 
     def without(self: RolloutScheduler) -> Any:

@@ -1,4 +1,4 @@
-"""What lies between our HTTP client and the simulated servers, in place of an ``aiohttp.ClientSession``."""
+"""Network between our HTTP client and the simulated servers, in place of an ``aiohttp.ClientSession``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Life:
 
 
 class Answer:
-    """What a caller waits for."""
+    """Future of a caller."""
 
     __slots__ = ("deadline", "future", "life", "retry_after", "timer")
 
@@ -106,7 +106,7 @@ class Network:
         self._latency, self._note, self._apply = latency, note, apply
 
     def session(self, life: Life) -> Session:
-        """What ``HttpClient`` sends through."""
+        """Session that ``HttpClient`` sends through."""
         return Session(self, life)
 
     async def call(

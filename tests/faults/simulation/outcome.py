@@ -1,4 +1,4 @@
-"""What became of a schedule."""
+"""Outcome of a schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.faults.simulation.faults import Fault, Plan
 
 @dataclass
 class Outcome:
-    """What became of a schedule."""
+    """Outcome of a schedule."""
 
     plan: Plan
     end: str = ""

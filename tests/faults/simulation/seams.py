@@ -1,4 +1,4 @@
-"""Where the simulation takes the place of threads, sockets, clocks, files and other ranks. Nothing else is replaced."""
+"""Seams at which the simulation replaces threads, sockets, clocks, files and other ranks. Nothing else is replaced."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) ->
 
 
 class World:
-    """Which simulation runs in this process now."""
+    """Simulation that runs in this process now."""
 
     loop: Any
     network: Any
@@ -220,7 +220,7 @@ def _read_answers(trainer: Any, answers: Any, expected: Any, budget: int) -> lis
 
 
 def _read(trainer: Any, expected: Any, generation: Any) -> TrainerReading:
-    """What the trainer computes for a response, by the table."""
+    """Return the trainer's log-probabilities of a response, by the table."""
     tokens = generation.token_ids.tolist()
     rows = np.array(trainer.rows([*expected.prompt_token_ids, *tokens])[:-1])
     part = rows[len(expected.prompt_token_ids) - 1 :]

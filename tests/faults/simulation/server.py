@@ -16,7 +16,7 @@ DONE = {"success": True}
 
 
 class SimServer:
-    """What one server process is and does.
+    """State and behavior of one server process.
 
     Args:
         loop: whose time it lives in.
@@ -71,7 +71,7 @@ class SimServer:
 
     @property
     def digest(self) -> int:
-        """Of the weights in use."""
+        """Version of the weights in use."""
         return model.digest_of(self.weights)
 
     def handle(self, path: str, body: Any, reply: Reply) -> None:
@@ -257,7 +257,7 @@ class SimServer:
         request.timer = self._loop.call_later(seconds, self._complete, request)
 
     def _settle(self, request: Running) -> None:
-        """What of the plan has happened by now."""
+        """Return the part of the plan that has happened by now."""
         if request.timer is not None:
             request.timer.cancel()
             request.timer = None

@@ -89,7 +89,7 @@ class Scorer:
 
 @dataclass
 class Saved:
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     step: int
     weights: dict[str, bytes]
@@ -98,7 +98,7 @@ class Saved:
 
 
 class SimDeviceState:
-    """What the trainer has on the device."""
+    """Weights of the trainer on the device."""
 
     def __init__(self) -> None:
         self.has_weights = self.has_all = True

@@ -210,7 +210,7 @@ class _Run:
             self._step(stream, step, trainer, gpus)
 
     def _sharing(self) -> MemorySharing | None:
-        """Of the method ``ipc``: buckets of one tensor, since the model is far smaller than one of a megabyte."""
+        """Return buckets of the method ``ipc``, each of one tensor: the model is far smaller than a megabyte."""
         if self.plan.method != "ipc":
             return None
         owners = {node.server.url: [0] for node in self.nodes}

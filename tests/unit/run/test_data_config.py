@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,11 @@ from columns import ids
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.config.io import dump_toml, load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import ConfigError
+from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.run import evaluation
 from megatron_dppo.setup.inputs import Inputs, read_inputs
+from megatron_dppo.source_names import name_sources
 from megatron_dppo.types import Completion, Metric, PromptLimits, Rollout, RolloutGroup
 from tests.unit.configs import config
 from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
@@ -163,32 +163,59 @@ def test_sources_with_one_metric_name_are_rejected() -> None:
         config(data={"train": ["x/a 1.jsonl", "x/a_1.jsonl"], "sources": {"a 1.jsonl": {}, "a_1.jsonl": {}}})
 
 
-def test_training_files_of_one_name_are_refused_until_one_is_linked_as_the_message_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder, rows in (("gsm8k", LAYOUTS["slime text"][:1]), ("math", LAYOUTS["slime text"][1:2])):
-        (tmp_path / folder).mkdir()
-        write_jsonl(tmp_path / folder / "train.jsonl", rows)
-    sources = ["gsm8k/train.jsonl", "math/train.jsonl"]
-    with pytest.raises(ConfigError, match=r"both called 'train\.jsonl'") as error:
-        example(tmp_path, f"train = {sources}")
-    command, _, link = str(error.value).partition("(")[2].partition(")")[0].rpartition(" ")
-    assert link not in sources
-    subprocess.run([*command.split(), link], check=True)
-    data = inputs(tmp_path, f'train = ["{sources[0]}", "{link}"]')
-    assert sorted(prompt.source for prompt in data.train_prompts) == ["math_train.jsonl", "train.jsonl"]
-    with pytest.raises(ConfigError, match=r"both called 'task:chain_sum'.* Fix: remove one"):
-        config(data={"train": ["task:chain_sum", "task:chain_sum"]})
+def test_rows_of_files_of_one_name_have_different_names(tmp_path: Path) -> None:
+    """Rows of training, validation and warm-up, of which each folder has a file ``rows.jsonl``."""
+    paths = [tmp_path / folder / "rows.jsonl" for folder in ("gsm8k", "math/a", "math/b", "warm")]
+    for path, rows in zip(paths, ([0], [1], [2], []), strict=True):
+        path.parent.mkdir(parents=True)
+        write_jsonl(path, [LAYOUTS["slime text"][i] for i in rows])
+    write_jsonl(paths[3], [{"prompt": "1+1=", "response": "2"}])
+    train, held_out, warm = [str(path) for path in paths[:2]], str(paths[2]), str(paths[3])
+    example(tmp_path, f'train = {train}\neval = "{held_out}"')
+    data = read_inputs(load_config(tmp_path / "run.toml", [*SINGLE, "--warmup.data", warm]), 1)
+    names = [prompt.prompt_id for prompt in (*data.train_prompts, *data.eval_prompts[""])]
+    assert data.warmup_data is not None
+    names += [location for location, _, _ in data.warmup_data.pairs]
+    assert names == ["gsm8k/rows.jsonl:1", "a/rows.jsonl:1", "b/rows.jsonl:1", "warm/rows.jsonl:1"]
+    # The same in a message that stops a run.
+    write_jsonl(paths[1], [{**LAYOUTS["slime text"][0], "label": "another"}])
+    with pytest.raises(DataError, match=r"^a/rows\.jsonl:1: the label .* contradicts gsm8k/rows\.jsonl:1, "):
+        inputs(tmp_path, f"train = {train}\neval = '{held_out}'")
 
 
-def test_a_reward_function_may_not_name_a_source_that_is_several_files_of_data_eval() -> None:
-    functions = {"a": {"function": "r.py:a", "sources": ["test.jsonl"]}, "b": {"function": "r.py:b"}}
-    with pytest.raises(ConfigError, match=r"'test\.jsonl', the name of several files of data\.eval"):
-        config(data={"eval": {"x": "x/test.jsonl", "y": "y/test.jsonl"}}, reward={"functions": functions})
-    config(data={"eval": {"x": "x/test.jsonl", "again": "x/test.jsonl"}}, reward={"functions": functions})
-    functions["a"].pop("sources")
-    config(data={"eval": {"x": "x/test.jsonl", "y": "y/test.jsonl"}}, reward={"functions": functions})
+def test_a_source_that_is_listed_twice_is_refused() -> None:
+    for train in (["task:chain_sum", "task:chain_sum"], ["a.jsonl", "b.jsonl", "./a.jsonl"]):
+        with pytest.raises(ConfigError, match=r"has the source '(task:chain_sum|a\.jsonl)' twice; remove one"):
+            config(data={"train": train})
+
+
+def test_shares_and_reward_functions_name_files_of_one_name_by_their_folders() -> None:
+    data = {
+        "train": ["x/a.jsonl", "y/a.jsonl"],
+        "eval": {"z": "z/a.jsonl", "again": "x/a.jsonl"},
+        "sources": {"x/a.jsonl": {"weight": 1}, "y/a.jsonl": {"weight": 3}},
+    }
+    functions = {"a": {"function": "r.py:a", "sources": ["y/a.jsonl", "z/a.jsonl"]}, "b": {"function": "r.py:b"}}
+    made = config(data=data, reward={"functions": functions})
+    assert made.data.weights == {"x/a.jsonl": 1, "y/a.jsonl": 3}
+    with pytest.raises(ConfigError, match=r"has 'a\.jsonl', .*; did you mean 'x/a\.jsonl' or 'y/a\.jsonl'\?"):
+        config(data=data | {"sources": {"a.jsonl": {}}})
+    functions["a"]["sources"] = ["a.jsonl"]
+    with pytest.raises(ConfigError, match=r"they are 'x/a\.jsonl', 'y/a\.jsonl', 'z/a\.jsonl'"):
+        config(data=data, reward={"functions": functions})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names_of_sources_differ_and_are_the_shortest_that_do(seed: int) -> None:
+    rng = random.Random(seed)
+    paths = {"/" * rng.choice([0, 1]) + "/".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(9)}
+    named = name_sources([*paths, "hf:a/b", "task:a"])
+    assert len({*named.values()}) == len(paths) + 2
+    for path in paths:
+        name, parts = named[path], Path(path).parts
+        assert Path(name).parts == parts[-len(Path(name).parts) :], "an ending of the path"
+        shorter = "/".join(Path(name).parts[1:])
+        assert not shorter or [other for other in paths - {path} if f"/{other}".endswith(f"/{shorter}")]
 
 
 def test_the_dry_run_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -18,14 +19,17 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_dppo import files as disk
+from megatron_dppo.commands.eval import add_arguments
+from megatron_dppo.commands.eval import run as run_eval
 from megatron_dppo.commands.reported import report_error
 from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.errors import DiskError, UserError
-from megatron_dppo.files import disk_errors, format_bytes, require_space
+from megatron_dppo.errors import ConfigError, DiskError, UserError
+from megatron_dppo.files import disk_errors, format_bytes, require_space, write_synced
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run.evaluation import write_sample_responses
+from megatron_dppo.run.offline import OfflineEvaluation
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 
@@ -127,6 +131,50 @@ def test_a_full_disk_is_a_one_line_error_that_leaves_old_files_intact(
         assert "\n" not in message and str(folder) in message and "free on its file system" in message
         assert ("full" in message or "limit" in message) and raised.value.exit_code == 2
         assert older() == before
+
+
+@pytest.mark.parametrize("full", ["--answers", "--json"])
+def test_eval_leaves_no_output_behind_if_one_cannot_be_written(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = contextlib.nullcontext(SimpleNamespace(weights="w"))
+    monkeypatch.setattr("megatron_dppo.commands.eval.open_weights", lambda *_, **__: weights)
+
+    def evaluate(_: object) -> OfflineEvaluation:
+        return OfflineEvaluation({"eval/accuracy": 0.5}, iter([{"response": "y" * 9000}] * 9))
+
+    monkeypatch.setattr("megatron_dppo.run.offline.evaluate", evaluate)
+    folder = tmp_path / "disk"
+    with small_disk(folder) as make_full:
+        files = {name: (folder if name == full else tmp_path) / "out" for name in ("--answers", "--json")}
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        options = parser.parse_args(["target", *(str(each) for item in files.items() for each in item)])
+        make_full()
+        with pytest.raises(DiskError, match=r"start the same command again"):
+            run_eval(options, [])
+        assert not [file for file in files.values() if file.exists()]
+        (folder / "filler").unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert run_eval(options, []) == 0, "the advice of the message"
+        assert len(files["--answers"].read_text().splitlines()) == 9 and json.loads(files["--json"].read_text())
+
+
+def test_two_outputs_of_eval_in_one_file_are_refused_before_the_evaluation(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ConfigError, match="Fix: name two files"):
+        run_eval(parser.parse_args(["target", "--json", f"{tmp_path}/x", "--answers", f"{tmp_path}/x"]), [])
+
+
+def test_a_file_that_is_replaced_leaves_no_part_on_a_full_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    with small_disk(folder) as make_full:
+        write_synced(folder / "report.html", "older")
+        make_full()
+        with pytest.raises(OSError, match=r"space|large"):
+            write_synced(folder / "report.html", "y" * 9000)
+        assert (folder / "report.html").read_text() == "older" and not list(folder.glob("*.partial"))
 
 
 def test_closing_the_log_on_a_full_disk_does_not_hide_another_error(tmp_path: Path) -> None:

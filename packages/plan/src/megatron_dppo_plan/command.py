@@ -119,7 +119,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
         print(format_plan(plan, verbose=options.verbose), flush=True)
         print(f"submit   {sbatch_line(options.config, overrides, plan.step, machine)}", flush=True)
-        if not plan.oversized_ranks:
+        if plan.fits:
             return 0
         print(_format_nearest(new_search()))
         return 1

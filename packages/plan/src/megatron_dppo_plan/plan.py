@@ -127,6 +127,16 @@ class Plan:
         return self.machine.memory - max(rank.total for rank in self.ranks.values())
 
     @property
+    def fits(self) -> bool:
+        """True if the run fits the memory of GPUs and hosts."""
+        return not self.oversized_ranks and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """True if a node's host memory suffices for the run."""
+        return self.step.host <= self.machine.host_memory
+
+    @property
     def is_tight(self) -> bool:
         """True if the run fits, but with less free memory than allocator and kernels may need."""
         return 0 <= self.free_bytes < TIGHT * self.machine.memory

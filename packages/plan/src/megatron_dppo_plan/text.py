@@ -315,11 +315,11 @@ def _transfer_lines(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> str:
     machines = f"{plan.layout.world_size} x {plan.machine.name}"
-    if plan.oversized_ranks:
-        return f"Does NOT fit {machines}: {', '.join(plan.oversized_ranks)}."
+    if not plan.fits:
+        too_large = [*plan.oversized_ranks, *([] if plan.fits_host else ["the host memory"])]
+        return f"Does NOT fit {machines}: {', '.join(too_large)}."
     tight = " Tight: the allocator may need the memory that is left." if plan.is_tight else ""
-    host = " The host memory does NOT suffice." if plan.step.host > plan.machine.host_memory else ""
-    return f"Fits {machines}.{tight}{host}"
+    return f"Fits {machines}.{tight}"
 
 
 def format_step(step: StepPlan, plan: Plan) -> list[str]:
@@ -327,7 +327,7 @@ def format_step(step: StepPlan, plan: Plan) -> list[str]:
     checkpoint = plan.config.checkpoint
     best = " and the best one" if checkpoint.keep_best else ""
     room = f"{format_gib(plan.machine.host_memory)} GiB"
-    warning = f" MORE than the {room} of a {plan.machine.name} node" if step.host > plan.machine.host_memory else ""
+    warning = f" MORE than the {room} of a {plan.machine.name} node" if not plan.fits_host else ""
     return [
         _step_line(step, plan),
         _run_line(step),
@@ -404,6 +404,6 @@ def format_candidates(candidates: Sequence[Candidate]) -> str:
             lines.append(["", "", f"cannot run: {last_line:.100}", "", flags])
             continue
         fullest = plan.machine.memory - plan.free_bytes
-        fits = _format_fit(plan, plan.free_bytes)
+        fits = _format_fit(plan, plan.free_bytes) if plan.fits_host else "NO, too much on the host"
         lines.append([str(plan.layout), format_gib(fullest), fits, _short(plan.step_seconds), flags])
     return format_table(head, lines)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from megatron_dppo.config.describe import keys
+from megatron_dppo.source_names import name_sources
 
 Status = Literal["ported", "default", "changed", "unsupported", "unread"]
 """``default``: not in the file, the framework's own default. ``changed``: ported with another meaning or unit.
@@ -353,27 +353,20 @@ def one_or_list(value: Any) -> str | list[str]:
 
 
 def name_files(files: Sequence[str]) -> dict[str, str]:
-    """Return files by names that differ: that of the file, with as many folders before it as that takes.
+    """Return files by names of sets: the name of the file without its ending, and folders where several share it.
 
     Example:
         >>> name_files(["/d/gsm8k/test.parquet", "/d/math/test.parquet", "/d/aime.parquet"])
         {'gsm8k_test': '/d/gsm8k/test.parquet', 'math_test': '/d/math/test.parquet', 'aime': '/d/aime.parquet'}
     """
-    parts = {file: (*PurePath(file).parts[:-1], PurePath(file).stem) for file in files}
     named: dict[str, str] = {}
-    uses = Counter(name for path in parts.values() for name in {_joined(path, 1), _joined(path, 2)})
-    for file in parts:
-        names = [_joined(parts[file], depth) for depth in range(1, len(parts[file]) + 1)]
-        # A number is left for paths that differ only in characters that a name cannot have.
-        numbered = (f"{names[-1]}_{i}" for i in count(2))
-        name = next(name for name in chain(names, numbered) if name not in named and uses[name] < 2)
-        named[name] = file
+    for file, ending in name_sources(files).items():
+        *folders, last = PurePath(ending).parts or ("",)
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", "_".join((*folders, PurePath(last).stem))).strip("_") or "file"
+        # A number is left for names that differ only in their ending or in characters that a set cannot have.
+        numbered = (f"{name}_{i}" for i in count(2))
+        named[next(each for each in chain([name], numbered) if each not in named)] = file
     return named
-
-
-def _joined(parts: Sequence[str], depth: int) -> str:
-    """Return the last parts of a path as the name of a set."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", "_".join(parts[-depth:])).strip("_") or "file"
 
 
 def literal(value: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.mcore.delta_versions import FIX, miscompiles_delta_rule
 from megatron_dppo.mcore.extensions import INSTALL_TOOLS, MODULES
+from megatron_dppo.mcore.transformer_engine import install_command, reinstall_command
 from megatron_dppo_doctor.doctor.machine import MachineFacts
 
 
@@ -19,6 +20,7 @@ class BadCombination:
     """Function that names what this machine has. None if the combination is absent."""
     reason: str
     fix: str
+    """``{torch}`` and ``{cuda}`` stand for the version of torch and the major version of its CUDA."""
     source: str
     is_fatal: bool = True
     """True if a run cannot start or computes wrong numbers; False if it is only slower."""
@@ -30,18 +32,24 @@ class CombinationMatch:
 
     observed: str
     combination: BadCombination
+    fix: str
+    """Fix of the row, with the versions of this machine."""
 
     def __str__(self) -> str:
         row = self.combination
         kind = "problem" if row.is_fatal else "warning"
-        return f"{kind}  {self.observed}: {row.reason}. Fix: {row.fix}. ({row.source})"
+        return f"{kind}  {self.observed}: {row.reason}. Fix: {self.fix}. ({row.source})"
 
 
 def find_bad_combinations(machine: MachineFacts) -> Iterator[CombinationMatch]:
     """Yield the rows of ``TABLE`` that apply to this machine."""
     for combination in TABLE:
         if (observed := combination.observe(machine)) is not None:
-            yield CombinationMatch(observed, combination)
+            fix = combination.fix.format(
+                torch=machine.packages.get("torch", "").partition("+")[0],
+                cuda=(machine.torch_cuda or "").partition(".")[0],
+            )
+            yield CombinationMatch(observed, combination, fix)
 
 
 def parse_version(version: str) -> tuple[int, ...]:
@@ -165,8 +173,6 @@ def _no_build_tools(machine: MachineFacts) -> str | None:
     return f"megatron-core {version} without {', '.join(machine.missing_build_tools)}"
 
 
-_INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
-
 # Rows: condition, reason, fix, source. A new row needs a case in packages/doctor/tests/test_doctor.py.
 TABLE: tuple[BadCombination, ...] = (
     BadCombination(
@@ -194,13 +200,15 @@ TABLE: tuple[BadCombination, ...] = (
     BadCombination(
         _cpu_build_of_torch,
         "training would run on the CPU",
-        "install torch for CUDA: https://pytorch.org/get-started/locally",
+        "pip uninstall -y torch && pip install torch, which is for CUDA on Linux. For a CUDA that this driver has: "
+        "https://pytorch.org/get-started/locally",
         "torch.version.cuda",
     ),
     BadCombination(
         _no_visible_gpu,
         "the driver is too old for this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs",
-        "compare nvidia-smi's CUDA version with torch's; unset CUDA_VISIBLE_DEVICES",
+        "unset CUDA_VISIBLE_DEVICES. If nvidia-smi's CUDA version is older than torch's, update the driver, or pip "
+        "uninstall -y torch and install one for that CUDA: https://pytorch.org/get-started/locally",
         "CUDA compatibility, docs.nvidia.com/deploy/cuda-compatibility",
     ),
     BadCombination(
@@ -212,7 +220,7 @@ TABLE: tuple[BadCombination, ...] = (
     BadCombination(
         _transformer_engine_for_other_cuda,
         "its libraries are built for another CUDA version",
-        f"uninstall it, then {_INSTALL_TRANSFORMER_ENGINE}",
+        reinstall_command("{cuda}"),
         "Transformer Engine's installation page",
     ),
     BadCombination(
@@ -250,21 +258,22 @@ TABLE: tuple[BadCombination, ...] = (
     BadCombination(
         _older("transformer-engine", (2, 1)),
         "it has no kernels that permute tokens by expert: every layer synchronizes with the device",
-        _INSTALL_TRANSFORMER_ENGINE,
+        reinstall_command("{cuda}"),
         "megatron/core/transformer/transformer_config.py, moe_permute_fusion",
         is_fatal=False,
     ),
     BadCombination(
         _no_transformer_engine,
         "the model uses Megatron's torch layers, which are slower",
-        _INSTALL_TRANSFORMER_ENGINE,
+        install_command("{cuda}"),
         "megatron_dppo/mcore/fusions.py",
         is_fatal=False,
     ),
     BadCombination(
         _no_triton,
         "the head runs in plain torch, several times slower",
-        "pip install triton",
+        # A bare "triton" is the newest one, which this torch may not be built for.
+        "pip install 'torch=={torch}', which leaves torch and brings its Triton",
         "megatron_dppo/head/row_kernels.py",
         is_fatal=False,
     ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron_dppo.errors import JobError
+from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.parallel.network import choose_interface
 from megatron_dppo_doctor.doctor.job_rank import JobRank, set_torch_variables
 from megatron_dppo_doctor.doctor.network import LIMIT_SECONDS, join_store, limited, measure_clocks, measure_network
@@ -129,5 +130,6 @@ class _Report:
                 "lines": self._lines,
                 "findings": [asdict(finding) for finding in self._findings],
             }
-            self._json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            with disk_errors(self._json_file, "the report"):
+                write_synced(self._json_file, json.dumps(content, indent=2) + "\n")
         return 1 if num_problems else 0

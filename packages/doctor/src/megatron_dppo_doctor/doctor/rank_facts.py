@@ -79,7 +79,7 @@ def inspect_rank(job: JobRank) -> RankFacts:
     bad_combinations = []
     for match in find_bad_combinations(machine):
         row = match.combination
-        bad_combinations.append((f"{match.observed}: {row.reason}", f"{row.fix}. ({row.source})", row.is_fatal))
+        bad_combinations.append((f"{match.observed}: {row.reason}", f"{match.fix}. ({row.source})", row.is_fatal))
     locked_memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return RankFacts(
         rank=job.rank,
