@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -29,8 +30,6 @@ _ADVICE = {
     "recomputed_logprobs": "recompute them in the trainer at the rollout's weights, before the first update",
     "sequence_ids": "give each token the index of its sequence",
     "ages": "count the updates since the weights that sampled each token, or remove threshold_age",
-    "mismatch_scale": "take the median of |log pi - log mu| over all tokens of the step, or remove threshold_knee",
-    "largest_square": "take losses.largest_square of all tokens of the update",
     "reference_logprobs": "compute them with the reference policy, or set kl_coef to 0",
     "entropy": "pass the entropy of pi with its gradient, or set entropy_coef to 0",
     "token_weights": "compute them with losses.token_weights, or use aggregation token_mean",
@@ -109,10 +108,8 @@ class Tokens:
     topk: TopK | None
     ages: Tensor | None = None
     """Age in updates."""
-    mismatch_scale: Tensor | None = None
-    """Median of |log pi - log mu| over the batch."""
-    largest_square: Tensor | None = None
-    """Largest (log pi - log mu)^2 that M2PO keeps."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the whole batch that the loss declares, by name."""
 
     @property
     def ratio(self) -> Tensor:
@@ -145,6 +142,11 @@ class Tokens:
         """Log pi - log pi' of the recomputed log-probabilities, clamped."""
         return self.limited(self.logprobs.detach() - self.recomputed)
 
+    def statistic(self, name: str) -> Tensor:
+        """Return a number of the whole batch as a scalar of the statistics dtype, on the device of the tokens."""
+        # No Python number: CUDA divides by one as a product with its inverse, which rounds differently.
+        return self.log_ratio.new_full((), self.statistics[name])
+
     @staticmethod
     def limited(log_ratio: Tensor) -> Tensor:
         """Return log ratios that are small enough for ``exp``."""
@@ -166,6 +168,12 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
             if name == "rollout_logprobs":
                 what = "is anchored on the rollout policy's own log-probabilities"
             raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {_ADVICE[name]}")
+    for name in {**config.step_statistics(), **config.update_statistics()}:
+        if name not in inputs.statistics:
+            raise ValueError(
+                f"the loss {config.name!r} needs statistics[{name!r}], a number of the whole batch, but it is missing. "
+                "Fix: pass statistics = losses.batch_statistics(inputs, config) of all tokens of the update"
+            )
     check_shapes(inputs)
     assert inputs.rollout_logprobs is not None
     mask = inputs.loss_mask & inputs.rollout_logprobs.isfinite()
@@ -189,8 +197,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         sequence_ids=inputs.sequence_ids,
         topk=_topk(inputs, mask, config) if config.is_topk else None,
         ages=None if inputs.ages is None else constant(inputs.ages),
-        mismatch_scale=None if inputs.mismatch_scale is None else constant(inputs.mismatch_scale),
-        largest_square=None if inputs.largest_square is None else constant(inputs.largest_square),
+        statistics=inputs.statistics,
     )
 
 
@@ -240,7 +247,7 @@ def check_shapes(inputs: LossInputs) -> None:
     if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) not in ((*expected, 2), (*expected, 6)):
         shape = tuple(inputs.topk_sums.shape)
         raise ValueError(f"topk_sums has shape {shape}, expected [T, 2] or [T, 6] with T = {expected}")
-    for name in (field.name for field in fields(inputs) if field.name not in (*_TOPK, "topk_sums", "vocab_size")):
+    for name in (f.name for f in fields(inputs) if f.name not in (*_TOPK, "topk_sums", "vocab_size", "statistics")):
         value = getattr(inputs, name)
         if value is not None and tuple(value.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected that of logprobs, {expected}")

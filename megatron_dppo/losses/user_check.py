@@ -18,6 +18,7 @@ from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.errors import FunctionError, UserError
 from megatron_dppo.functions import is_function_name
 from megatron_dppo.losses.objective import policy_loss
+from megatron_dppo.losses.statistics import batch_statistics
 from megatron_dppo.types import LossInputs
 
 _LENGTHS = (5, 7, 4)
@@ -44,7 +45,7 @@ def check_user_functions(config: LossConfig) -> None:
 
 
 def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) -> None:
-    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    inputs = _inputs(config)
     gradients = _gradients(inputs, config)
     for leaf, gradient in gradients.items():
         if not bool(gradient.isfinite().all()):
@@ -82,7 +83,7 @@ def _check_sign(name: str, config: LossConfig) -> None:
 
     Where all policies agree, no trust region masks a token. Terms that do not depend on the advantage cancel.
     """
-    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    inputs = _inputs(config)
     assert inputs.rollout_logprobs is not None
     on_policy = replace(
         inputs,
@@ -110,6 +111,11 @@ def _parts(count: int, *, in_sequences: bool) -> list[Tensor]:
     # Two parts of unequal length, then every token alone: a mean over the call, or a look at a neighbor, changes one
     # of them.
     return [everything[: count // 3], everything[count // 3 :], *everything.split(1)]
+
+
+def _inputs(config: LossConfig) -> LossInputs:
+    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    return replace(inputs, statistics=batch_statistics(inputs, config))
 
 
 def _gradients(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:
@@ -169,6 +175,4 @@ def made_up_inputs(k: int) -> LossInputs:
         sequence_ids=torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)),
         token_weights=torch.ones(count),
         ages=(position % 4).float(),
-        mismatch_scale=torch.full((count,), 0.5),
-        largest_square=torch.full((count,), 0.02),
     )

@@ -396,8 +396,6 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     TokenColumn(name="recomputed_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="reference_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="ages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
-    TokenColumn(name="mismatch_scale", dtype=torch.float32, alignment=Alignment.LABELS, fill=1.0),
-    TokenColumn(name="largest_square", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     # The advantages contain the teacher's part before samples are packed.
     TokenColumn(name="teacher_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_packed=False),
 ]

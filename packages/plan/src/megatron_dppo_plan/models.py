@@ -169,7 +169,7 @@ def _sample_sequence(length: int, config: Config, routing: RoutingShape | None, 
         sampling_mask = SamplingMask(ids.repeat(length), torch.full((length,), mask_size, dtype=torch.int32))
     sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes, sampling_mask=sampling_mask)
     logprobs = {name: torch.full((length,), -0.5) for name in ("recomputed_logprobs", "reference_logprobs")}
-    logprobs |= {name: torch.ones(length) for name in ("ages", "mismatch_scale", "largest_square")}
+    logprobs["ages"] = torch.ones(length)
     required = config.loss.required_inputs | ({"reference_logprobs"} if config.needs_reference else set())
     changes: dict[str, Any] = {name: column for name, column in logprobs.items() if name in required}
     return replace(sample, **changes)
