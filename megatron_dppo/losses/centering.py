@@ -106,6 +106,7 @@ def _weights(tokens: Tokens, loss: Loss, head: TopK, at_ids: tuple[Tensor, Tenso
         sequence_ids=None,
         topk=head if loss.needs.topk else None,
         ages=None if tokens.ages is None else tokens.ages[:, None],
+        columns={name: column[:, None] for name, column in tokens.columns.items()},
         statistics=tokens.statistics,
     )
     sequence_mask = loss.mismatch in ("mask_sequence", "mask_geometric")

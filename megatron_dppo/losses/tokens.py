@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.errors import FunctionError
 from megatron_dppo.losses.divergence import divergence_from_sums, evict, other_masses, topk_kl, topk_tv, valid_slots
 from megatron_dppo.losses.predictive import Tail, divergence_rate, predictive_sums, tail_square
 from megatron_dppo.losses.reduce import statistics_dtype
 from megatron_dppo.types import LossInputs
+from megatron_dppo.types.token_columns import columns_on_request
 
 _MAX_LOG_RATIO = 80.0
 """Limit of log ratios: exp(80) is still finite in fp32. As log pi <= 0, a larger log ratio needs log mu < -80, a token
@@ -108,6 +110,8 @@ class Tokens:
     topk: TopK | None
     ages: Tensor | None = None
     """Age in updates."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns that the engine returned on request, by their field of ``LossInputs``."""
     statistics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the whole batch that the loss declares, by name."""
 
@@ -163,11 +167,15 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     """
     # The anchor comes first: if several inputs are missing, its advice is the one that matters.
     for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
+        if not hasattr(inputs, name):
+            known = ", ".join(_column_names()) or "none"
+            raise FunctionError(f"{config.input_reason(name)} needs the column {name!r}; engines return: {known}")
         if getattr(inputs, name) is None and not (name == "topk_logprobs" and inputs.topk_sums is not None):
+            advice = _ADVICE.get(name, "ask the rollout engine for it")
             what = f"needs {name} because of {config.input_reason(name)}"
             if name == "rollout_logprobs":
                 what = "is anchored on the rollout policy's own log-probabilities"
-            raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {_ADVICE[name]}")
+            raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {advice}")
     for name in {**config.step_statistics(), **config.update_statistics()}:
         if name not in inputs.statistics:
             raise ValueError(
@@ -197,8 +205,14 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         sequence_ids=inputs.sequence_ids,
         topk=_topk(inputs, mask, config) if config.is_topk else None,
         ages=None if inputs.ages is None else constant(inputs.ages),
+        columns={name: constant(rows) for name in _column_names() if (rows := getattr(inputs, name)) is not None},
         statistics=inputs.statistics,
     )
+
+
+def _column_names() -> list[str]:
+    """Return the fields of ``LossInputs`` that an engine returns on request."""
+    return [column.name for column in columns_on_request().values() if column.name is not None]
 
 
 def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:

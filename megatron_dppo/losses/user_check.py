@@ -20,6 +20,7 @@ from megatron_dppo.functions import is_function_name
 from megatron_dppo.losses.objective import policy_loss
 from megatron_dppo.losses.statistics import batch_statistics
 from megatron_dppo.types import LossInputs
+from megatron_dppo.types.token_columns import columns_on_request
 
 _LENGTHS = (5, 7, 4)
 _LEAVES = ("logprobs", "entropy", "topk_logprobs")
@@ -158,6 +159,7 @@ def made_up_inputs(k: int) -> LossInputs:
         return log_q.gather(1, sampled)[:, 0]
 
     position = torch.arange(count)
+    columns: dict[str, Any] = {str(c.name): c.examples(count, generator) for c in columns_on_request().values()}
     return LossInputs(
         logprobs=at_label(log_p),
         rollout_logprobs=at_label(log_m),
@@ -175,4 +177,5 @@ def made_up_inputs(k: int) -> LossInputs:
         sequence_ids=torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)),
         token_weights=torch.ones(count),
         ages=(position % 4).float(),
+        **columns,
     )

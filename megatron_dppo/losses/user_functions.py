@@ -101,6 +101,7 @@ def _inputs(function: UserFunction, inputs: LossInputs, tokens: Tokens) -> LossI
         reference_logprobs=constant(inputs.reference_logprobs) if needs.reference else None,
         sequence_ids=inputs.sequence_ids if needs.sequences else None,
         statistics=inputs.statistics,
+        **{name: constant(getattr(inputs, name)) for name in needs.columns},
     )
 
 

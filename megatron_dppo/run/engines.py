@@ -37,6 +37,7 @@ from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.run.marker import first_start
 from megatron_dppo.run.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
+from megatron_dppo.types.token_columns import columns_on_request
 from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync
 
@@ -70,6 +71,7 @@ def rollout_sampling_params(config: Config) -> SamplingParams:
         config.run.seed,
         return_sampling_mask=config.rollout.has_filters,
         topk_logprobs=config.topk_logprobs,
+        columns=tuple(columns_on_request(config.loss.required_inputs)),
         routed_experts=routed_experts,
         router_weights=routed_experts and config.train.router_replay_weights,
     )

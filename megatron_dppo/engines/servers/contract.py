@@ -18,6 +18,7 @@ from megatron_dppo.errors import ContractViolation
 from megatron_dppo.rollout.sampling_sums import rank_sums
 from megatron_dppo.rollout.server import GenerateCall, GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason
+from megatron_dppo.types.token_columns import columns_on_request
 
 RaiseViolation = Callable[[str, object, str], NoReturn]
 """Raises ``ContractViolation``. Arguments: field, value, expected value."""
@@ -327,6 +328,27 @@ class _ResponseCheck:
         self._check_candidates("most probable token", ids, values)
 
     def check_columns(self) -> None:
+        """Check that requested columns are there, that others are not, and their shapes and limits."""
+        self._check_columns_on_request()
+        self._check_topk_columns()
+
+    def _check_columns_on_request(self) -> None:
+        for name, column in columns_on_request().items():
+            rows = getattr(self._generation, name)
+            if name not in self._request.params.columns:
+                if rows is not None:
+                    self._raise_violation(name, "there", "none: the request does not ask for it")
+                continue
+            if rows is None:
+                self._raise_violation(name, "missing", "a number for each token")
+            if tuple(rows.shape) != (self._length,):
+                self._raise_violation(name, f"of shape {list(rows.shape)}", f"[{self._length}], a number a token")
+            low, high = column.limits
+            values = rows.numpy()
+            is_good = np.isfinite(values) & (values >= low - self._tolerance) & (values <= high + self._tolerance)
+            self._check_rows(name, is_good, values, f"a finite number of {low:g} to {high:g}")
+
+    def _check_topk_columns(self) -> None:
         """Check that there is a Top-K if the request asks for one, with K + 1 columns."""
         k = self._request.params.topk_logprobs
         ids = self._generation.topk_token_ids
