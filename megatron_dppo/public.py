@@ -53,7 +53,7 @@ def check_call(inputs: LossInputs, config: LossConfig) -> None:
         raise TypeError(f"Expected (LossInputs, LossConfig), got {names}. Fix: build both, in this order.")
     for field in fields(inputs):
         value = getattr(inputs, field.name)
-        if value is not None and field.name != "vocab_size" and not isinstance(value, Tensor):
+        if value is not None and field.name not in ("vocab_size", "statistics") and not isinstance(value, Tensor):
             kind = type(value).__name__
             raise TypeError(f"Expected a tensor as {field.name}, got a {kind}. Fix: torch.as_tensor({field.name}).")
     for name in ("logprobs", "rollout_logprobs"):

@@ -69,7 +69,7 @@ def factors(config: LossConfig, advantage: float) -> Tensor:
         recomputed_logprobs=(RECOMPUTED * mu).log() if config.uses_recomputed_logprobs else None,
         sequence_ids=torch.arange(len(mu)) if "sequence_ids" in config.required_inputs else None,
         token_weights=ones if "token_weights" in config.required_inputs else None,
-        largest_square=LARGEST_SQUARE * ones if "largest_square" in config.required_inputs else None,
+        statistics={"largest_square": LARGEST_SQUARE},
         **head,
     )
     policy_loss(inputs, config).loss_sum.backward()

@@ -6,7 +6,7 @@ selects the class (a discriminated union).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -43,6 +43,8 @@ Aggregation = Literal[
 Form = Literal["reinforce", "ratio"]
 Mismatch = Literal["none", "truncate", "mask_token", "mask_sequence", "mask_geometric"]
 TopKSummary = Literal["divergence", "rate"]
+Statistic = Callable[..., float]
+"""Function ``(losses.BatchTokens) -> number``. Torch is not known here, so the argument has no type."""
 
 
 class LossConfig(Section):
@@ -240,6 +242,20 @@ class LossConfig(Section):
         if self.resolved_aggregation != "token_mean":
             reasons["token_weights"] = "loss.aggregation" if self.aggregation else "loss.name"
         return reasons
+
+    def step_statistics(self) -> Mapping[str, Statistic]:
+        """Return the numbers of all tokens of a step that the loss reads, by name (``Tokens.statistic``).
+
+        They are computed once a step, with the weights that it starts with. It takes a forward pass.
+        """
+        return {}
+
+    def update_statistics(self) -> Mapping[str, Statistic]:
+        """Return the numbers of all tokens of an update that the loss reads, by name (``Tokens.statistic``).
+
+        They are computed before each update, with its weights. It takes a forward pass.
+        """
+        return {}
 
     def resolved_defaults(self) -> dict[str, object]:
         """Return the value in effect for each key whose ``None`` stands for a default of the loss."""

@@ -10,33 +10,6 @@ from megatron_dppo.config.loss import Aggregation, Form, LossConfig
 from megatron_dppo.config.user_functions import FunctionNeeds
 
 
-class AdaptiveThresholds(LossConfig):
-    """Keys of thresholds that differ by token: by its age, and by its mismatch (a reading of SAT, arXiv 2607.18722)."""
-
-    threshold_age: float | None = Field(None, gt=0)
-    """Age in updates at which the thresholds of a token are halved: they are divided by 1 + age / this. Ours. null:
-    the age has no effect."""
-    threshold_knee: float | None = Field(None, gt=0)
-    """Mismatch beyond which the thresholds of a token shrink: abs(log r) in units of its median over the step. Our
-    reading of SAT; it costs a forward pass a step. null: they do not shrink."""
-    threshold_floor: float = Field(0.25, gt=0, le=1)
-    """Smallest factor of the thresholds with ``threshold_knee``."""
-
-    def unused_keys(self) -> dict[str, str]:
-        """Add the floor if there is no knee."""
-        unused = super().unused_keys()
-        return unused if self.threshold_knee is not None else unused | {"threshold_floor": "threshold_knee"}
-
-    def input_reasons(self) -> dict[str, str]:
-        """Add the ages and the scale of the mismatch."""
-        reasons = super().input_reasons()
-        if self.threshold_age is not None:
-            reasons["ages"] = "loss.threshold_age"
-        if self.threshold_knee is not None:
-            reasons["mismatch_scale"] = "loss.threshold_knee"
-        return reasons
-
-
 class DivergenceThresholds(LossConfig):
     """Keys of a trust region by divergence, with one limit per direction."""
 

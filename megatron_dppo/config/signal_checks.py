@@ -185,8 +185,10 @@ def _check_greedy_baseline(config: Config) -> None:
 
 
 def _check_layer_noise(loss: LossConfig, train: TrainConfig) -> None:
-    if loss.name == "m2po" and train.layer_noise.std:
+    statistics = loss.update_statistics()
+    if statistics and train.layer_noise.std:
         raise ValueError(
-            f"loss.name = 'm2po' with train.layer_noise.std = {train.layer_noise.std}: its second moment is that of a "
-            "forward pass without noise. Remove train.layer_noise, or use another loss"
+            f"loss.name = {loss.name!r} with train.layer_noise.std = {train.layer_noise.std}: its "
+            f"{', '.join(statistics)} of the batch would be that of a forward pass without noise. Remove "
+            "train.layer_noise, or use another loss"
         )

@@ -38,8 +38,11 @@ class FunctionNeeds:
     """Complete sequences, identified by ``sequence_ids``: a token's result depends on other tokens of its sequence."""
     zero_advantage: bool = True
     """True if a token with advantage 0 can have a gradient. False skips rows without an advantage. Losses only."""
+    columns: tuple[str, ...] = ()
+    """Further fields of ``LossInputs`` that engines return on request (docs/extending.md)."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
         if not self.topk and (self.topk_gradient or self.topk_other_square):
             raise ValueError("topk_gradient and topk_other_square also need topk = True; add it")
 
@@ -56,10 +59,10 @@ class FunctionNeeds:
             "entropy": self.entropy_gradient,
             "sequence_ids": self.sequences,
         }
-        return frozenset(name for name, needed in fields.items() if needed)
+        return frozenset(name for name, needed in fields.items() if needed).union(self.columns)
 
 
-def needs(**what: bool) -> Callable[[_F], _F]:
+def needs(*, columns: Sequence[str] = (), **what: bool) -> Callable[[_F], _F]:
     """Declare the inputs of a user's loss or mask; the keywords are the fields of ``FunctionNeeds``.
 
     Example:
@@ -73,7 +76,7 @@ def needs(**what: bool) -> Callable[[_F], _F]:
         TypeError: A keyword is unknown.
         ValueError: Two keywords contradict each other.
     """
-    declared = FunctionNeeds(**what)
+    declared = FunctionNeeds(columns=tuple(columns), **what)
 
     def mark(function: _F) -> _F:
         setattr(function, _ATTRIBUTE, declared)

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_dppo.config.user_functions import needs
-    from megatron_dppo.losses.decision import Decision, clipped_surrogate, policy_term, weigh_by_ratio, with_value
+    from megatron_dppo.losses.adaptive import adapted_limits
+    from megatron_dppo.losses.decision import (
+        Decision,
+        clipped_surrogate,
+        policy_term,
+        ratio_keep_mask,
+        weigh_by_ratio,
+        with_value,
+    )
     from megatron_dppo.losses.divergence import binary_kl, binary_tv, topk_kl, topk_sums, topk_tv
     from megatron_dppo.losses.dppo import divergence_keep_mask, dppo_loss
     from megatron_dppo.losses.example import show
@@ -38,10 +46,9 @@ if TYPE_CHECKING:
     from megatron_dppo.losses.predictive import divergence_rate, predictive_sums
     from megatron_dppo.losses.reduce import BatchTotals, per_sequence, sequence_weight, token_weights
     from megatron_dppo.losses.rule import Loss
-    from megatron_dppo.losses.second_moment import largest_square, select_squares, squared_log_ratio
     from megatron_dppo.losses.sequences import prefix_keep_mask, sequence_keep_mask
+    from megatron_dppo.losses.statistics import BatchTokens, batch_statistics, compute_statistics
     from megatron_dppo.losses.tokens import Tokens
-    from megatron_dppo.losses.trust_region import adapted_limits, ratio_keep_mask
     from megatron_dppo.losses.user_functions import call_user_loss
 else:
 

@@ -106,7 +106,8 @@ def _weights(tokens: Tokens, loss: Loss, head: TopK, at_ids: tuple[Tensor, Tenso
         sequence_ids=None,
         topk=head if loss.needs.topk else None,
         ages=None if tokens.ages is None else tokens.ages[:, None],
-        mismatch_scale=None if tokens.mismatch_scale is None else tokens.mismatch_scale[:, None],
+        columns={name: column[:, None] for name, column in tokens.columns.items()},
+        statistics=tokens.statistics,
     )
     sequence_mask = loss.mismatch in ("mask_sequence", "mask_geometric")
     return _gradient_weight(loss.decide(each) if sequence_mask else decide(each, loss), loss)

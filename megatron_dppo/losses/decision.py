@@ -1,6 +1,7 @@
 """Decision of a loss for each token, and the forms of decisions and terms that losses share.
 
-True = keep, False = masked.
+True = keep, False = masked. All comparisons are strict: a token exactly on the limit is kept, and so is a token with
+advantage 0 (it has no gradient anyway).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.tokens import Tokens
-from megatron_dppo.losses.trust_region import ratio_keep_mask
 
 
 class Decision(NamedTuple):
@@ -33,6 +33,28 @@ def weigh_by_ratio(tokens: Tokens, divergence: Tensor, keep: Tensor | None = Non
     weight = tokens.log_ratio.exp()
     keep = torch.ones_like(tokens.mask) if keep is None else keep
     return Decision(keep, weight, torch.zeros_like(weight), divergence)
+
+
+def ratio_keep_mask(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float | Tensor, clip_high: float | Tensor
+) -> Tensor:
+    """Return the mask that gives PPO's clipped gradient, without dual clip.
+
+    Source: arXiv 1707.06347; clip-higher arXiv 2503.14476.
+
+    Args:
+        log_ratio: Log pi(a_t) - log mu(a_t). Shape [num_tokens].
+        advantages: Shape [num_tokens].
+        clip_low: Tokens with a negative advantage and r < 1 - clip_low are masked.
+        clip_high: Tokens with a positive advantage and r > 1 + clip_high are masked.
+
+    Returns:
+        Bool, shape [num_tokens].
+    """
+    ratio = log_ratio.exp()
+    masked_going_up = (advantages > 0) & (ratio > 1 + clip_high)
+    masked_going_down = (advantages < 0) & (ratio < 1 - clip_low)
+    return ~(masked_going_up | masked_going_down)
 
 
 def clipped_surrogate(

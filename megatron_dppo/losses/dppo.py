@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss_groups import AdaptiveThresholds, DivergenceThresholds, RatioCap
+from megatron_dppo.config.loss_groups import DivergenceThresholds, RatioCap
 from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.losses.adaptive import AdaptiveThresholds
 from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses.objective import policy_loss
-from megatron_dppo.losses.second_moment import largest_square, select_squares
+from megatron_dppo.losses.statistics import batch_statistics
 from megatron_dppo.types import LossInputs
 
 _TOPK = 2
@@ -41,9 +42,7 @@ def show(
     logprobs = p.log().requires_grad_()
     mu_rest, pi_rest = ((1 - x)[:, None] * torch.tensor(part) for x, part in zip((m, p), _OTHER_SHARES, strict=True))
     topk_logprobs = torch.cat([pi_rest, p[:, None]], 1).log().requires_grad_()
-    ratio = logprobs.detach() - m.log()
     signs = torch.tensor(advantages, dtype=torch.float64)
-    squares = select_squares(ratio, signs, getattr(config, "second_moment_tokens", "all"))
     inputs = LossInputs(
         logprobs=logprobs,
         rollout_logprobs=m.log(),
@@ -58,8 +57,8 @@ def show(
         topk_other_square=torch.zeros_like(p),
         vocab_size=_TOPK + 1,
         token_weights=torch.ones(len(pi)),
-        largest_square=torch.full_like(p, largest_square(squares, getattr(config, "second_moment_limit", 1.0))),
     )
+    inputs = replace(inputs, statistics=batch_statistics(inputs, config))
     output = policy_loss(inputs, config)
     output.loss_sum.backward()
     assert logprobs.grad is not None

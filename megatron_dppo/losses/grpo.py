@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss_groups import AdaptiveThresholds, RatioCap, RatioClipping
+from megatron_dppo.config.loss_groups import RatioCap, RatioClipping
+from megatron_dppo.losses.adaptive import AdaptiveThresholds
 from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:

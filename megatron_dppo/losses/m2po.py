@@ -14,16 +14,22 @@ state it. AReaL (5eec268) masks among all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from megatron_dppo import losses
-from megatron_dppo.config.loss import Form
+from megatron_dppo.config.loss import Form, Statistic
 from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
+    from torch import Tensor
+
+    from megatron_dppo.losses import BatchTokens, Decision, Tokens
+
+_MAX_LOG_RATIO = 80.0
+"""As in ``Tokens``: a log ratio of -inf, where pi is 0, must not make the limit infinite."""
 
 
 class M2PO(Loss):
@@ -48,15 +54,53 @@ class M2PO(Loss):
 
     forms: ClassVar[tuple[Form, ...]] = ("reinforce",)
 
-    def input_reasons(self) -> dict[str, str]:
+    def update_statistics(self) -> Mapping[str, Statistic]:
         """Add the largest square that is kept."""
-        return super().input_reasons() | {"largest_square": "loss.name"}
+        return {**super().update_statistics(), "largest_square": self.largest_square}
+
+    def largest_square(self, tokens: BatchTokens) -> float:
+        """Return the limit of (log r)^2 with which the mean over the tokens that are left is small enough."""
+        squares = _squares(tokens.log_ratio)
+        if self.second_moment_tokens == "outward":
+            squares = squares[tokens.log_ratio * tokens.advantages > 0]
+        return largest_square(squares, self.second_moment_limit)
 
     def decide(self, tokens: Tokens) -> Decision:
         """Mask the tokens beyond the largest square that the batch keeps."""
-        assert tokens.largest_square is not None
-        squares = losses.squared_log_ratio(tokens.log_ratio)
-        keep = squares <= tokens.largest_square
+        squares = _squares(tokens.log_ratio)
+        keep = squares <= tokens.statistic("largest_square")
         if self.second_moment_tokens == "outward":
             keep = keep | (tokens.log_ratio * tokens.advantages <= 0)
         return losses.weigh_by_ratio(tokens, squares, keep)
+
+
+def _squares(log_ratio: Tensor) -> Tensor:
+    """Return the squares of finite log ratios."""
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).square()
+
+
+def largest_square(squares: Tensor, limit: float) -> float:
+    """Return the number that separates the squares that are kept from those that are masked.
+
+    Example: The means of the one, two and three smallest are 0.01, 0.03 and 0.14. The third is masked:
+
+        >>> round(largest_square(torch.tensor([0.05, 0.01, 0.36]), limit=0.04), 3)
+        0.205
+
+    Args:
+        squares: Of the whole batch. Shape [num_tokens].
+        limit: Limit of the mean of the squares that are kept.
+
+    Returns:
+        A number halfway between the two, so that the rounding of a second forward pass changes nothing. Equal squares
+        are kept or masked together. Infinity where all are kept.
+    """
+    ordered = squares.double().sort().values
+    means = ordered.cumsum(0) / ordered.new_ones(len(ordered)).cumsum(0)
+    count = int((means <= limit).sum())
+    if count == len(ordered):
+        return float("inf")
+    smallest_masked = ordered[count]
+    below = ordered[ordered < smallest_masked]
+    largest_below = float(below[-1]) if len(below) else 0.0
+    return (largest_below + float(smallest_masked)) / 2

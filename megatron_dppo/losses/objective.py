@@ -9,7 +9,7 @@ unified gradient. Two *values* go with it: ``-A min(r, C) M log pi`` (``form = "
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -197,13 +197,21 @@ class Objective:
     """Statistics that a head must provide."""
 
 
-def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Objective:
-    """Return ``policy_loss`` with this configuration, optionally with the metrics of other losses."""
+def policy_objective(
+    config: LossConfig, *, counterfactuals: bool = False, statistics: Mapping[str, float] | None = None
+) -> Objective:
+    """Return ``policy_loss`` with this configuration.
+
+    Args:
+        config: Configuration of the loss.
+        counterfactuals: Also report what other losses would have done.
+        statistics: Numbers of the whole batch that the loss declares, by name.
+    """
     # Only a loss over whole sequences reads sequence ids.
     by_token = "sequence_ids" not in config.required_inputs
     acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0 or config.needs.zero_advantage
     return Objective(
-        loss=partial(policy_loss, config=config, counterfactuals=counterfactuals),
+        loss=partial(_loss_of_batch, config=config, counterfactuals=counterfactuals, statistics=statistics or {}),
         by_token=by_token,
         # A loss over sequences needs all their tokens, also those without a gradient of their own.
         skips_zero_advantage=by_token and not acts_without_advantage,
@@ -214,6 +222,12 @@ def policy_objective(config: LossConfig, *, counterfactuals: bool = False) -> Ob
             topk_sums=_sums(config),
         ),
     )
+
+
+def _loss_of_batch(
+    inputs: LossInputs, config: LossConfig, *, counterfactuals: bool, statistics: Mapping[str, float]
+) -> LossOutput:
+    return policy_loss(replace(inputs, statistics=statistics), config, counterfactuals=counterfactuals)
 
 
 def _sums(config: LossConfig) -> SlotSums | None:

@@ -17,8 +17,9 @@ from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
-from megatron_dppo.config.loss_groups import AdaptiveThresholds, RatioClipping
+from megatron_dppo.config.loss_groups import RatioClipping
 from megatron_dppo.config.user_functions import FunctionNeeds
+from megatron_dppo.losses.adaptive import AdaptiveThresholds
 from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:

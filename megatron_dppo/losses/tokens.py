@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.errors import FunctionError
 from megatron_dppo.losses.divergence import divergence_from_sums, evict, other_masses, topk_kl, topk_tv, valid_slots
 from megatron_dppo.losses.predictive import Tail, divergence_rate, predictive_sums, tail_square
 from megatron_dppo.losses.reduce import statistics_dtype
 from megatron_dppo.types import LossInputs
+from megatron_dppo.types.token_columns import columns_on_request
 
 _MAX_LOG_RATIO = 80.0
 """Limit of log ratios: exp(80) is still finite in fp32. As log pi <= 0, a larger log ratio needs log mu < -80, a token
@@ -29,8 +32,6 @@ _ADVICE = {
     "recomputed_logprobs": "recompute them in the trainer at the rollout's weights, before the first update",
     "sequence_ids": "give each token the index of its sequence",
     "ages": "count the updates since the weights that sampled each token, or remove threshold_age",
-    "mismatch_scale": "take the median of |log pi - log mu| over all tokens of the step, or remove threshold_knee",
-    "largest_square": "take losses.largest_square of all tokens of the update",
     "reference_logprobs": "compute them with the reference policy, or set kl_coef to 0",
     "entropy": "pass the entropy of pi with its gradient, or set entropy_coef to 0",
     "token_weights": "compute them with losses.token_weights, or use aggregation token_mean",
@@ -109,10 +110,10 @@ class Tokens:
     topk: TopK | None
     ages: Tensor | None = None
     """Age in updates."""
-    mismatch_scale: Tensor | None = None
-    """Median of |log pi - log mu| over the batch."""
-    largest_square: Tensor | None = None
-    """Largest (log pi - log mu)^2 that M2PO keeps."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns that the engine returned on request, by their field of ``LossInputs``."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the whole batch that the loss declares, by name."""
 
     @property
     def ratio(self) -> Tensor:
@@ -145,6 +146,11 @@ class Tokens:
         """Log pi - log pi' of the recomputed log-probabilities, clamped."""
         return self.limited(self.logprobs.detach() - self.recomputed)
 
+    def statistic(self, name: str) -> Tensor:
+        """Return a number of the whole batch as a scalar of the statistics dtype, on the device of the tokens."""
+        # No Python number: CUDA divides by one as a product with its inverse, which rounds differently.
+        return self.log_ratio.new_full((), self.statistics[name])
+
     @staticmethod
     def limited(log_ratio: Tensor) -> Tensor:
         """Return log ratios that are small enough for ``exp``."""
@@ -161,11 +167,21 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     """
     # The anchor comes first: if several inputs are missing, its advice is the one that matters.
     for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
+        if not hasattr(inputs, name):
+            known = ", ".join(_column_names()) or "none"
+            raise FunctionError(f"{config.input_reason(name)} needs the column {name!r}; engines return: {known}")
         if getattr(inputs, name) is None and not (name == "topk_logprobs" and inputs.topk_sums is not None):
+            advice = _ADVICE.get(name, "ask the rollout engine for it")
             what = f"needs {name} because of {config.input_reason(name)}"
             if name == "rollout_logprobs":
                 what = "is anchored on the rollout policy's own log-probabilities"
-            raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {_ADVICE[name]}")
+            raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {advice}")
+    for name in {**config.step_statistics(), **config.update_statistics()}:
+        if name not in inputs.statistics:
+            raise ValueError(
+                f"the loss {config.name!r} needs statistics[{name!r}], a number of the whole batch, but it is missing. "
+                "Fix: pass statistics = losses.batch_statistics(inputs, config) of all tokens of the update"
+            )
     check_shapes(inputs)
     assert inputs.rollout_logprobs is not None
     mask = inputs.loss_mask & inputs.rollout_logprobs.isfinite()
@@ -189,9 +205,14 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
         sequence_ids=inputs.sequence_ids,
         topk=_topk(inputs, mask, config) if config.is_topk else None,
         ages=None if inputs.ages is None else constant(inputs.ages),
-        mismatch_scale=None if inputs.mismatch_scale is None else constant(inputs.mismatch_scale),
-        largest_square=None if inputs.largest_square is None else constant(inputs.largest_square),
+        columns={name: constant(rows) for name in _column_names() if (rows := getattr(inputs, name)) is not None},
+        statistics=inputs.statistics,
     )
+
+
+def _column_names() -> list[str]:
+    """Return the fields of ``LossInputs`` that an engine returns on request."""
+    return [column.name for column in columns_on_request().values() if column.name is not None]
 
 
 def _topk(inputs: LossInputs, mask: Tensor, config: LossConfig) -> TopK:
@@ -240,7 +261,7 @@ def check_shapes(inputs: LossInputs) -> None:
     if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) not in ((*expected, 2), (*expected, 6)):
         shape = tuple(inputs.topk_sums.shape)
         raise ValueError(f"topk_sums has shape {shape}, expected [T, 2] or [T, 6] with T = {expected}")
-    for name in (field.name for field in fields(inputs) if field.name not in (*_TOPK, "topk_sums", "vocab_size")):
+    for name in (f.name for f in fields(inputs) if f.name not in (*_TOPK, "topk_sums", "vocab_size", "statistics")):
         value = getattr(inputs, name)
         if value is not None and tuple(value.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected that of logprobs, {expected}")

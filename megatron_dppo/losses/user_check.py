@@ -18,7 +18,9 @@ from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.errors import FunctionError, UserError
 from megatron_dppo.functions import is_function_name
 from megatron_dppo.losses.objective import policy_loss
+from megatron_dppo.losses.statistics import batch_statistics
 from megatron_dppo.types import LossInputs
+from megatron_dppo.types.token_columns import columns_on_request
 
 _LENGTHS = (5, 7, 4)
 _LEAVES = ("logprobs", "entropy", "topk_logprobs")
@@ -44,7 +46,7 @@ def check_user_functions(config: LossConfig) -> None:
 
 
 def _check(setting: str, name: str, needs: FunctionNeeds, config: LossConfig) -> None:
-    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    inputs = _inputs(config)
     gradients = _gradients(inputs, config)
     for leaf, gradient in gradients.items():
         if not bool(gradient.isfinite().all()):
@@ -82,7 +84,7 @@ def _check_sign(name: str, config: LossConfig) -> None:
 
     Where all policies agree, no trust region masks a token. Terms that do not depend on the advantage cancel.
     """
-    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    inputs = _inputs(config)
     assert inputs.rollout_logprobs is not None
     on_policy = replace(
         inputs,
@@ -110,6 +112,11 @@ def _parts(count: int, *, in_sequences: bool) -> list[Tensor]:
     # Two parts of unequal length, then every token alone: a mean over the call, or a look at a neighbor, changes one
     # of them.
     return [everything[: count // 3], everything[count // 3 :], *everything.split(1)]
+
+
+def _inputs(config: LossConfig) -> LossInputs:
+    inputs = made_up_inputs(max(config.topk, 1) if config.is_topk else 1)
+    return replace(inputs, statistics=batch_statistics(inputs, config))
 
 
 def _gradients(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:
@@ -152,6 +159,7 @@ def made_up_inputs(k: int) -> LossInputs:
         return log_q.gather(1, sampled)[:, 0]
 
     position = torch.arange(count)
+    columns: dict[str, Any] = {str(c.name): c.examples(count, generator) for c in columns_on_request().values()}
     return LossInputs(
         logprobs=at_label(log_p),
         rollout_logprobs=at_label(log_m),
@@ -169,6 +177,5 @@ def made_up_inputs(k: int) -> LossInputs:
         sequence_ids=torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS)),
         token_weights=torch.ones(count),
         ages=(position % 4).float(),
-        mismatch_scale=torch.full((count,), 0.5),
-        largest_square=torch.full((count,), 0.02),
+        **columns,
     )

@@ -100,6 +100,8 @@ def _inputs(function: UserFunction, inputs: LossInputs, tokens: Tokens) -> LossI
         recomputed_logprobs=tokens.recomputed_logprobs if needs.recomputed else None,
         reference_logprobs=constant(inputs.reference_logprobs) if needs.reference else None,
         sequence_ids=inputs.sequence_ids if needs.sequences else None,
+        statistics=inputs.statistics,
+        **{name: constant(getattr(inputs, name)) for name in needs.columns},
     )
 
 

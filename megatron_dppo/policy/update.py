@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.loss import LossConfig, Statistic
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.balance import assign_samples
 from megatron_dppo.data.replayed_routes import with_all_routes
 from megatron_dppo.data.training_samples import group_segments, with_episode_tokens
 from megatron_dppo.head.teacher import TeacherTargets
-from megatron_dppo.losses import BatchTotals, largest_square, policy_objective, select_squares, sequence_weight
-from megatron_dppo.losses.m2po import M2PO
+from megatron_dppo.losses import (
+    BatchTokens,
+    BatchTotals,
+    Objective,
+    compute_statistics,
+    policy_objective,
+    sequence_weight,
+)
 from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects
 from megatron_dppo.policy.packed import packing_units
 from megatron_dppo.policy.server_sums import (
@@ -89,9 +95,6 @@ class Updater:
         self._joins_segments = "sequence_ids" in loss.required_inputs
         self.excluded: dict[str, str] = {}
         self._recomputed = loss.required_inputs | ({"reference_logprobs"} if with_reference else set())
-        self._objective = policy_objective(loss)
-        # Counterfactual metrics are computed in the last update of a step only: there pi and mu are furthest apart.
-        self._last_objective = policy_objective(loss, counterfactuals=True)
 
     def run(
         self,
@@ -115,6 +118,9 @@ class Updater:
             split: Indices of the episodes of each mini-batch, by epoch. None shuffles by ``seed``.
         """
         episodes = group_segments(samples)
+        # Before the first update: with the weights that the step starts with.
+        with clock.part("recompute"):
+            statistics = self._statistics(samples, self._loss.step_statistics())
         for epoch in range(self._train.epochs):
             if split is not None:
                 mini_batches = split(epoch)
@@ -124,13 +130,15 @@ class Updater:
                 indices = [i for episode in batch for i in episodes[episode]]
                 is_last = epoch == self._train.epochs - 1 and number == len(mini_batches) - 1
                 is_checked = check is not None and epoch == number == 0
-                gradient = self._accumulate([samples[i] for i in indices], clock, is_last, with_sums=is_checked)
+                mini_batch = [samples[i] for i in indices]
+                gradient = self._accumulate(mini_batch, statistics, clock, is_last, with_sums=is_checked)
                 # The gradient exists and no weight has changed: pi and mu differ by numerics alone, which ``check``
                 # can judge. Without the samples of the servers that it rejects, the gradient is computed once more.
                 while is_checked and check is not None and (rejected := check(gradient.metrics, gradient.sums)):
                     self.excluded |= rejected
                     samples = [without_servers(sample, rejected) for sample in samples]
-                    gradient = self._accumulate([samples[i] for i in indices], clock, is_last, with_sums=True)
+                    mini_batch = [samples[i] for i in indices]
+                    gradient = self._accumulate(mini_batch, statistics, clock, is_last, with_sums=True)
                 if self._recorder is not None and gradient.records is not None:
                     version = self._trainer.policy_version
                     self._recorder.add(gradient.samples, gradient.packed, gradient.records, version)
@@ -142,19 +150,26 @@ class Updater:
                 yield result
 
     def _accumulate(
-        self, mini_batch: list[TrainingSample], clock: Clock, is_last: bool, *, with_sums: bool
+        self,
+        mini_batch: list[TrainingSample],
+        step_statistics: dict[str, float],
+        clock: Clock,
+        is_last: bool,
+        *,
+        with_sums: bool,
     ) -> _Gradient:
         """Accumulate the gradient of one mini-batch; a collective of all ranks.
 
         Args:
             mini_batch: Samples of this rank.
+            step_statistics: Numbers of the whole step that the loss reads.
             clock: Adds up the time of each part.
             is_last: True for the last update of the step.
             with_sums: Also add up the tokens by server.
         """
         # Packing starts with a collective, so "waiting" also measures the wait for the slowest rank's rollouts.
         with clock.part("recompute"):
-            mini_batch = self._add_largest_square(mini_batch)
+            statistics = step_statistics | self._statistics(mini_batch, self._loss.update_statistics())
         with clock.part("waiting"):
             samples, packed = self._pack(mini_batch)
             batches = self._add_token_weights(packed)
@@ -165,7 +180,8 @@ class Updater:
                 teacher_targets = self._teacher.compute_targets(batches)
 
         with clock.part("forward_backward"):
-            objective = self._last_objective if is_last else self._objective
+            # Counterfactual metrics are computed in the last update of a step only: there pi and mu are furthest apart.
+            objective = policy_objective(self._loss, counterfactuals=is_last, statistics=statistics)
             records: list[RowRecord] | None = [] if with_sums or self._recorder is not None else None
             metrics = self._trainer.accumulate(batches, objective, teacher_targets, records)
             # The targets hold the teacher's output layer on the device: free it before the optimizer step.
@@ -200,53 +216,34 @@ class Updater:
             if is_needed or with_routes:
                 with clock.part("recompute"):
                     result = self._recompute(result, field if is_needed else None, with_routes=with_routes)
-        if "mismatch_scale" in self._recomputed:
-            with clock.part("recompute"):
-                result = self._add_mismatch_scale(result)
         return result
 
-    def _add_mismatch_scale(self, samples: list[TrainingSample]) -> list[TrainingSample]:
-        """Add the median of |log pi - log mu| over the loss tokens of all data-parallel ranks; a collective.
+    def objective(self, samples: Sequence[TrainingSample]) -> Objective:
+        """Return the loss for one update with the current weights, as the first of a step; a collective.
 
-        It takes a forward pass with the weights that the step starts with.
+        Args:
+            samples: Samples of this rank.
         """
-        differences = [log_ratio.abs() for log_ratio, _ in self._log_ratios(samples)]
-        local = torch.cat([torch.zeros(0), *differences])
-        values = torch.cat(all_gather_objects(local, self._trainer.groups.dp))
-        scale = float(values.median()) if values.numel() else 0.0
-        return [replace(sample, mismatch_scale=torch.full((sample.num_tokens,), scale)) for sample in samples]
+        declared = {**self._loss.step_statistics(), **self._loss.update_statistics()}
+        return policy_objective(self._loss, statistics=self._statistics(samples, declared))
 
-    def _add_largest_square(self, samples: list[TrainingSample]) -> list[TrainingSample]:
-        """Add the largest square of a log ratio that M2PO keeps among the tokens of all data-parallel ranks.
+    def _statistics(self, samples: Sequence[TrainingSample], declared: Mapping[str, Statistic]) -> dict[str, float]:
+        """Return numbers of the loss tokens of all data-parallel ranks, by name; a collective.
 
-        A collective. It takes a forward pass of the mini-batch with the current weights. Other losses need none.
+        It takes a forward pass with the current weights. Without declared statistics it does nothing.
         """
-        loss = self._loss
-        if not isinstance(loss, M2PO):
-            return samples
-        squares = [
-            select_squares(log_ratio, advantages, loss.second_moment_tokens)
-            for log_ratio, advantages in self._log_ratios(samples)
-        ]
-        local = torch.cat([torch.zeros(0), *squares])
-        values = torch.cat(all_gather_objects(local, self._trainer.groups.dp))
-        limit = largest_square(values, loss.second_moment_limit)
-        return [replace(sample, largest_square=torch.full((sample.num_tokens,), limit)) for sample in samples]
-
-    def _log_ratios(self, samples: Sequence[TrainingSample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return log pi - log mu and the advantages of each sample's tokens in the loss, by a forward pass.
-
-        Pipeline stages that compute no loss have no log-probabilities: their list is empty.
-        """
-        result = []
+        if not declared:
+            return {}
+        # Pipeline stages that compute no loss have no log-probabilities, and read no statistics.
+        columns = [torch.zeros(3, 0)]
         for sample in self._recompute(list(samples), "recomputed_logprobs", with_routes=False):
             logprobs = sample.recomputed_logprobs
             rollout_logprobs = sample.rollout_logprobs
             if logprobs is not None and rollout_logprobs is not None:
-                # A token without a finite log mu is in no loss.
-                mask = sample.loss_mask & rollout_logprobs.isfinite()
-                result.append(((logprobs - rollout_logprobs)[mask], sample.advantages[mask]))
-        return result
+                tokens = BatchTokens.select(logprobs, rollout_logprobs, sample.advantages, sample.loss_mask)
+                columns.append(torch.stack(tokens))
+        batch = torch.cat(all_gather_objects(torch.cat(columns, 1), self._trainer.groups.dp), 1)
+        return compute_statistics(declared, BatchTokens(*batch))
 
     def _recompute(
         self, samples: list[TrainingSample], field: str | None, *, with_routes: bool
@@ -281,7 +278,7 @@ class Updater:
 
     def pack_batches(self, samples: list[TrainingSample]) -> MicroBatches:
         """Return the packed micro-batches of one update, equally many on every rank; a collective."""
-        return self._add_token_weights(self._pack(self._add_largest_square(samples))[1])
+        return self._add_token_weights(self._pack(samples)[1])
 
     def _pack(self, samples: list[TrainingSample]) -> tuple[list[TrainingSample], PackedBatch]:
         """Return the samples that this rank trains on, and their packing; a collective."""

@@ -119,7 +119,8 @@ class BatchInvariantEngine:
         generator = torch.Generator(device).manual_seed(params.seed)
         sampler = Sampler(params, generator, count)
         criteria = StopCriteria(self._eos, limits or params.max_new_tokens, None, None, device)
-        record = DecodeRecord(count, criteria.longest, params.topk_logprobs, device, None, params.return_sampling_mask)
+        recorded = params.return_sampling_mask, params.columns
+        record = DecodeRecord(count, criteria.longest, params.topk_logprobs, device, None, *recorded)
         rows = torch.arange(count, device=device)
         # One pass more than the longest response: in the last one no rank has a sequence left.
         # All ranks make the same number of passes, so the limit of the run counts here.

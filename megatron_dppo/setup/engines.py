@@ -33,6 +33,7 @@ from megatron_dppo.setup.batch_invariant_engine import BatchInvariantEngine
 from megatron_dppo.setup.inputs import Inputs
 from megatron_dppo.setup.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
+from megatron_dppo.types.token_columns import columns_on_request
 from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo_engines.server import InferenceServer
 from megatron_dppo_engines.servers.http import Deadlines
@@ -70,6 +71,7 @@ def rollout_sampling_params(config: Config) -> SamplingParams:
         config.run.seed,
         return_sampling_mask=config.rollout.has_filters,
         topk_logprobs=config.topk_logprobs,
+        columns=tuple(columns_on_request(config.loss.required_inputs)),
         routed_experts=routed_experts,
         router_weights=routed_experts and config.train.router_replay_weights,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -109,15 +109,13 @@ class LossInputs:
     """Log-probabilities of the labels under a frozen reference policy, for the KL penalty. Shape [T]."""
     ages: Tensor | None = None
     """Age of each token: optimizer updates between the weights that sampled it and the policy. Shape [T]."""
-    mismatch_scale: Tensor | None = None
-    """Median of |log pi - log mu| over the tokens of the whole step, at its start. Shape [T], one number."""
-    largest_square: Tensor | None = None
-    """Largest (log pi - log mu)^2 that M2PO keeps in an update, of all its tokens. Shape [T], one number."""
     sequence_ids: Tensor | None = None
     """Index of each token's sequence, from 0, for sequence-level losses. Int64, shape [T]. Sequences must be
     complete."""
     token_weights: Tensor | None = None
     """Aggregation as per-token weights (``losses.token_weights``). Float, shape [T]. None means 1 everywhere."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the whole batch that the loss declares, by name (``losses.batch_statistics``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,10 +37,6 @@ class TokenFields:
     """Log-probabilities under the reference policy. Float32, shape [T]."""
     ages: Tensor | None = None
     """Age of each token: optimizer updates between the weights that sampled it and the policy. Float32, shape [T]."""
-    mismatch_scale: Tensor | None = None
-    """Median of |log pi - log mu| over the tokens of the whole step, at its start. Float32, shape [T], one number."""
-    largest_square: Tensor | None = None
-    """Largest (log pi - log mu)^2 that M2PO keeps in an update, of all its tokens. Float32, shape [T], one number."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 ``TOKEN_COLUMNS`` is the table: each column with its names, dtype, alignment and fill. ``TokenColumn`` defines what an
 entry means and how a column is cut, joined, packed, sent and recorded. All such code loops over the table, so a new
 column is one entry here and one field in the records that hold it. Only engines (reading it) and losses (using it) need
-more; docs/extending.md lists the files.
+more: docs/extending.md lists the files, and a test adds a column to them.
 
 A checkpoint of unfinished groups stores the response's fields directly (``rollout.store``). The policy version of each
 token is not a column, because its spans cover runs of tokens (``VersionSpan``).
@@ -11,7 +11,8 @@ token is not a column, because its spans cover runs of tokens (``VersionSpan``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -66,6 +67,11 @@ class TokenColumn:
     requested_row_shape: Callable[[SamplingParams], tuple[int, ...] | None] | None = None
     """Function that returns the shape of a row if the parameters request the column, else None. Without a function the
     column is always present, or requested by other means (routes)."""
+    is_on_request: bool = False
+    """True if ``SamplingParams.columns`` requests the column by its name in a response: one float32 a token. The loss
+    that reads the column requests it."""
+    limits: tuple[float, float] = (-math.inf, math.inf)
+    """Smallest and largest correct value of a column on request. Values that are not finite are always refused."""
     is_optional: bool = True
     """True if training samples may lack it."""
     is_packed: bool = True
@@ -82,6 +88,20 @@ class TokenColumn:
     def is_carried(self) -> bool:
         """True if a training sample holds the response's rows unchanged, without a shift or a mask."""
         return self.response is not None and self.name is not None and self.alignment != Alignment.LABELS
+
+    # Requests.
+
+    def requested_shape(self, params: SamplingParams) -> tuple[int, ...] | None:
+        """Return the shape of a row if ``params`` request the column, else None."""
+        if self.is_on_request:
+            return () if self.response in params.columns else None
+        return None if self.requested_row_shape is None else self.requested_row_shape(params)
+
+    def examples(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return ``count`` correct values of a column on request, for a check before a run."""
+        low = max(self.limits[0], min(0.0, self.limits[1]) - 1)
+        high = min(self.limits[1], low + 1)
+        return low + (high - low) * torch.rand(count, generator=generator)
 
     # Rows of one response.
 
@@ -396,8 +416,6 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     TokenColumn(name="recomputed_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="reference_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     TokenColumn(name="ages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
-    TokenColumn(name="mismatch_scale", dtype=torch.float32, alignment=Alignment.LABELS, fill=1.0),
-    TokenColumn(name="largest_square", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
     # The advantages contain the teacher's part before samples are packed.
     TokenColumn(name="teacher_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_packed=False),
 ]
@@ -406,12 +424,19 @@ TOKEN_COLUMNS: list[TokenColumn] = [
 
 def requested_columns(params: SamplingParams) -> dict[str, tuple[int, ...]]:
     """Return the row shape of each column that ``params`` request, by its field of a response."""
-    shapes = {
-        column.response: column.requested_row_shape(params)
-        for column in TOKEN_COLUMNS
-        if column.requested_row_shape is not None and column.response is not None
-    }
+    shapes = {c.response: c.requested_shape(params) for c in TOKEN_COLUMNS if c.response is not None}
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def columns_on_request(names: Collection[str] | None = None) -> dict[str, TokenColumn]:
+    """Return the columns that a request names, by their field of a response.
+
+    Args:
+        names: Only those whose field of a training sample is among these, such as ``required_inputs`` of a loss. None
+            returns all.
+    """
+    columns = [c for c in TOKEN_COLUMNS if c.is_on_request and c.response is not None]
+    return {str(c.response): c for c in columns if names is None or c.name in names}
 
 
 def carried_columns(response: Any, start: int = 0) -> dict[str, TokenRows]:

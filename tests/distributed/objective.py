@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.hf.folder import build_hf_model, stream_model
-from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.types import LossInputs, SamplingMask, TrainingSample, VersionSpan
@@ -95,6 +94,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own/topk_tv": {"name": f"{_EXAMPLES}/dppo.py:topk_total_variation", "options": {"threshold": 0.04}, "topk": TOPK},
     "own/centered": {"name": f"{_OWN}:centered", "options": {"cap": 2.0}, "topk": TOPK},
     "own/penalised": {"name": f"{_OWN}:penalised", "options": {"coefficient": 0.2}},
+    "own/self_normalized": {"name": f"{_OWN}:SelfNormalized"},
     "dppo_binary_tv/own_mask": _DPPO | {"mask": f"{_OWN}:ratio_mask", "mask_options": {"low": 0.5, "high": 2.0}},
     "gspo": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
     "gspo/kl": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "kl_coef": 0.2},
@@ -192,7 +192,6 @@ def make_samples(model: Any, *, filtered: bool = False) -> list[TrainingSample]:
                 sampling_mask=sampling_mask,
                 # The policy has version 0. The first half of every third response was sampled one update earlier.
                 sources=_spans(-(i % 4), first, tokens.numel(), changes=i % 3 == 0),
-                mismatch_scale=torch.full((tokens.numel(),), 0.4),
                 recomputed_logprobs=near(log_p, 0.3).gather(1, labels[:, None])[:, 0].float(),
                 reference_logprobs=near(log_p, 0.8).gather(1, labels[:, None])[:, 0].float(),
             )
@@ -230,8 +229,13 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
     valid = ids >= 0
     used = torch.zeros(log_p.shape, dtype=torch.bool).scatter(1, ids.clamp(min=0), valid)
     used.scatter_(1, torch.where(valid, ids, ids[:, :1].clamp(min=0)), valid | valid[:, :1])
+    logprobs = log_p.gather(1, labels[:, None])[:, 0]
+    moved = zip(logprobs.tolist(), joined("rollout_logprobs").tolist(), joined("loss_mask").tolist(), strict=True)
+    # The lower of the two in the middle, as torch has it.
+    differences = sorted(abs(p - m) for p, m, inside in moved if inside)
     return LossInputs(
-        logprobs=log_p.gather(1, labels[:, None])[:, 0],
+        logprobs=logprobs,
+        statistics={"mismatch_scale": differences[(len(differences) - 1) // 2]},
         entropy=-(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1),
         advantages=joined("advantages"),
         loss_mask=joined("loss_mask"),
@@ -244,7 +248,6 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
         recomputed_logprobs=joined("recomputed_logprobs"),
         reference_logprobs=joined("reference_logprobs"),
         ages=torch.cat([ages_of(sample) for sample in samples]),
-        mismatch_scale=joined("mismatch_scale"),
         sequence_ids=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows])),
     )
 
@@ -295,9 +298,10 @@ def error_of(trainer: Any, reference: Reference, variant: str, case: Case) -> tu
     """Relative error of the worst parameter's gradient, and absolute error of the loss."""
     local_samples = reference.samples[trainer.dp_rank :: trainer.layout.dp]
     loss = loss_config(variant)
-    batches = Updater(trainer, config_for(case).train, loss).pack_batches(local_samples)
+    updater = Updater(trainer, config_for(case).train, loss)
+    batches = updater.pack_batches(local_samples)
     assert len(batches) * trainer.layout.dp >= 4
-    metrics = trainer.accumulate(batches, policy_objective(loss))
+    metrics = trainer.accumulate(batches, updater.objective(local_samples))
     actual = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
     expected = reference.gradients[variant]
     assert actual.keys() == expected.keys()

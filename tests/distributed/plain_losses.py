@@ -51,7 +51,7 @@ def plain_loss(x: LossInputs, config: LossConfig) -> tuple[Tensor, float]:
     weights = token_weights(x, c)
     for t in [t for t, inside in enumerate(x.loss_mask.tolist()) if inside]:
         advantage = float(x.advantages[t])
-        keep, term = TERMS.get(c.name, masked_term)(x, c, t, advantage)
+        keep, term = TERMS.get(c.name.rpartition(":")[2], masked_term)(x, c, t, advantage)
         if c.centering:
             term = term + centered(x, c, t, advantage)
         if c.kl_coef:
@@ -220,9 +220,8 @@ def threshold_factor(x: LossInputs, c: Keys, t: int) -> float:
         assert x.ages is not None
         factor /= 1 + float(x.ages[t]) / c.threshold_age
     if c.threshold_knee is not None:
-        assert x.mismatch_scale is not None
         pi, mu, _ = probabilities(x, t)
-        u = abs(math.log(pi / mu)) / float(x.mismatch_scale[t])
+        u = abs(math.log(pi / mu)) / x.statistics["mismatch_scale"]
         factor *= min(1.0, max(c.threshold_floor, c.threshold_knee / u))
     return factor
 
@@ -371,10 +370,21 @@ def vespo(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tenso
     return True, -advantage * s**power * math.exp(decay * (1 - s)) * x.logprobs[t]
 
 
+def self_normalized(x: LossInputs, c: Keys, t: int, advantage: float) -> tuple[bool, Tensor]:
+    """r over the mean of all r, unless log r is beyond 1.5 root mean squares of all."""
+    inside = [s for s, inside in enumerate(x.loss_mask.tolist()) if inside]
+    ratios = {s: pi / mu for s in inside for pi, mu, _ in [probabilities(x, s)]}
+    spread = math.sqrt(sum(math.log(r) ** 2 for r in ratios.values()) / len(ratios))
+    if abs(math.log(ratios[t])) > 1.5 * spread:
+        return False, 0 * x.logprobs[t]
+    return True, -advantage * ratios[t] * len(ratios) / sum(ratios.values()) * x.logprobs[t]
+
+
 TERMS: Mapping[str, Callable[[LossInputs, Keys, int, float], tuple[bool, Tensor]]] = {
     "ppo_clip": ppo_clip,
     "ppo_decoupled": ppo_decoupled,
     "gspo": gspo,
     "gmpo": gmpo,
     "vespo": vespo,
+    "SelfNormalized": self_normalized,
 }

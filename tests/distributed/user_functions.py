@@ -1,11 +1,13 @@
-"""Losses and masks as a user would write them, each the double of a built-in one."""
+"""Losses and masks as a user would write them: doubles of built-in ones, and one that reads statistics of the batch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.losses import needs
+from megatron_dppo.losses import BatchTokens, Decision, Loss, Tokens, needs, weigh_by_ratio
 from megatron_dppo.types import LossInputs
 
 
@@ -44,3 +46,31 @@ def penalised(inputs: LossInputs, *, coefficient: float) -> Tensor:
     back = inputs.rollout_logprobs - inputs.logprobs  # type: ignore[operator]
     ratio = (-back).detach().exp()
     return -inputs.advantages * ratio * inputs.logprobs + coefficient * (torch.expm1(back) - back)
+
+
+class SelfNormalized(Loss):
+    """The weight r over its mean in the update, without tokens beyond ``spreads`` times the spread of the step.
+
+    No built-in loss reads these two numbers: this file is all that they need.
+    """
+
+    spreads: float = 1.5
+
+    def step_statistics(self) -> Mapping[str, Callable[..., float]]:
+        """Add the root mean square of log r."""
+        return {**super().step_statistics(), "spread": root_mean_square}
+
+    def update_statistics(self) -> Mapping[str, Callable[..., float]]:
+        """Add the mean of r."""
+        return {**super().update_statistics(), "mean_ratio": lambda tokens: tokens.log_ratio.exp().mean()}
+
+    def decide(self, tokens: Tokens) -> Decision:
+        """Keep the tokens within the spread."""
+        distance = tokens.log_ratio.abs()
+        decision = weigh_by_ratio(tokens, distance, distance <= self.spreads * tokens.statistic("spread"))
+        return decision._replace(weight=decision.weight / tokens.statistic("mean_ratio"))
+
+
+def root_mean_square(tokens: BatchTokens) -> float:
+    """Return that of log r."""
+    return float(tokens.log_ratio.square().mean().sqrt())

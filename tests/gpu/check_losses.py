@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +39,14 @@ def random_inputs() -> LossInputs:
         loss_mask=mask,
         sequence_ids=rows // SEQUENCE,
         token_weights=torch.ones(TOKENS, dtype=torch.float64),
-        largest_square=torch.full((TOKENS,), 0.2, dtype=torch.float64),
+        statistics={"largest_square": 0.2},
         **topk_fields(policy.exp(), rollout.exp(), sampled, TOPK),
     )
 
 
 def on(inputs: LossInputs, device: torch.device, dtype: torch.dtype) -> LossInputs:
     """The same inputs on a device in a dtype, with fresh leaves for the gradient."""
-    moved = {}
+    moved: dict[str, Any] = {"statistics": inputs.statistics}
     for field in fields(inputs):
         value = getattr(inputs, field.name)
         if isinstance(value, Tensor):

@@ -60,7 +60,7 @@ def make_inputs(
         "sequence_ids": torch.zeros(len(pi), dtype=torch.int64),
         "token_weights": torch.ones(len(pi)),
         "vocab_size": 3,
-        "largest_square": torch.full((len(pi),), 0.1),
+        "statistics": {"largest_square": 0.1},
     }
     fields["topk_logprobs"].requires_grad_()
     inputs = LossInputs(

@@ -5,8 +5,8 @@ Repeated prompts are read once, and finished rows leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from megatron_dppo.types.token_columns import LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
 
 _COMPACTION_SHARE = 0.9
 """Share of unfinished rows below which finished rows leave the batch: leaving copies the complete cache."""
+
+COLUMNS_ON_REQUEST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {}
+"""Function of each column on request, by its field of a response: (log-probabilities of all tokens ``[b, V]``, sampled
+tokens ``[b]``) to numbers ``[b]``."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Decoded:
     """Token ids that the filters allowed in each row. None: not recorded."""
     step_routes: Tensor | None = None
     """Experts of all response tokens but the last, which was never read, [B, steps - 1, L, k]."""
+    on_request: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns on request, fp32 [B, steps] each, by their field of a response."""
 
     def cpu(self) -> Decoded:
         """Return a copy in host memory."""
@@ -46,6 +52,7 @@ class Decoded:
             moved["prompt_routes"] = [routes.cpu() for routes in self.prompt_routes]
         if self.sampling_mask is not None:
             moved["sampling_mask"] = [mask.to(torch.device("cpu")) for mask in self.sampling_mask]
+        moved["on_request"] = {name: rows.cpu() for name, rows in self.on_request.items()}
         return replace(self, **moved)
 
     def row_columns(self, row: int, length: int, routing_start: int) -> dict[str, Any]:
@@ -63,6 +70,7 @@ class Decoded:
         if self.topk_ids is not None and self.topk_logprobs is not None:
             columns["topk_token_ids"] = self.topk_ids[row, :length].clone()
             columns["topk_logprobs"] = self.topk_logprobs[row, :length].clone()
+        columns |= {name: rows[row, :length].clone() for name, rows in self.on_request.items()}
         if self.sampling_mask is not None:
             columns["sampling_mask"] = self.sampling_mask[row][:length]
         if self.prompt_routes is not None and self.step_routes is not None:
@@ -82,7 +90,9 @@ class DecodeRecord:
         device: torch.device,
         prompt_routes: list[Tensor] | None,
         return_sampling_mask: bool,
+        columns: Sequence[str] = (),
     ) -> None:
+        self._on_request = {name: torch.zeros(batch, steps, device=device) for name in columns}
         self._sampling_mask = SamplingMaskRecord(batch) if return_sampling_mask else None
         self._topk = topk
         self._prompt_routes = prompt_routes
@@ -119,6 +129,8 @@ class DecodeRecord:
             self.topk_logprobs[rows, step] = torch.cat([top_logprobs, torch.where(is_outside, logprobs, 0.0)], -1)
         if self._sampling_mask is not None:
             self._sampling_mask.add(rows, distribution)
+        for name, column in self._on_request.items():
+            column[rows, step] = COLUMNS_ON_REQUEST[name](distribution, sampled)
 
     def add_routes(self, step: int, rows: Tensor, routes: Tensor) -> None:
         """Record the experts ``[b, 1, L, k]`` of the tokens of ``step``, which have just been read."""
@@ -135,6 +147,7 @@ class DecodeRecord:
             self._prompt_routes,
             None if self._sampling_mask is None else self._sampling_mask.result(),
             None if self._step_routes is None else self._step_routes[:, : steps - 1],
+            {name: column[:, :steps] for name, column in self._on_request.items()},
         )
 
 
@@ -207,6 +220,7 @@ def decode(
     extra_end_tokens: Sequence[Sequence[int]] | None = None,
     topk: int = 0,
     return_sampling_mask: bool = False,
+    columns: Sequence[str] = (),
     recorder: RouteRecorder | None = None,
     should_stop: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
@@ -222,6 +236,7 @@ def decode(
         extra_end_tokens: Further end tokens of each row.
         topk: K of the recorded Top-K; 0 records none.
         return_sampling_mask: Record the ids that the filters allow, see ``SamplingParams``.
+        columns: Columns on request to record.
         recorder: Recorder of the model's routers; None records no routes.
         should_stop: Called with the rows that have just ended; True stops all other rows.
 
@@ -240,7 +255,7 @@ def decode(
     rows = torch.arange(len(prompts), device=device)
     # All True.
     is_active = rows >= 0
-    record = DecodeRecord(len(prompts), criteria.longest, topk, device, routes, return_sampling_mask)
+    record = DecodeRecord(len(prompts), criteria.longest, topk, device, routes, return_sampling_mask, columns)
 
     for step in range(criteria.longest):
         sampled, distribution = sampler(logits, rows)

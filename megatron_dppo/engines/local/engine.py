@@ -341,6 +341,7 @@ class LocalEngine:
                 extra_end_tokens=[request.stop_token_ids for request in requests],
                 topk=params.topk_logprobs,
                 return_sampling_mask=params.return_sampling_mask or self._reveals_hidden_filter,
+                columns=params.columns,
                 recorder=recorder,
                 should_stop=should_stop,
             ).cpu()

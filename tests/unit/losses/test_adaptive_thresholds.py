@@ -16,7 +16,6 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.losses import adapted_limits, policy_loss
 from megatron_dppo.losses.tokens import prepare
 from megatron_dppo.policy import update
-from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import LossInputs, TrainingSample, VersionSpan, token_ages
 
 COUNT, SCALE = 400, 0.3
@@ -38,7 +37,7 @@ def tokens() -> LossInputs:
         advantages=torch.randn(COUNT, generator=generator, dtype=torch.float64),
         loss_mask=torch.rand(COUNT, generator=generator) < 0.9,
         ages=torch.randint(0, 6, (COUNT,), generator=generator).float(),
-        mismatch_scale=torch.full((COUNT,), SCALE),
+        statistics={"mismatch_scale": SCALE},
     )
 
 
@@ -107,7 +106,7 @@ def test_the_knee_is_in_units_of_the_scale_however_small_it_is(scale: float) -> 
         rollout_logprobs=log_mu,
         advantages=torch.ones(len(moved)),
         loss_mask=torch.ones(len(moved), dtype=torch.bool),
-        mismatch_scale=torch.full((len(moved),), scale, dtype=torch.float64),
+        statistics={"mismatch_scale": scale},
     )
     config = LossConfig(threshold_knee=2.0, threshold_floor=0.3)
     limits = adapted_limits((0.1, 0.2), prepare(inputs, config), config)  # type: ignore[arg-type]
@@ -118,9 +117,10 @@ def test_the_knee_is_in_units_of_the_scale_however_small_it_is(scale: float) -> 
 
 
 def test_missing_inputs_are_named_with_their_key() -> None:
-    for column, keys in (("ages", {"threshold_age": 1.0}), ("mismatch_scale", {"threshold_knee": 2.0})):
-        with pytest.raises(ValueError, match=rf"needs {column} because of loss\.{next(iter(keys))}"):
-            policy_loss(replace(tokens(), **{column: None}), LossConfig(**keys))
+    with pytest.raises(ValueError, match=r"needs ages because of loss\.threshold_age"):
+        policy_loss(replace(tokens(), ages=None), LossConfig(threshold_age=1.0))
+    with pytest.raises(ValueError, match=r"needs statistics\['mismatch_scale'\].*losses\.batch_statistics"):
+        policy_loss(replace(tokens(), statistics={}), LossConfig(threshold_knee=2.0))
     with pytest.raises(ValueError, match=r"threshold_floor = 0.5 has no effect"):
         LossConfig(threshold_floor=0.5)
     with pytest.raises(ValueError, match=r"threshold_age = 1.0 has no effect on the loss 'pg_is'"):
@@ -162,9 +162,9 @@ def test_the_scale_is_the_median_over_the_loss_tokens_of_all_ranks(monkeypatch: 
 
     def gather(local: Tensor, group: object) -> list[Tensor]:
         assert group == "the group"
-        return [local, torch.tensor([0.2, 0.4, 0.3])]
+        # Log pi, log mu and A of the other rank.
+        return [local, torch.tensor([[-0.8, -1.4, -1.3], [-1.0, -1.0, -1.0], [0.0, 0.0, 0.0]])]
 
     monkeypatch.setattr(update, "all_gather_objects", gather)
-    result = updater.add_recomputed(samples, Clock())
-    assert [s.mismatch_scale.tolist() for s in result] == [pytest.approx([0.3] * 3), pytest.approx([0.3])]  # type: ignore[union-attr]
-    assert all(s.recomputed_logprobs is None for s in result), "the loss does not need it"
+    monkeypatch.setattr(update, "policy_objective", lambda loss, *, statistics: statistics)
+    assert updater.objective(samples) == {"mismatch_scale": pytest.approx(0.3)}  # type: ignore[comparison-overlap]

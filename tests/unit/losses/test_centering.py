@@ -129,7 +129,7 @@ def positions(seed: int, count: int = 40, spread: float = 0.5) -> tuple[Tensor, 
 
 
 def every_sample(
-    logits: Tensor, mu: Tensor, advantage: float, config: LossConfig, k: int, **columns: Tensor
+    logits: Tensor, mu: Tensor, advantage: float, config: LossConfig, k: int, **columns: Any
 ) -> tuple[Tensor, Tensor]:
     """The gradient by the logits where each id is the sampled one, ``[positions, id, logit]``, and the keep mask."""
     count = len(logits)

@@ -61,7 +61,8 @@ def cases() -> list[dict[str, Any]]:
     return result
 
 
-CASES = cases()
+SCALED = [(keys, scale) for keys in cases() for scale in ((0.05, 0.3, 1.0) if "threshold_knee" in keys else (1.0,))]
+"""Options, and the scale of the mismatch over the batch."""
 
 
 @dataclass(frozen=True)
@@ -195,17 +196,18 @@ def masked_sequences(found: list[Position], keys: dict[str, Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("advantage", [1.5, -0.5])
-@pytest.mark.parametrize("keys", CASES, ids=lambda keys: ", ".join(map(str, keys.values())))
+@pytest.mark.parametrize(
+    ("keys", "scale"), SCALED, ids=lambda x: str(x) if isinstance(x, float) else ", ".join(map(str, x.values()))
+)
 def test_beside_every_option_the_gradient_is_the_sample_s_own_less_the_mean(
-    keys: dict[str, Any], advantage: float
+    keys: dict[str, Any], scale: float, advantage: float
 ) -> None:
     """Each id of each position is sampled once, so the sampled id is in the head, outside of it, and impossible."""
     logits, mu = (torch.cat(pair) for pair in zip(positions(11, 9), edges(), strict=True))
     ages = [float(i % 4) for i in range(len(mu))]
-    scales = [(0.05, 0.3, 1.0)[i % 3] for i in range(len(mu))]
     found = [
         Position(p, m, advantage, age, scale)
-        for p, m, age, scale in zip(logits.softmax(-1).tolist(), mu.tolist(), ages, scales, strict=True)
+        for p, m, age in zip(logits.softmax(-1).tolist(), mu.tolist(), ages, strict=True)
     ]
     want = [gradient(x, keys, v) if x.m[v] > 0 else [0.0] * V for x in found for v in range(V)]
     if keys.get("mismatch") in ("mask_sequence", "mask_geometric"):
@@ -215,8 +217,8 @@ def test_beside_every_option_the_gradient_is_the_sample_s_own_less_the_mean(
     config = LossConfig(**keys, centering=True, topk=K)
     columns = {
         "ages": torch.tensor(ages).repeat_interleave(V),
-        "mismatch_scale": torch.tensor(scales, dtype=torch.float64).repeat_interleave(V),
         "sequence_ids": torch.arange(len(mu) * V) // 2,
+        "statistics": {"mismatch_scale": scale},
     }
     got, _ = every_sample(logits, mu, advantage, config, K, **columns)
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64).view_as(got), rtol=1e-9, atol=1e-11)

@@ -21,7 +21,7 @@ from megatron_dppo.config.io import dump_toml, validate
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_classes, loss_names
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.losses import policy_loss
+from megatron_dppo.losses import batch_statistics, policy_loss
 from megatron_dppo.losses.dppo import dppo_reference
 from megatron_dppo.losses.user_check import made_up_inputs
 from megatron_dppo.types import LossInputs
@@ -66,9 +66,10 @@ def test_a_loss_needs_only_the_inputs_that_it_declares(name: str) -> None:
         "topk_other_logprob",
         "topk_other_square",
         "vocab_size",
-        "largest_square",
+        "statistics",
     }
     declared = config.required_inputs | ({"topk_other_logprob"} if config.is_topk else set())
+    declared |= {"statistics"} if config.update_statistics() else set()
     fields = {key: value for key, value in vars(inputs).items() if key not in optional - declared}
     assert torch.equal(policy_loss(LossInputs(**fields), config).loss_sum, expected)
 
@@ -218,6 +219,7 @@ def test_a_loss_depends_on_other_tokens_exactly_if_it_says_so(name: str) -> None
     config = LossConfig(name=name, **({"topk": TOPK} if LossConfig(name=name).is_topk else {}))
     is_same = []
     inputs = made_up_inputs(TOPK)
+    inputs = replace(inputs, statistics=batch_statistics(inputs, config))
     mu = inputs.rollout_logprobs
     assert mu is not None
     # From close to the sampling policy to far from it; the last one moves all tokens as far as the update wants.

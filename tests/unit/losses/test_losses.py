@@ -260,7 +260,7 @@ def test_backward_runs_without_a_single_token_in_the_mask(name: str, tokens: int
         recomputed_logprobs=torch.zeros(tokens),
         sequence_ids=torch.zeros(tokens, dtype=torch.int64),
         token_weights=torch.ones(tokens),
-        largest_square=torch.ones(tokens),
+        statistics={"largest_square": 1.0},
     )
     output = supervised_loss(inputs) if name == "supervised" else policy_loss(inputs, loss_config(name))
     output.loss_sum.backward()

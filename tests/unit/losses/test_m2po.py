@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.losses import largest_square, policy_loss, select_squares
+from megatron_dppo.losses import BatchTokens, policy_loss
+from megatron_dppo.losses.m2po import M2PO, largest_square
 from megatron_dppo.policy import update
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import LossInputs, TrainingSample
@@ -64,7 +65,7 @@ def test_the_mask_and_the_gradient_by_hand() -> None:
         rollout_logprobs=torch.tensor([0.4, 0.5, 0.5, 0.3, 0.5], dtype=torch.float64).log(),
         advantages=torch.tensor([1.0, 2.0, -1.0, -1.0, 0.0], dtype=torch.float64),
         loss_mask=torch.ones(5, dtype=torch.bool),
-        largest_square=torch.full((5,), 0.2),
+        statistics={"largest_square": 0.2},
     )
     output = policy_loss(inputs, LossConfig(name="m2po"))
     assert output.keep_mask.tolist() == [True, False, True, False, True]
@@ -81,11 +82,10 @@ def test_tokens_that_lead_nowhere_do_not_lower_the_moment(quiet: tuple[float, fl
     """Log r and A of ten tokens that have not moved, have no advantage, or lead back: two others decide alone."""
     log_ratio = torch.tensor([0.1, -0.5, *[quiet[0]] * 10])
     advantages = torch.tensor([1.0, -1.0, *[quiet[1]] * 10])
-    squares = select_squares(log_ratio, advantages, "outward")
-    assert squares.tolist() == pytest.approx([0.01, 0.25])
-    # The mean of both is 0.13; among twelve it would be below the limit.
-    assert largest_square(squares, 0.05) == pytest.approx(0.13)
-    assert len(select_squares(log_ratio, advantages, "all")) == 12
+    batch = BatchTokens(log_ratio - 1, torch.full((12,), -1.0), advantages)
+    # The squares are .01 and .25, and the mean of both is 0.13; among twelve it would be below the limit.
+    assert M2PO(second_moment_limit=0.05).largest_square(batch) == pytest.approx(0.13)
+    assert M2PO(second_moment_limit=0.2, second_moment_tokens="all").largest_square(batch) == math.inf
 
 
 def test_each_mini_batch_has_a_moment_of_its_own_by_the_weights_of_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,29 +116,31 @@ def test_each_mini_batch_has_a_moment_of_its_own_by_the_weights_of_its_update(mo
         return trainer.updates
 
     trainer.apply = apply
-    limits: list[set[float]] = []
+    limits: list[float] = []
+
+    def objective(loss: object, *, counterfactuals: bool, statistics: dict[str, float]) -> None:
+        assert counterfactuals == (len(limits) == 1)
+        limits.append(round(statistics["largest_square"], 6))
 
     def pack(samples: list[TrainingSample]) -> tuple[list[TrainingSample], object]:
-        assert all(each.largest_square is not None for each in samples)
-        limits.append({round(float(each.largest_square), 6) for each in samples})  # type: ignore[arg-type]
         return samples, SimpleNamespace(totals=SimpleNamespace(num_tokens=1), batches=[])
 
     monkeypatch.setattr(updater, "_recompute", recompute)
     monkeypatch.setattr(updater, "_pack", pack)
+    monkeypatch.setattr(update, "policy_objective", objective)
     monkeypatch.setattr(updater, "_add_token_weights", lambda packed: packed.batches)
     monkeypatch.setattr(update, "all_gather_objects", lambda local, group: [local])
     split = [[0, 1, 2], [0, 1, 3]]
     assert list(updater.run([sample(n) for n in range(4)], 0, Clock(), split=lambda epoch: split)) == [1, 2]
     # Squares .01, .04, .09 (means .01, .025, .047), and .0225, .09, .36 (means .0225, .056).
-    assert limits == [{0.065}, {0.05625}]
+    assert limits == [0.065, 0.05625]
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [("outward", [0.04, 0.3]), ("all", [0.04, 0.3, 0.5, 0.1])])
+@pytest.mark.parametrize(("tokens", "between"), [("outward", (0.04 + 0.3) / 2), ("all", (0.1 + 0.3) / 2)])
 def test_the_moment_is_that_of_the_loss_tokens_of_all_ranks(
-    tokens: str, expected: list[float], monkeypatch: pytest.MonkeyPatch
+    tokens: str, between: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here: outward 0.2, prompt token, no finite log mu, inward; the other rank has a square of 0.3 (log ratios)."""
-    squares = torch.tensor(expected)
+    """Squares here: outward .04, a prompt token, no finite log mu, inward .5; on the other rank .3 and inward .1."""
     shape = {"tokens": torch.zeros(4, dtype=torch.int64), "labels": torch.zeros(4, dtype=torch.int64)}
     sample = TrainingSample(
         **shape,
@@ -151,20 +153,16 @@ def test_the_moment_is_that_of_the_loss_tokens_of_all_ranks(
     loss = LossConfig(name="m2po", second_moment_tokens=tokens, second_moment_limit=0.1)
     updater = update.Updater(trainer, TrainConfig(), loss)  # type: ignore[arg-type]
     monkeypatch.setattr(updater, "_recompute", lambda given, *_, **__: [replace(given[0], recomputed_logprobs=moved)])
-    seen: list[Tensor] = []
 
     def gather(local: Tensor, group: object) -> list[Tensor]:
         assert group == "the group"
-        seen.append(local)
-        return [local, squares[1:2] if tokens == "outward" else squares[[1, 3]]]
+        # Log pi, log mu and A of the other rank: an outward and an inward token.
+        return [local, torch.tensor([[-1 + math.sqrt(0.3), -1 - math.sqrt(0.1)], [-1.0, -1.0], [1.0, 1.0]])]
 
     monkeypatch.setattr(update, "all_gather_objects", gather)
-    (result,) = updater._add_largest_square([sample])
-    assert seen[0].tolist() == pytest.approx([0.04] if tokens == "outward" else [0.04, 0.5], abs=1e-6)
+    monkeypatch.setattr(update, "policy_objective", lambda loss, *, statistics: statistics)
     # Means of the smallest: .04, .17 | .04, .07, .147, .235.
-    between = (0.04 + 0.3) / 2 if tokens == "outward" else (0.1 + 0.3) / 2
-    assert result.largest_square is not None and result.largest_square.tolist() == pytest.approx([between] * 4)
-    assert result.recomputed_logprobs is None, "pi is no input of the loss"
+    assert updater.objective([sample]) == {"largest_square": pytest.approx(between)}  # type: ignore[comparison-overlap]
 
 
 def test_it_refuses_noise_and_a_missing_moment() -> None:
@@ -172,5 +170,5 @@ def test_it_refuses_noise_and_a_missing_moment() -> None:
         config(loss={"name": "m2po"}, train={"layer_noise": {"std": 0.1}})
     zeros = torch.zeros(1)
     inputs = LossInputs(logprobs=zeros, rollout_logprobs=zeros, advantages=zeros, loss_mask=zeros.bool())
-    with pytest.raises(ValueError, match=r"needs largest_square.*all tokens of the update"):
+    with pytest.raises(ValueError, match=r"needs statistics\['largest_square'\].*all tokens of the update"):
         policy_loss(inputs, LossConfig(name="m2po"))

@@ -115,7 +115,7 @@ def test_a_device_with_a_queue_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     calls: list[md.LossInputs] = []
     monkeypatch.setattr(public, "_check_values", calls.append)
     monkeypatch.setattr(public, "_checked_on_device", set())
-    columns = {name: value.to("meta") for name, value in vars(inputs()).items() if value is not None}
+    columns = {name: value.to("meta") for name, value in vars(inputs()).items() if isinstance(value, torch.Tensor)}
     columns["logprobs"].requires_grad_()
     for _ in range(3):
         public.check_call(md.LossInputs(**columns), DPPO)

@@ -198,6 +198,6 @@ def test_a_token_without_advantage_is_kept_however_far_it_moved(name: str) -> No
             loss_mask=torch.tensor([True]),
             sequence_ids=torch.tensor([0]),
             token_weights=torch.ones(1),
-            largest_square=torch.full((1,), 0.1),
+            statistics={"largest_square": 0.1},
         )
         assert policy_loss(inputs, LossConfig(name=name)).keep_mask.tolist() == [True]

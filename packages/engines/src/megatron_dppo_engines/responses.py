@@ -146,6 +146,12 @@ class SamplingParams:
     """Also return the combine weights of the chosen experts."""
     return_sampling_mask: bool = False
     """Also return the ids that the filters allowed at each token."""
+    columns: tuple[str, ...] = ()
+    """Further columns of the response to return, with one number for each token."""
+
+    def __post_init__(self) -> None:
+        # JSON between processes has lists.
+        object.__setattr__(self, "columns", tuple(self.columns))
 
     @property
     def has_filters(self) -> bool:

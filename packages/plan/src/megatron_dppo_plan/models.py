@@ -20,6 +20,7 @@ from megatron_dppo.hf.folder import adapter_sizes, read_hf_config, routing_shape
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.policy.update import add_token_weights
 from megatron_dppo.types import MicroBatch, RoutingShape, SamplingMask, TrainingSample, with_weights
+from megatron_dppo.types.token_columns import columns_on_request
 from megatron_dppo_plan.arithmetic import assumed_mask_size, longest_sample
 
 # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
@@ -169,7 +170,8 @@ def _sample_sequence(length: int, config: Config, routing: RoutingShape | None, 
         sampling_mask = SamplingMask(ids.repeat(length), torch.full((length,), mask_size, dtype=torch.int32))
     sample = to_training_sample([1], [1] * length, [-0.5] * length, 1.0, topk, routes, sampling_mask=sampling_mask)
     logprobs = {name: torch.full((length,), -0.5) for name in ("recomputed_logprobs", "reference_logprobs")}
-    logprobs |= {name: torch.ones(length) for name in ("ages", "mismatch_scale", "largest_square")}
+    logprobs["ages"] = torch.ones(length)
     required = config.loss.required_inputs | ({"reference_logprobs"} if config.needs_reference else set())
+    logprobs |= {str(column.name): column.new(length) for column in columns_on_request().values()}
     changes: dict[str, Any] = {name: column for name, column in logprobs.items() if name in required}
     return replace(sample, **changes)

@@ -84,8 +84,11 @@ def rehearse(
     if teacher is not None and is_last_stage:
         shard_width = padded_vocab_size(hf_config.vocab_size, layout.tp) // layout.tp
         make_targets = partial(make_teacher_targets, config, teacher.hidden_size, local_tokens, shard_width)
+    # The numbers of the batch are assumed: no weight has a value here.
+    declared = {**config.loss.step_statistics(), **config.loss.update_statistics()}
+    objective = policy_objective(config.loss, statistics=dict.fromkeys(declared, 1.0))
     with FakeTensorMode(allow_non_fake_inputs=True), AssumedValues():
-        measured = measure_update(build, batches, policy_objective(config.loss), Meter(time_of), make_targets)
+        measured = measure_update(build, batches, objective, Meter(time_of), make_targets)
     if bytes_per_parameter is None:
         return measured
     return scale_optimizer(measured, bytes_per_parameter / optimizer_bytes(config))

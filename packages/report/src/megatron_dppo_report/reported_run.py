@@ -15,15 +15,14 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.data.chat import load_tokenizer, token_texts
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.losses import largest_square, policy_loss, select_squares
-from megatron_dppo.losses.m2po import M2PO
+from megatron_dppo.losses import batch_statistics, policy_loss
 from megatron_dppo.report.steps.files import recorded_steps
 from megatron_dppo.report.steps.tokens import Decode, StepTokens
 from megatron_dppo.setup.starts import load_run_config
 from megatron_dppo.types import LossInputs
 from megatron_dppo_report.build import ReportedRun
 
-_RECORDED_INPUTS = {"rollout_logprobs", "sequence_ids", "token_weights", "largest_square"}
+_RECORDED_INPUTS = {"rollout_logprobs", "sequence_ids", "token_weights"}
 """Inputs of a loss that a recorded step has."""
 
 
@@ -63,25 +62,23 @@ def other_masks(name: str | None, step: StepTokens) -> dict[str, Any]:
     result = {}
     for other in loss_names():
         config = LossConfig(name=other)
-        if other != name and config.required_inputs <= _RECORDED_INPUTS:
-            if isinstance(config, M2PO):
-                inputs = replace(inputs, largest_square=_largest_squares(step, inputs, config))
-            result[other] = (known & ~policy_loss(inputs, config).keep_mask).numpy()
+        if other != name and config.required_inputs <= _RECORDED_INPUTS and not config.step_statistics():
+            result[other] = (known & ~_keep_mask(step, inputs, config)).numpy()
     return result
 
 
-def _largest_squares(step: StepTokens, inputs: LossInputs, loss: M2PO) -> Tensor:
-    """Return the largest square that M2PO keeps, for each token that of its update. Shape [N]."""
-    assert inputs.rollout_logprobs is not None
-    log_ratio = inputs.logprobs - inputs.rollout_logprobs
+def _keep_mask(step: StepTokens, inputs: LossInputs, loss: LossConfig) -> Tensor:
+    """Return which tokens a loss keeps, by the statistics of their update if it reads any. Shape [N]."""
+    if not loss.update_statistics():
+        return policy_loss(inputs, loss).keep_mask
     numbers = torch.tensor([-1 if row["update"] is None else row["update"] for row in step.rows])
     updates = numbers[inputs.sequence_ids]
-    result = torch.zeros_like(log_ratio)
+    keep = torch.zeros_like(inputs.loss_mask)
     for number in numbers.unique():
-        in_update = inputs.loss_mask & (updates == number)
-        squares = select_squares(log_ratio[in_update], inputs.advantages[in_update], loss.second_moment_tokens)
-        result[in_update] = largest_square(squares, loss.second_moment_limit)
-    return result
+        of_update = replace(inputs, loss_mask=inputs.loss_mask & (updates == number))
+        of_update = replace(of_update, statistics=batch_statistics(of_update, loss))
+        keep |= policy_loss(of_update, loss).keep_mask & of_update.loss_mask
+    return keep
 
 
 def _loss(folder: Path) -> LossConfig | None:

@@ -6,8 +6,8 @@ the trainer can check that the log-probabilities are those of the policy: see ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -47,6 +47,8 @@ class Contract:
     row of logits and send them without loss: measured ones are equal to the bit. A log-softmax computed as
     ``logit - logsumexp`` has the error of a logit of some hundreds in float32, about 3e-5, whatever dtype the logits
     had."""
+    column_limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Smallest and largest correct value of each column that ``SamplingParams.columns`` can request."""
 
 
 class SamplingMaskCheck:
@@ -327,6 +329,26 @@ class _ResponseCheck:
         self._check_candidates("most probable token", ids, values)
 
     def check_columns(self) -> None:
+        """Check that requested columns are there, that others are not, and their shapes and limits."""
+        self._check_columns_on_request()
+        self._check_topk_columns()
+
+    def _check_columns_on_request(self) -> None:
+        for name, (low, high) in self._contract.column_limits.items():
+            rows = getattr(self._generation, name)
+            if name not in self._request.params.columns:
+                if rows is not None:
+                    self._raise_violation(name, "there", "none: the request does not ask for it")
+                continue
+            if rows is None:
+                self._raise_violation(name, "missing", "a number for each token")
+            if tuple(rows.shape) != (self._length,):
+                self._raise_violation(name, f"of shape {list(rows.shape)}", f"[{self._length}], a number a token")
+            values = rows.numpy()
+            is_good = np.isfinite(values) & (values >= low - self._tolerance) & (values <= high + self._tolerance)
+            self._check_rows(name, is_good, values, f"a finite number of {low:g} to {high:g}")
+
+    def _check_topk_columns(self) -> None:
         """Check that there is a Top-K if the request asks for one, with K + 1 columns."""
         k = self._request.params.topk_logprobs
         ids = self._generation.topk_token_ids

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_dppo_engines.errors import ConfigError
 from megatron_dppo_engines.responses import FinishReason, SamplingMask, SamplingParams, VersionSpan
 from megatron_dppo_engines.route_checks import compact_routes
 from megatron_dppo_engines.routes import RoutingShape
@@ -30,8 +31,20 @@ class Candidates(NamedTuple):
     """Shape [R, K]."""
 
 
+class ColumnField(NamedTuple):
+    """Place of a column on request in the requests and responses of an engine."""
+
+    response: str
+    """Field of the response that has the numbers, one for each token."""
+    request: Mapping[str, Any]
+    """Fields of the request that ask for them."""
+
+
 class GenerationReader(ResponseFields, ABC):
     """Reader for the response to one generation request; an engine adds where each field stands."""
+
+    column_fields: ClassVar[Mapping[str, ColumnField]] = {}
+    """Place of each column on request that the engine returns, by its field of a response."""
 
     def __init__(self, request: GenerateRequest, url: str, missing_cause: str) -> None:
         super().__init__(url, request.request_id, missing_cause)
@@ -48,6 +61,10 @@ class GenerationReader(ResponseFields, ABC):
     @abstractmethod
     def routed_experts(self, response_length: int) -> Tensor | None:
         """Return the routes ``[P + R - 1 - routing_start, L, k]``; None if the request did not ask for them."""
+
+    @abstractmethod
+    def column_field(self, name: str) -> tuple[Any, str]:
+        """Return the value of a field that holds one number for each token, and its path in the response."""
 
     @abstractmethod
     def echo(self, best_ids: NDArray[np.int32], best_logprobs: NDArray[np.float32]) -> Echo:
@@ -71,6 +88,7 @@ class GenerationReader(ResponseFields, ABC):
         topk_ids, topk_logprobs = None, None
         if self._request.params.topk_logprobs:
             topk_ids, topk_logprobs = append_sampled_token(*candidates, tokens, logprobs)
+        on_request: dict[str, Any] = {name: self._column(name) for name in self._request.params.columns}
         return Generation(
             token_ids=torch.from_numpy(tokens),
             logprobs=torch.from_numpy(logprobs),
@@ -80,9 +98,28 @@ class GenerationReader(ResponseFields, ABC):
             topk_logprobs=topk_logprobs,
             sampling_mask=sampling_mask,
             routed_experts=self.routed_experts(len(tokens)),
+            **on_request,
             # The first candidate is the most probable token: no sampled one may be above it.
             echo=self.echo(candidates.ids[:, 0], candidates.logprobs[:, 0]),
         )
+
+    def _column(self, name: str) -> Tensor:
+        value, field = self.column_field(self.column_fields[name].response)
+        return torch.from_numpy(self.read_float32(value, field))
+
+    @classmethod
+    def column_request(cls, params: SamplingParams) -> dict[str, Any]:
+        """Return the fields of a request that ask for the columns of ``params.columns``.
+
+        Raises:
+            ConfigError: The engine does not return one of them.
+        """
+        if missing := [name for name in params.columns if name not in cls.column_fields]:
+            raise ConfigError(
+                f"these servers do not return {', '.join(missing)}, which the loss reads. Fix: use another "
+                "rollout.engine, or a loss that does not read them"
+            )
+        return {key: value for name in params.columns for key, value in cls.column_fields[name].request.items()}
 
     def num_route_rows(self, response_length: int) -> int:
         """Return the number of positions whose routes the request asks for: all tokens that are read but the last."""
@@ -114,7 +151,7 @@ def max_response_bytes(request: GenerateRequest) -> int:
     params = request.params
     num_new = params.max_new_tokens
     num_tokens = len(request.token_ids) + num_new
-    numbers = num_new * (params.topk_logprobs + 2)
+    numbers = num_new * (params.topk_logprobs + 2 + len(params.columns))
     num_routes = 0
     if request.routing is not None:
         num_routes = (num_tokens - request.routing_start) * request.routing.num_layers * request.routing.topk

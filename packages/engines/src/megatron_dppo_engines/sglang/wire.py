@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from megatron_dppo_engines.server import Echo, GenerateRequest, Generation
 from megatron_dppo_engines.servers.fields import shorten
 from megatron_dppo_engines.servers.wire import (
     Candidates,
+    ColumnField,
     GenerationReader,
     apply_sampling_mask,
     common_sampling_params,
@@ -97,7 +98,7 @@ def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None =
     if request.params.return_sampling_mask:
         # "selected": only the sampled token's log-probability under the softmax over the allowed ids.
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
-    return body
+    return body | _Reader.column_request(request.params)
 
 
 def decode_generation(response: object, request: GenerateRequest, url: str) -> Generation:
@@ -130,6 +131,8 @@ def decode_generation(response: object, request: GenerateRequest, url: str) -> G
 class _Reader(GenerationReader):
     """Reader for one response of ``/generate``."""
 
+    column_fields: ClassVar[Mapping[str, ColumnField]] = {}
+
     def __init__(self, response: object, request: GenerateRequest, url: str) -> None:
         super().__init__(request, url, _MISSING)
         if not isinstance(response, dict) or not isinstance(response.get("meta_info"), dict):
@@ -140,10 +143,15 @@ class _Reader(GenerationReader):
     def _meta_field(self, name: str, cause: str | None = None) -> Any:
         return self.require(self._meta, name, f"meta_info.{name}", cause)
 
+    def column_field(self, name: str) -> tuple[Any, str]:
+        """Return a field of ``meta_info`` and its path."""
+        return self._meta_field(name), f"meta_info.{name}"
+
     def is_complete(self) -> bool:
         """Return True if no requested field is missing. SGLang sends fewer if it aborts in its queue."""
         names = ["output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens"]
         names += ["routed_experts"] if self._request.routing is not None else []
+        names += [self.column_fields[name].response for name in self._request.params.columns]
         names += [_SAMPLING_MASK, _SAMPLING_LOGPROBS] if self._request.params.return_sampling_mask else []
         has_prompt = self._response.get("prompt_token_ids") is not None
         return has_prompt and all(self._meta.get(name) is not None for name in names)

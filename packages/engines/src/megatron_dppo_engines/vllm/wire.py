@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, compress
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from megatron_dppo_engines.server import Echo, GenerateRequest, Generation
 from megatron_dppo_engines.servers.fields import shorten
 from megatron_dppo_engines.servers.wire import (
     Candidates,
+    ColumnField,
     GenerationReader,
     apply_sampling_mask,
     common_sampling_params,
@@ -78,7 +79,7 @@ def generate_body(request: GenerateRequest, adapter: str | None = None) -> dict[
     return {
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),
-        "sampling_params": sampling,
+        "sampling_params": sampling | _Reader.column_request(request.params),
         "return_token_ids": True,
         **({} if adapter is None else {"model": adapter}),
     }
@@ -110,6 +111,8 @@ def decode_generation(response: object, request: GenerateRequest, url: str) -> G
 class _Reader(GenerationReader):
     """Reader for one response of ``/inference/v1/generate``."""
 
+    column_fields: ClassVar[Mapping[str, ColumnField]] = {}
+
     def __init__(self, response: object, request: GenerateRequest, url: str) -> None:
         super().__init__(request, url, _MISSING)
         choices = response.get("choices") if isinstance(response, dict) else None
@@ -122,6 +125,10 @@ class _Reader(GenerationReader):
     def _choice_field(self, name: str, cause: str | None = None) -> Any:
         return self.require(self._choice, name, f"choices[0].{name}", cause)
 
+    def column_field(self, name: str) -> tuple[Any, str]:
+        """Return a field of the choice and its path."""
+        return self._choice_field(name), f"choices[0].{name}"
+
     def finish_reason(self) -> FinishReason:
         """Return ``stop``, ``length`` or ``abort``."""
         return self.read_finish_reason(self._choice_field("finish_reason"), "choices[0].finish_reason")
@@ -133,6 +140,7 @@ class _Reader(GenerationReader):
     def is_complete(self) -> bool:
         """Return True if every requested field is there. vLLM sends no routed experts for an aborted request."""
         names = ["routed_experts"] if self._request.routing is not None else []
+        names += [self.column_fields[name].response for name in self._request.params.columns]
         names += ["sampling_mask"] if self._request.params.return_sampling_mask else []
         return all(self._choice.get(name) is not None for name in names)
 
