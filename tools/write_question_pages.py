@@ -1,4 +1,4 @@
-"""Write the tables of docs/questions from the wind tunnel's third edition.
+"""Write the tables of docs/results/questions from the wind tunnel's third edition.
 
 python tools/write_question_pages.py STORE [--runs RUN ...] [--pages FOLDER]
 
@@ -32,7 +32,7 @@ from megatron_dppo_lab.store import Rows, Store
 from megatron_dppo_lab.third_edition import THIRD_EDITION
 from megatron_dppo_lab.third_losses import DELTAS, DRPO_DELTAS
 
-PAGES = Path(__file__).parents[1] / "docs/questions"
+PAGES = Path(__file__).parents[1] / "docs/results/questions"
 _BINARY = "dppo_binary_tv tuned"
 _STALE = "staleness 8"
 
@@ -237,7 +237,7 @@ _NAMES = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write all pages."""
-    parser = argparse.ArgumentParser(description="Write the tables of docs/questions.")
+    parser = argparse.ArgumentParser(description="Write the tables of docs/results/questions.")
     parser.add_argument("store", type=Path)
     parser.add_argument("--runs", type=Path, nargs="+", default=[])
     parser.add_argument("--pages", type=Path, default=PAGES)

@@ -65,7 +65,7 @@ def test_the_number_of_other_losses_is_that_of_the_configuration(name: str) -> N
 def test_the_number_of_plug_ins_is_that_of_the_folder() -> None:
     folders = [folder for folder in (ROOT / "examples/integrations").iterdir() if (folder / "dppo.py").is_file()]
     assert f"plug-ins of {NUMBERS[len(folders)]} other stacks" in page("docs/features.md")
-    assert len(re.findall(r"\(\.\./examples/integrations/\w+/dppo\.py\)", page("docs/adoption.md"))) >= len(folders)
+    assert len(re.findall(r"\(\.\./examples/integrations/\w+/dppo\.py\)", page("docs/from_verl.md"))) >= len(folders)
 
 
 @pytest.mark.parametrize("feature", MISSING)
