@@ -82,7 +82,8 @@ Some losses depend on more than (μ, π). Their pictures assume:
 - *[Second edition](../../benchmarks/windtunnel/second_edition.md)*: bands, mean [least, largest] over five seeds of
   the training reward in the last quarter of the steps. It has the band without mismatch, and the number of
   conditions whose band is above or below that of `{DEFAULT}` without touching it. "On every seed" means that the
-  bands overlap, but the difference has one sign on all five seeds. A DPPO run whose name has no cap used `ratio_cap = "off"`.
+  bands overlap, but the difference has one sign on all five seeds. A DPPO run
+  whose name has no cap used `ratio_cap = "off"`.
 
 Both editions searched a threshold for each loss, so these runs did not use the defaults.
 """
