@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from measure_language import sentences  # noqa: E402
-from source_folders import PYTHON_FILES  # noqa: E402
+from source_folders import PAGES, PYTHON_FILES  # noqa: E402
 
 
 def test_configuration_page_is_what_the_tool_writes() -> None:
@@ -59,7 +59,7 @@ def test_every_test_that_the_page_of_faults_names_is_there() -> None:
 
 def test_every_command_and_target_that_the_pages_name_is_there() -> None:
     targets = make_targets()
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         code = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S) + re.findall(r"`([^`\n]+)`", text))
         commands = set(re.findall(r"(?<![\w/-])megatron-dppo ([a-z][a-z-]*)", code))
@@ -100,9 +100,8 @@ def test_home_page_and_citation_name_the_version() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     broken = []
-    for page in pages:
+    for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
             file, _, anchor = target.partition("#")
             there = (page.parent / file).resolve() if file else page
@@ -125,7 +124,7 @@ def test_readme_is_short_and_so_are_its_sentences() -> None:
 def test_sentences_of_pages_are_short() -> None:
     """A page may be above a limit where it is generated or quotes output."""
     generated = {"configuration.md"}
-    pages = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in generated]
+    pages = [page for page in PAGES if page.name not in generated]
     long = {}
     for page in pages:
         lengths = [len(sentence.split()) for sentence in sentences(page.read_text(encoding="utf-8"))]
@@ -140,7 +139,7 @@ def test_modules_that_pages_name_are_there() -> None:
         sorted(path.name for path in package.iterdir() if path.is_dir() and not path.name.startswith("_"))
     )
     missing = []
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in (ROOT / "CONTRIBUTING.md", *PAGES):
         for name in re.findall(rf"`((?:{folders})/[a-z0-9_/]+\.py)`", page.read_text(encoding="utf-8")):
             if not (package / name).exists():
                 missing.append(f"{page.name}: {name}")
@@ -156,7 +155,7 @@ def test_pages_have_one_answer_on_the_default_threshold() -> None:
     assert rows["this package's default"] == ["0.15", "0.05"]
     assert rows["this package's [recipes](recipes.md) of the large runs"] == ["0.2 (LoRA 0.15)", "0.05"]
     stated = []
-    for file in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *PYTHON_FILES]:
+    for file in (*PAGES, *PYTHON_FILES):
         text = " ".join(file.read_text(encoding="utf-8").split())
         stated += re.findall(r"(0\.\d+)(?: for)? \(?TV\)?,? (?:and|or) (0\.\d+)", text)
     assert len(stated) >= 4 and set(stated) == {("0.15", "0.05")}

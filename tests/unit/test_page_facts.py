@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dppo.config import describe
 from megatron_dppo.config.loss_registry import loss_names
+from source_folders import PAGES
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -93,7 +94,7 @@ def test_names_of_code_on_pages_exist() -> None:
     known = set(re.findall(r"\w+", "\n".join(texts)))
     missing = {
         name: path.name
-        for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        for path in PAGES
         for name in re.findall(r"`([a-z_]\w*_\w+)(?:\(\))?`", path.read_text())
         if name not in known and name.strip("_") not in FOREIGN
     }
