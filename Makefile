@@ -163,7 +163,7 @@ bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
 docs: .venv-docs/.installed
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build -q
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build  # not -q: that hides broken links, which strict counts
 
 # setuptools leaves its work in the source folder, so it gets a copy.
 wheel: .venv-docs/.installed

@@ -268,7 +268,6 @@ def test_every_page_has_an_example_that_is_checked() -> None:
 
 
 WITHOUT_EXAMPLE = {
-    "docs/did_not_work.md": "what was tried and is not here: there is nothing to run",
     "docs/results/parity.md": "figures that tools/run_matrix.sh writes; docs/testing.md has the command",
 }
 """Pages without an example, and why."""
