@@ -312,7 +312,8 @@ FOREIGN_FLAGS = {
     ),
     "Slurm": (
         "--batch --container-image --container-mounts --cpus-per-task --exclusive --gpus --gpus-per-node "
-        "--gpus-per-socket --gpus-per-task --gres --mem --nodes --ntasks-per-node --open-mode --requeue --signal"
+        "--gpus-per-socket --gpus-per-task --gres --mail-type --mail-user --mem --nodes "
+        "--ntasks-per-node --open-mode --requeue --signal"
     ),
     "podman, docker, apptainer": (
         "--all --bind --cap-add --cpus --filter --internal --memory --network --nv --pids-limit --rm --volume"
