@@ -99,6 +99,18 @@ def test_home_page_and_citation_name_the_version() -> None:
     assert f"\n## {version[1]}\n" in notes, "the newest version has notes"
 
 
+def test_make_docs_counts_broken_links() -> None:
+    """Quiet, mkdocs neither prints warnings nor counts them as errors of the strict mode."""
+    (options,) = re.findall(r"-m mkdocs build([^#\n]*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert "-q" not in options and "strict: true" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_pages_for_users_stay_few() -> None:
+    """Figures have a folder of their own, and a page of a package is its README."""
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and "results" not in page.parts]
+    assert len(pages) <= 46
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = []
     for page in PAGES:
