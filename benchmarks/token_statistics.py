@@ -29,6 +29,7 @@ import tomli_w
 import torch
 from torch import Tensor
 
+from megatron_dppo.advantages.by_name import advantages_by
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.schema import Config
@@ -38,7 +39,7 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation, require_modelopt
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.losses import advantages_by, policy_loss
+from megatron_dppo.losses import policy_loss
 from megatron_dppo.parallel.platform import DTYPES
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.run.engines import open_scorer

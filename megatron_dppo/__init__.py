@@ -12,11 +12,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_dppo.advantages.group_relative import group_relative_advantages
     from megatron_dppo.config.loss import LossConfig
     from megatron_dppo.head.loss import dppo_head_loss
     from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs
     from megatron_dppo.head.vocab_topk import vocab_parallel_topk
-    from megatron_dppo.losses.parts.group_relative import group_relative_advantages
     from megatron_dppo.public import dppo_loss, policy_loss
     from megatron_dppo.types import LossInputs, LossOutput, SamplingMask, TokenTargets
 
@@ -44,7 +44,7 @@ _MODULES = {
     "TokenTargets": "types",
     "dppo_head_loss": "head.loss",
     "dppo_loss": "public",
-    "group_relative_advantages": "losses.parts.group_relative",
+    "group_relative_advantages": "advantages.group_relative",
     "policy_loss": "public",
     "vocab_parallel_logprobs": "head.vocab_logprobs",
     "vocab_parallel_topk": "head.vocab_topk",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses import dppo as _dppo
-from megatron_dppo.losses.parts import policy_loss as _policy_loss
+from megatron_dppo.losses import objective as _objective
 from megatron_dppo.types import LossInputs, LossOutput
 
 _TOLERANCES = {torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -25,7 +25,7 @@ _checked_on_device = set[str]()
 def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool = False) -> LossOutput:
     """Check the call (``check_call``), then compute ``losses.policy_loss``."""
     check_call(inputs, config)
-    return _policy_loss.policy_loss(inputs, config, counterfactuals=counterfactuals)
+    return _objective.policy_loss(inputs, config, counterfactuals=counterfactuals)
 
 
 def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
@@ -35,7 +35,7 @@ def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
 
 
 # The text and the example of the function that computes.
-policy_loss.__doc__ = _policy_loss.policy_loss.__doc__
+policy_loss.__doc__ = _objective.policy_loss.__doc__
 dppo_loss.__doc__ = _dppo.dppo_loss.__doc__
 
 

@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 PARTS = {
-    "core": ("types", "losses", "head", "parallel", "mcore", "policy", "run"),
+    "core": ("types", "advantages", "losses", "head", "parallel", "mcore", "policy", "run"),
     "wings": ("rollout", "engines", "weights", "rewards", "data", "report"),
 }
 """Part -> its packages with their sub-packages."""

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap
-from megatron_dppo.losses.parts.loss import Loss
+from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:
     from megatron_dppo.losses import Decision, Tokens

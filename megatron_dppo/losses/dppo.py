@@ -28,7 +28,7 @@ from pydantic import Field
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import AdaptiveThresholds, DivergenceThresholds, RatioCap
 from megatron_dppo.config.user_functions import FunctionNeeds
-from megatron_dppo.losses.parts.loss import Loss
+from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor

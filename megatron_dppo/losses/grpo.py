@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import AdaptiveThresholds, RatioCap, RatioClipping
-from megatron_dppo.losses.parts.loss import Loss
+from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:
     from megatron_dppo.losses import Decision, Tokens

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
 from megatron_dppo.config.user_functions import FunctionNeeds, UserFunction, load_user_function
-from megatron_dppo.losses.parts.loss import Loss
+from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor

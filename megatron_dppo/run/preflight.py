@@ -24,7 +24,7 @@ from megatron_dppo.engines.serving.environment import expandable_segments_variab
 from megatron_dppo.errors import ConfigError, ErrorCollector, GenerateError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.losses.parts.user_check import check_user_functions
+from megatron_dppo.losses.user_check import check_user_functions
 from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform, count_local_processes, require_devices
 from megatron_dppo.report.sinks import require_sinks

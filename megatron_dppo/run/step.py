@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.advantages.agents import agent_advantages
+from megatron_dppo.advantages.group_relative import reward_scales
+from megatron_dppo.advantages.groups import compute_group_advantages, group_rewards, is_scored
+from megatron_dppo.advantages.returns import Moments, returns_to_go
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.schema import Config
@@ -20,10 +24,7 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.training_samples import episode_indices, to_samples
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.errors import ServerError
-from megatron_dppo.losses import advantages_by
-from megatron_dppo.losses.parts.agent_advantages import agent_advantages
-from megatron_dppo.losses.parts.group_relative import reward_scales
-from megatron_dppo.losses.parts.returns import Moments, kl_estimate, returns_to_go
+from megatron_dppo.losses.divergence import kl_estimate
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
 from megatron_dppo.policy.server_sums import without_servers
@@ -32,10 +33,10 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
-from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.run.guard_state import GuardState, leaves_loss
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.types import Metric, RolloutGroup, StepResult, TrainingSample
+from megatron_dppo_engines.sampling_sums import RankSums
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
@@ -56,7 +57,7 @@ def make_samples(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scales = None
     if any(rollout.completion.past_rewards is not None for rollout in rollouts):
-        scales = reward_scales(train.advantage, _rewards(groups), _is_scored(groups)).tolist()
+        scales = reward_scales(train.advantage, group_rewards(groups), is_scored(groups)).tolist()
     samples = to_samples(groups, compute_group_advantages(groups, train, reward).tolist(), scales)
     if any(rollout.completion.segment_credits for rollout in rollouts):
         samples = [
@@ -156,31 +157,6 @@ def update_policy(
     return results
 
 
-def compute_group_advantages(
-    groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, penalties: Tensor | None = None
-) -> Tensor:
-    """Return the advantages of ``train.advantage``, float32 ``[groups, samples]``.
-
-    Args:
-        groups: Scored groups, all of the same size.
-        train: Name and options of the advantage.
-        reward: Weights of the parts of rewards.
-        penalties: Subtracted from the rewards first. Shape ``[groups, samples]``. None subtracts nothing.
-    """
-    rewards = _rewards(groups)
-    if penalties is not None:
-        rewards = rewards - penalties
-    advantages = advantages_by(
-        train.advantage,
-        rewards,
-        _is_scored(groups),
-        options=train.advantage_options,
-        groups=groups,
-        weights=reward.part_weights,
-    )
-    return advantages.float()
-
-
 def refine_advantages(
     samples: Sequence[TrainingSample],
     groups: Sequence[RolloutGroup],
@@ -205,7 +181,7 @@ def refine_advantages(
     """
     result = list(samples)
     episodes = episode_indices(samples)
-    is_scored = _is_scored(groups).flatten()[episodes].tolist()
+    scored = is_scored(groups).flatten()[episodes].tolist()
     if reward.kl_coef and result:
         penalties = [compute_kl_penalty(sample, reward) for sample in result]
         if train.advantage == "none":
@@ -217,8 +193,8 @@ def refine_advantages(
             sums = by_sample.new_zeros(episodes[-1] + 1).index_add(0, torch.tensor(episodes), by_sample)
             by_episode = compute_group_advantages(groups, train, reward, sums.view(len(groups), -1)).flatten()
             values = list(by_episode[episodes])
-        result = [_with_advantages(*each) for each in zip(result, values, is_scored, strict=True)]
-    return _whiten(result, is_scored, group) if train.advantage_normalization == "batch" else result
+        result = [_with_advantages(*each) for each in zip(result, values, scored, strict=True)]
+    return _whiten(result, scored, group) if train.advantage_normalization == "batch" else result
 
 
 def add_distillation_advantages(
@@ -301,16 +277,6 @@ def _with_advantages(sample: TrainingSample, values: Tensor, is_scored: bool) ->
     """Return the sample with other advantages, 0 outside the loss mask and on samples without a reward."""
     mask = sample.loss_mask if is_scored else torch.zeros_like(sample.loss_mask)
     return replace(sample, advantages=torch.where(mask, values, 0.0))
-
-
-def _rewards(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return the rewards, float64 ``[groups, samples]``: in float32 large ones that differ could be equal."""
-    return torch.tensor([[r.reward for r in group.rollouts] for group in groups], dtype=torch.float64)
-
-
-def _is_scored(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return ``[groups, samples]``: True for rollouts whose reward did not fail."""
-    return torch.tensor([[not r.reward_failed for r in group.rollouts] for group in groups])
 
 
 def add_teacher_logprobs(

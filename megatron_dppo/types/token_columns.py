@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.rollouts import SamplingMask, SamplingParams, check_sampling_mask
-from megatron_dppo.types.routes import MISSING_EXPERT
+from megatron_dppo_engines.responses import SamplingMask, SamplingParams, check_sampling_mask
+from megatron_dppo_engines.routes import MISSING_EXPERT
 
 TokenRows = Tensor | SamplingMask
 """Values of a column, one row per token. ``len``, slices and ``to`` work on both forms."""

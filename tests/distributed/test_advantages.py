@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.losses.parts.returns import kl_estimate
-from megatron_dppo.run.step import compute_group_advantages, refine_advantages
+from megatron_dppo.advantages.groups import compute_group_advantages
+from megatron_dppo.losses.divergence import kl_estimate
+from megatron_dppo.run.step import refine_advantages
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, TrainingSample
 from tests.distributed.spawn import run_distributed
 from tests.unit import configs

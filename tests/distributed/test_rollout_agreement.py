@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from columns import same
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.training_samples import pack, to_training_sample
@@ -17,7 +18,6 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.distributed.parity import Case, config_for
 from tests.distributed.spawn import run_distributed
-from tests.unit.columns import same
 
 pytestmark = pytest.mark.distributed
 

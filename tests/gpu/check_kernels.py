@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.rollout.weight_digests import WeightLayout
 from megatron_dppo.weights.digests import StreamDigests
+from megatron_dppo_engines.weight_digests import WeightLayout
 from tests.gpu.checks import Result, not_run
 
 AGAINST_OFF = 1.5

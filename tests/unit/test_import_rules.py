@@ -22,25 +22,27 @@ FILES = sorted(file for file in PYTHON_FILES if not {*ELSEWHERE} & {*file.parts}
 _TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
 _TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_plan"}
 """Packages that talk between ranks."""
-BASE = {"errors", "files", "functions", "config", "hf"}
-CORE = {"types", "losses", "head", "parallel", "mcore", "policy"}
-WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
-ALL = BASE | CORE | WINGS | {"run", "commands", "__version__"}
 ANSWERS = "megatron_dppo_answers"
+ENGINES = "megatron_dppo_engines"
+BASE = {"errors", "files", "functions", "config", "hf"}
+CORE = {"types", "advantages", "losses", "head", "parallel", "mcore", "policy"}
+WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
+ALL = BASE | CORE | WINGS | {"run", "commands", "__version__", ENGINES}
 PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     # package: (packages of ours, packages from elsewhere); a package stands above all that it imports
-    "errors": (set(), set()),
-    "types": (set(), {"torch"}),
+    "errors": ({ENGINES}, set()),
+    "types": ({ENGINES}, {"torch"}),
     "files": ({"errors"}, set()),
     "functions": ({"errors"}, set()),
     "parallel": ({"errors"}, {"torch", "numpy"}),
-    "config": ({"errors", "files", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
-    "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
+    "config": ({"errors", "files", "functions", ENGINES}, {"pydantic", "pydantic_core", "tomli_w"}),
+    "hf": ({"config", "errors", "files", "types", ENGINES}, {"torch", "safetensors", "transformers"}),
+    "advantages": ({"config", "errors", "functions", "types"}, {"torch"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "files", "types"},
+        {"errors", "files", "types", ENGINES},
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
     ),
     "report": (
@@ -56,33 +58,47 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "megatron", "transformer_engine", "fla"},
     ),
     "rollout": (
-        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types", ANSWERS},
+        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types", ANSWERS, ENGINES},
         {"numpy", "safetensors", "torch"},
     ),
-    "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types"}, {"torch"}),
+    "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types", ENGINES}, {"torch"}),
     "engines": (
-        {"config", "data", "errors", "files", "functions", "hf", "rollout", "types"},
-        {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "safetensors", "torch", "renderers", "transformers"},
+        {"config", "data", "errors", "files", "functions", "hf", "report", "rollout", "types", ENGINES},
+        {"aiohttp", "modelopt", "numpy", "torch", "transformers"},
     ),
     "weights": (
-        {"config", "data", "engines", "errors", "files", "hf", "mcore", "parallel", "policy", "rollout", "types"},
+        {
+            "config",
+            "data",
+            "engines",
+            "errors",
+            "files",
+            "hf",
+            "mcore",
+            "parallel",
+            "policy",
+            "rollout",
+            "types",
+            ENGINES,
+        },
         {"modelopt", "numpy", "safetensors", "torch", "transformers"},
     ),
-    "run": (BASE | CORE - {"head"} | WINGS | {ANSWERS}, {"safetensors", "torch"}),
-    "commands": (BASE | CORE | WINGS | {"run", "__version__"}, {"torch", "transformers"}),
+    "run": (BASE | CORE - {"head"} | WINGS | {ANSWERS, ENGINES}, {"safetensors", "torch"}),
+    "commands": (BASE | CORE | WINGS | {"run", "__version__", ENGINES}, {"torch", "transformers"}),
     "train": ({"commands"}, set()),
-    # Packages beside the trainer. Libraries, of which the first lies below the trainer:
+    # Packages beside the trainer. Libraries, of which the first two lie below the trainer:
     ANSWERS: (set(), {"sympy"}),
+    ENGINES: (set(), {"aiohttp", "numpy", "orjson", "pybase64", "safetensors", "torch"}),
     "megatron_dppo_port": (
         {"config", "errors", "files", "report"},
         {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"},
     ),
     # Companions, which may use the inside of the trainer:
     "megatron_dppo_agents": (
-        {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types"},
+        {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types", ENGINES},
         {"aiohttp", "numpy", "orjson", "renderers", "torch", "transformers"},
     ),
-    "megatron_dppo_report": (BASE | CORE | WINGS | {"run"}, {"numpy", "torch"}),
+    "megatron_dppo_report": (BASE | CORE | WINGS | {"run", ENGINES}, {"numpy", "torch"}),
     "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
     "megatron_dppo_lab": (
         ALL | {"megatron_dppo_report"},

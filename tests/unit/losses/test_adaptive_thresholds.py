@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.losses import adapted_limits, policy_loss
-from megatron_dppo.losses.parts.tokens import prepare
+from megatron_dppo.losses.tokens import prepare
 from megatron_dppo.policy import update
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import LossInputs, TrainingSample, VersionSpan, token_ages

@@ -23,7 +23,7 @@ from megatron_dppo.config.loss_registry import loss_classes, loss_names
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.losses import policy_loss
 from megatron_dppo.losses.dppo import dppo_reference
-from megatron_dppo.losses.parts.user_check import made_up_inputs
+from megatron_dppo.losses.user_check import made_up_inputs
 from megatron_dppo.types import LossInputs
 from tests.unit.loss_inputs import loss_config, make_inputs
 

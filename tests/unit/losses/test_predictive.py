@@ -15,7 +15,7 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.losses import divergence_rate, policy_loss, policy_objective, predictive_sums
-from megatron_dppo.losses.parts.predictive import Tail, tail_square
+from megatron_dppo.losses.predictive import Tail, tail_square
 from megatron_dppo.types import LossInputs, SamplingMask, TokenTargets
 from tests.unit.loss_inputs import loss_config, topk_fields, value
 

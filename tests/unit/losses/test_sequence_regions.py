@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses import policy_loss
-from megatron_dppo.losses.parts.sequences import _percentile, prefix_keep_mask, sequence_keep_mask
+from megatron_dppo.losses.sequences import _percentile, prefix_keep_mask, sequence_keep_mask
 from megatron_dppo.types import LossInputs
 
 INF, NAN = float("inf"), float("nan")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.losses import binary_kl, binary_tv, policy_loss, topk_kl, topk_sums, topk_tv
-from megatron_dppo.losses.parts.topk import divergence_from_sums, evict
+from megatron_dppo.losses.divergence import divergence_from_sums, evict
 from megatron_dppo.types import LossInputs
 from tests.unit.loss_inputs import loss_config, make_inputs, topk_fields
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import LossInputs, TokenTargets, dppo_head_loss
+from megatron_dppo.advantages.by_name import advantages_by
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import FunctionError
-from megatron_dppo.losses import advantages_by, policy_loss, policy_objective, with_cosines
-from megatron_dppo.losses.parts.user_check import check_user_functions, made_up_inputs
+from megatron_dppo.losses import policy_loss, policy_objective, with_cosines
+from megatron_dppo.losses.user_check import check_user_functions, made_up_inputs
 from megatron_dppo.losses.user_loss import UserLoss
 
 EXAMPLES = Path(__file__).parents[3] / "examples/losses"
