@@ -38,9 +38,7 @@ SOURCES = {source.name: source for source in sorted(ROOT.glob("packages/*/src/me
 BASE = ["torch>=2.6", "pydantic>=2.10"]
 """What `import megatron_dppo` and the losses need."""
 TRAIN = [
-    # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
-    "megatron-core>=0.16.1,<0.20",
-    # Its selective recomputation compiles a C++ extension (mcore/compat/extensions.py).
+    # Its selective recomputation compiles a C++ extension (mcore/extensions.py).
     "ninja; python_version >= '3.12'",
     # Megatron's checkpoints hang for ever without it (the writing child dies, the parent waits).
     "psutil",
@@ -149,7 +147,7 @@ setup(
         "train-sglang": [*TRAIN, f"torch=={TESTED['torch']}"],
         "train-vllm": [*TRAIN, f"torch=={TESTED['torch']}"],
         "te": [*TRAIN, "transformer-engine[pytorch]"],
-        # Kernels of gated delta nets (mcore/compat/delta_rule.py). flash-linear-attention itself, which has models and
+        # Kernels of gated delta nets (mcore/delta_rule.py). flash-linear-attention itself, which has models and
         # layers too, forbids transformers 6.
         "fla": [*TRAIN, "fla-core[cuda]>=0.6"],
         "wandb": [*TRAIN, "wandb"],

@@ -83,7 +83,7 @@ def build_bridge(folder: Path, ranks: int) -> Any:
     from megatron_dppo.config.layout import resolve_parallel
     from megatron_dppo.config.model import ModelConfig, ParallelConfig
     from megatron_dppo.hf.folder import model_shape, read_hf_config
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))

@@ -139,7 +139,7 @@ def check(case: Case, platform: Platform) -> None:
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Every layout in one set of processes."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -307,7 +307,7 @@ def check_compared(side: Side, reference: Reference, where: str) -> None:
 
 def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: str, weights: bool) -> None:
     """Every check of ``mode`` on every layout, with weights or without."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

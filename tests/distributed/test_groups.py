@@ -26,7 +26,7 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
 
 def initialize(world_size: int, sizes: dict[str, int], **limits: float) -> ParallelGroups:
     """Build the groups of a layout whose other sizes are 1."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

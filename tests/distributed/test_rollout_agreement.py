@@ -31,7 +31,7 @@ def prompts(tokenizer) -> list[Prompt]:  # type: ignore[no-untyped-def]
 
 
 def _largest_difference(rank: int, world_size: int) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

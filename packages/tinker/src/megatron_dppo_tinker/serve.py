@@ -113,7 +113,7 @@ def serve(config: Config, options: ServeOptions, report: Callable[[str], None]) 
         raise DiskError(f"run.output_dir = {str(folder)!r} cannot be used: {error}") from error
 
     # Megatron is imported from here on. Its shims must be applied before the first import.
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup

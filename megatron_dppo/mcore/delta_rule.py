@@ -17,9 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.attention import PackedRow
-from megatron_dppo.mcore.compat.delta_versions import FIX, miscompiles_delta_rule
-from megatron_dppo.mcore.compat.layers import rms_norm
+from megatron_dppo.mcore.delta_versions import FIX, miscompiles_delta_rule
+from megatron_dppo_megatron_cpu.attention import PackedRow
+from megatron_dppo_megatron_cpu.layers import rms_norm
 
 FLA = "fla-core[cuda]>=0.6"
 """Package of the kernels, as pip takes it (flash-linear-attention)."""

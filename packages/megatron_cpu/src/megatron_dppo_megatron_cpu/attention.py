@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from megatron_dppo.mcore.compat.layers import weight_device
-from megatron_dppo.parallel.context import ContextShard
-from megatron_dppo.types import MicroBatch
-
-if TYPE_CHECKING:
-    from megatron_dppo.mcore.layer_noise import RowNoise
+from megatron_dppo_megatron_cpu.context import ContextShard
+from megatron_dppo_megatron_cpu.layers import weight_device
 
 _MAX_PADDING_RATIO = 1.25
 """Largest ratio of padded slots to tokens in one bucket."""
@@ -141,6 +137,22 @@ at 2,048 (AMD EPYC with AVX-512 BF16).
 """
 
 
+class PackedBatch(Protocol):
+    """Sequences of a packed row of T tokens."""
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Start of each sequence, and T at the end. Int32, shape [num_sequences + 1]."""
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest sequence."""
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Position of each token in its sequence [T]."""
+
+
 @dataclass
 class PackedRow(PackedSeqParams):
     """Megatron's PackedSeqParams with the layout for attention, created once per row for all layers."""
@@ -151,13 +163,13 @@ class PackedRow(PackedSeqParams):
     """Position of every token in its sequence [T]."""
     shard: ContextShard | None = None
     """Tokens of this context-parallel rank. None means all."""
-    noise: RowNoise | None = None
-    """Noise of the layers' inputs. It is passed here because a recomputed layer gets the same object again."""
+    noise: Any = None
+    """The caller's own, for its layers. It is passed here because a recomputed layer gets the same object again."""
     is_padding: Tensor | None = None
     """Padding among the tokens of this context-parallel rank. None means no padding."""
 
     @classmethod
-    def from_batch(cls, batch: MicroBatch, starts: Sequence[int], shard: ContextShard | None = None) -> PackedRow:
+    def from_batch(cls, batch: PackedBatch, starts: Sequence[int], shard: ContextShard | None = None) -> PackedRow:
         """Create the parameters of one packed micro-batch; ``starts`` is its ``cu_seqlens`` on the host."""
         return cls(
             qkv_format="thd",

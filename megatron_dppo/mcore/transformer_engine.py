@@ -113,20 +113,6 @@ def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
             )
 
 
-def accept_missing_te_version() -> None:
-    """Make version checks of an absent Transformer Engine return False.
-
-    Reason: the settings of a precision-aware optimizer compare its version, which is None, and raise a TypeError.
-    Affected: Megatron Core 0.16.1.
-    Delete when: 0.16.1 is no longer supported.
-    """
-    from megatron.core import utils
-    from megatron.core.optimizer import optimizer_config
-
-    if utils.get_te_version() is None:
-        optimizer_config.is_te_min_version = lambda *version: False
-
-
 def _versions() -> str:
     import torch
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.mcore.compat.grouped_gemm import grouped_linear
+from megatron_dppo_megatron_cpu.grouped_gemm import grouped_linear
 
 
 def weight_device(config: TransformerConfig) -> torch.device:

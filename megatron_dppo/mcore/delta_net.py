@@ -22,10 +22,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.mcore.compat.attention import PackedRow
-from megatron_dppo.mcore.compat.delta_rule import choose_kernels
-from megatron_dppo.mcore.compat.layers import weight_device
-from megatron_dppo.parallel.context import ContextShard
+from megatron_dppo.mcore.delta_rule import choose_kernels
+from megatron_dppo_megatron_cpu.attention import PackedRow
+from megatron_dppo_megatron_cpu.context import ContextShard
+from megatron_dppo_megatron_cpu.layers import weight_device
 
 
 class OutputNorm(torch.nn.Module):

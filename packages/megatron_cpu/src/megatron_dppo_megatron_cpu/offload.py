@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_dppo.mcore.compat.torch_proxy import host_copies
+from megatron_dppo_megatron_cpu.torch_proxy import host_copies
 
 
 def copy_without_cuda() -> None:

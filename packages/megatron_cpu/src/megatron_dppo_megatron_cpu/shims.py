@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.errors import UserError
-from megatron_dppo.mcore.compat.dispatcher import release_routes
-from megatron_dppo.mcore.compat.extensions import replace_load_inline
-from megatron_dppo.mcore.compat.fused_adam import FusedAdam
-from megatron_dppo.mcore.compat.gloo import silence_megatron, skip_single_rank_collectives, support_uneven_splits
-from megatron_dppo.mcore.compat.torch_proxy import bind_proxy, cuda_type_names
-from megatron_dppo.mcore.compat.transformer_engine import accept_missing_te_version, has_transformer_engine
-from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_megatron_cpu.dispatcher import release_routes
+from megatron_dppo_megatron_cpu.fused_adam import FusedAdam
+from megatron_dppo_megatron_cpu.gloo import silence_megatron, skip_single_rank_collectives, support_uneven_splits
+from megatron_dppo_megatron_cpu.torch_proxy import bind_proxy, cuda_type_names
 
 OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)
 _applied = False
+
+
+class UnsupportedMegatronError(Exception):
+    """Megatron Core is missing, or of a version that the shims do not know."""
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,41 @@ def megatron_version() -> tuple[int, ...]:
     """Return the installed version of megatron-core, for example ``(0, 16, 1)``.
 
     Raises:
-        UserError: It is not installed, or outside the supported range.
+        UnsupportedMegatronError: It is not installed, or outside the supported range.
     """
     expected = "megatron-core >= 0.16.1, < 0.20"
     try:
         text = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError as error:
-        raise UserError(f"megatron-core is not installed; expected {expected}: pip install megatron-core") from error
+        raise UnsupportedMegatronError(
+            f"megatron-core is not installed; expected {expected}: pip install megatron-core"
+        ) from error
     version = tuple(int(part) for part in text.split("+")[0].split("rc")[0].split(".")[:3] if part.isdigit())
     if not OLDEST <= version < NEWEST_EXCLUSIVE:
-        raise UserError(f"megatron-core {text} is installed; expected {expected}")
+        raise UnsupportedMegatronError(f"megatron-core {text} is installed; expected {expected}")
     return version
 
 
-def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core", "megatron.bridge")) -> bool:
-    """Apply the shims that this platform needs; a second call does nothing.
+def apply_shims(
+    *,
+    is_cuda: bool,
+    has_te: bool = False,
+    packages: Sequence[str] = ("megatron.core", "megatron.bridge"),
+    more: Sequence[Shim] = (),
+) -> bool:
+    """Apply the shims that this device needs; a second call does nothing.
 
     Args:
-        platform: Device of this process.
+        is_cuda: False to run Megatron on the CPU.
+        has_te: True if Transformer Engine works here. Read on CUDA alone.
         packages: Dotted prefixes of the packages whose modules get the CPU proxy of torch.
+        more: Shims of the caller, applied like those of ``SHIMS``.
 
     Returns:
         True if this call applied the shims.
 
     Raises:
-        UserError: megatron-core is missing or unsupported, or Transformer Engine is installed and broken.
+        UnsupportedMegatronError: megatron-core is missing or unsupported.
         RuntimeError: ``megatron.core`` was imported before, on CPU. Its functions are then bound to the real torch.
     """
     global _applied
@@ -81,9 +91,9 @@ def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core", 
     if _applied:
         return False
     silence_megatron()
-    shims: Sequence[Shim] = SHIMS
-    if platform.is_cuda:
-        shims = [shim for shim in SHIMS if (shim.with_te if has_transformer_engine() else shim.on_cuda)]
+    shims: Sequence[Shim] = [*SHIMS, *more]
+    if is_cuda:
+        shims = [shim for shim in shims if (shim.with_te if has_te else shim.on_cuda)]
     else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("apply_shims must run before anything imports megatron.core")
@@ -174,19 +184,19 @@ def _load_optimizer_without_grad() -> None:
 
 
 def _offload_without_cuda() -> None:
-    from megatron_dppo.mcore.compat.offload import copy_without_cuda
+    from megatron_dppo_megatron_cpu.offload import copy_without_cuda
 
     copy_without_cuda()
 
 
 def _copy_offloaded_shards_only() -> None:
-    from megatron_dppo.mcore.compat.offload import copy_shards_only
+    from megatron_dppo_megatron_cpu.offload import copy_shards_only
 
     copy_shards_only()
 
 
 def _offload_fp32_weights() -> None:
-    from megatron_dppo.mcore.compat.offload import accept_fp32_weights
+    from megatron_dppo_megatron_cpu.offload import accept_fp32_weights
 
     accept_fp32_weights()
 
@@ -204,9 +214,23 @@ def _accept_fp8_false() -> None:
 
 
 def _use_replicated_latents() -> None:
-    from megatron_dppo.mcore.compat.latent import replicate_latents
+    from megatron_dppo_megatron_cpu.latent import replicate_latents
 
     replicate_latents()
+
+
+def _accept_missing_te_version() -> None:
+    """Make version checks of an absent Transformer Engine return False.
+
+    Reason: the settings of a precision-aware optimizer compare its version, which is None, and raise a TypeError.
+    Affected: Megatron Core 0.16.1.
+    Delete when: 0.16.1 is no longer supported.
+    """
+    from megatron.core import utils
+    from megatron.core.optimizer import optimizer_config
+
+    if utils.get_te_version() is None:
+        optimizer_config.is_te_min_version = lambda *version: False
 
 
 _ALL = "0.16.1 to 0.19.2"
@@ -259,7 +283,7 @@ SHIMS = (
         with_te=True,
     ),
     Shim(
-        accept_missing_te_version,
+        _accept_missing_te_version,
         "TypeError in the settings of a precision-aware optimizer without Transformer Engine: its version is None",
         "0.16.1",
         "0.16.1 is no longer supported",
@@ -290,15 +314,6 @@ SHIMS = (
         _ALL,
         "CheckpointWithoutOutput(fp8=False) means without fp8",
         on_cuda=True,
-    ),
-    Shim(
-        replace_load_inline,
-        "selective recomputation compiles an extension behind torch's lock file, for which a run waits forever after "
-        "another one was killed (see extensions.py)",
-        "0.17.0 to 0.19.2",
-        "Megatron restores outputs without a C++ extension",
-        on_cuda=True,
-        with_te=True,
     ),
     Shim(
         _use_replicated_latents,
