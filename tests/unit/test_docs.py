@@ -111,6 +111,21 @@ def test_pages_for_users_stay_few() -> None:
     assert len(pages) <= 46
 
 
+def test_pages_that_code_names_are_there() -> None:
+    """Errors, comments and scripts name pages by their path."""
+    folders = ("megatron_dppo", "packages", "launch", "examples", "tools", "benchmarks", "tests")
+    kinds = {".py", ".sh", ".toml", ".yaml", ".def", ""}
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in kinds]
+    pattern = re.compile(r"(?<![\w/])(?:docs|packages|benchmarks)/[\w/]+\.md\b")
+    named = {
+        (page, file.relative_to(ROOT).as_posix())
+        for file in (*files, ROOT / "Makefile")
+        if file.is_file()
+        for page in pattern.findall(file.read_text("utf-8", "ignore"))
+    }
+    assert len(named) > 80 and not [each for each in sorted(named) if not (ROOT / each[0]).is_file()]
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = []
     for page in PAGES:
