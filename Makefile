@@ -10,7 +10,7 @@
 # make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-bridge, test-plugins, test-packages, test-gym,
 #                     test-page, test-slurm
 # make test-long      what test-rest leaves out, as others cover nearly the same (a quarter of an hour)
-# make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/parity.md (half an hour);
+# make test-matrix    every loss on every layout, up to 8 processes, both Megatron versions: docs/results/parity.md (half an hour);
 #                     router replay on every layout; every combination of rollout policies on real servers
 # make docs    the documentation site into site/ (mkdocs); a link that leads nowhere is an error
 # make wheel   wheel and source archive into dist/, checked as the package index would (twine)
@@ -163,7 +163,7 @@ bench-head:
 	@python=$$(tools/setup_env.sh) && PYTHONPATH=$$PWD $$python benchmarks/head.py --gates-only $(ARGS)
 
 docs: .venv-docs/.installed
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build -q
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build  # not -q: that hides broken links, which strict counts
 
 # setuptools leaves its work in the source folder, so it gets a copy.
 wheel: .venv-docs/.installed

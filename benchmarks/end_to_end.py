@@ -12,7 +12,7 @@ processes of a run from its first rollout on; "with start-up" adds imports and m
 but its CPU time grows with the load of the machine: the sides take turns, and the least of --repeats runs counts.
 
 Without --base, a base is warmed up for each seed (about a minute each). Without --trl-python, TRL gets an environment
-of its own below ~/.cache/megatron_dppo. Figures of one machine, of one run: docs/benchmarks.md.
+of its own below ~/.cache/megatron_dppo. Figures of one machine, of one run: docs/results/benchmarks.md.
 """
 
 from __future__ import annotations

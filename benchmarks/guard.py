@@ -3,7 +3,7 @@
     python -m benchmarks.guard [--runs 10000] [--steps 20] [--seed 0]
 
 Simulated servers (``tests/unit/run/simulated_servers.py``): honest ones whose rounding has heavy tails, 1 to 64 of
-them, and lies about log-probabilities that spare the probe. The tables are those of docs/probe.md.
+them, and lies about log-probabilities that spare the probe. The tables are those of docs/results/lies.md.
 """
 
 from __future__ import annotations

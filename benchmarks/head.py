@@ -2,7 +2,7 @@
 
     python benchmarks/head.py                  counts and gates, a minute or two, then a short timing
     python benchmarks/head.py --gates-only     the counts and gates alone: what CI runs
-    python benchmarks/head.py --full           the sizes of docs/benchmarks-head.md
+    python benchmarks/head.py --full           the sizes of docs/results/head.md
     python benchmarks/head.py --sweep          times at sizes on both sides of each change of method
     python benchmarks/head.py --needs          what predicted directions, score centering and filters cost
     python benchmarks/head.py --device cuda    the sweep on a GPU

@@ -3,7 +3,8 @@
     python -m benchmarks.lies [--engine sglang] [--dtype bf16] [--steps 4] [NAME ...]
 
 The server is honest; a proxy changes its answers or its requests. *always*: the probe is lied to as well. *spared*: the
-probe is answered rightly. The tables are those of docs/probe.md. Needs the environments of the engines (make engines).
+probe is answered rightly. The tables are those of docs/results/lies.md. Needs the environments of the engines
+(make engines).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 python benchmarks/probe.py OUT.json [--seeds 3]
 
-Every server is right; each lie is put into its answer afterwards, as a gateway would. See docs/probe.md.
+Every server is right; each lie is put into its answer afterwards, as a gateway would. See docs/results/lies.md.
 """
 
 from __future__ import annotations

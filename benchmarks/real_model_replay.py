@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples/smollm2/moe.toml"
+ROWS = ROOT / "docs/results/real_model/paired_replay.jsonl"
 SERVERS = {"sglang": ("tools/engines/sglang.sh", "0.5.23"), "vllm": ("tools/engines/vllm.sh", "0.32.0")}
 SETTINGS: Mapping[str, Any] = {
     "run.num_steps": 3,
@@ -375,7 +376,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINE_SETTINGS), default=list(ENGINE_SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--rows", type=Path, default=ROOT / "docs/real_model/paired_replay.jsonl", help="finished runs")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="finished runs")
     parser.add_argument("--work", type=Path, default=Path("runs/real_model_replay"), help="folder of runs and logs")
     parser.add_argument("--table", action="store_true", help="only print the table of the rows")
     options = parser.parse_args()

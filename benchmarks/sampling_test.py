@@ -3,8 +3,8 @@
     python -m benchmarks.sampling_test [--runs 10000] [--steps 300]
 
 Simulated servers, with next-token distributions as of a language model (``tests/unit/run/test_sampling_test.py``).
-The table is that of docs/probe.md. Honest runs draw their steps from a pool of simulated ones, with replacement: 10,000
-runs of 300 steps have 3 million steps, which would take a day to draw token by token.
+The table is that of docs/results/lies.md. Honest runs draw their steps from a pool of simulated ones, with replacement:
+10,000 runs of 300 steps have 3 million steps, which would take a day to draw token by token.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Single tokens under engine and policy, by the token's probability: two figures of docs/windtunnel.
+"""Single tokens under engine and policy, by the token's probability: two figures of docs/results/windtunnel.
 
     python benchmarks/token_statistics.py [ratio_tv] [most_clipped] [--seeds 0 1 2 3 4] [--rows FILE] [--output FOLDER]
 
 *ratio_tv*: engine and policy have the same weights. What differs is the numerics of the engine: bf16, FP8 and INT4.
 *most_clipped*: the policy has trained for three steps from the engine's weights. Which tokens each rule masks.
 
-The task is rare_words with 4,096 words. Measurements of ``--rows`` (default: those of docs/windtunnel) and of the
-output folder are taken over, missing ones are made. Writes ``NAME.md`` and ``NAME.png`` for each figure, and
+The task is rare_words with 4,096 words. Measurements of ``--rows`` (default: those of docs/results/windtunnel)
+and of the output folder are taken over, missing ones are made. Writes ``NAME.md`` and ``NAME.png`` for each figure, and
 ``rows.jsonl``.
 """
 
@@ -352,7 +352,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}; default: both")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--rows", type=Path, nargs="*", default=[ROOT / "docs/windtunnel/figures.jsonl.xz"])
+    parser.add_argument("--rows", type=Path, nargs="*", default=[ROOT / "docs/results/windtunnel/figures.jsonl.xz"])
     parser.add_argument("--output", type=Path, default=ROOT / "runs/token_statistics")
     options = parser.parse_args()
     if unknown := set(options.names) - set(FIGURES):

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: links to files outside ``docs/`` lead to copies of them under ``source/``.
+"""Hooks of mkdocs: READMEs of packages are pages, and links to other files outside ``docs/`` lead to copies of them.
 
 The pages are also read in the repository, so they link to code, tests and examples by relative paths.
 """
@@ -14,20 +14,33 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+READMES = tuple(sorted(ROOT.glob("packages/*/README.md")))
 _LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
 def outside(page: Path, target: str) -> Path | None:
-    """Return the file of the repository that a link leads to, or None if it is inside ``docs/``.
+    """Return the file of the repository that a link leads to, or None if it is a page or a file of ``docs/``.
 
     Args:
         page: The file of the page.
         target: The target of the link, relative to the page.
     """
     there = Path(os.path.normpath(page.parent / target))
-    if there.is_relative_to(DOCS) or not there.is_relative_to(ROOT):
+    if _site_path(there) is not None or not there.is_relative_to(ROOT):
         return None
     return there
+
+
+def _site_path(file: Path) -> str | None:
+    """Return the path of a page or a file on the site, or None if it is not there.
+
+    The page of a package is its README.
+    """
+    if file.is_relative_to(DOCS):
+        return file.relative_to(DOCS).as_posix()
+    if file in READMES:
+        return f"packages/{file.parent.name}.md"
+    return None
 
 
 def on_config(config: Any) -> Any:
@@ -39,13 +52,15 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a copy of each file that a page links to. A folder stands for its README."""
+    """Add the READMEs of the packages, and a copy of each file that a page links to. A folder stands for its README."""
     wanted = set()
-    for page in DOCS.rglob("*.md"):
+    for page in (*DOCS.rglob("*.md"), *READMES):
         for _, target, _ in _LINK.findall(page.read_text(encoding="utf-8")):
             there = outside(page, target)
             if there is not None:
                 wanted.add(_readable(there))
+    for readme in READMES:
+        files.append(File.generated(config, str(_site_path(readme)), content=readme.read_text(encoding="utf-8")))
     for there in sorted(wanted):
         text = there.read_text(encoding="utf-8")
         files.append(File.generated(config, _copy_path(there), content=text))
@@ -53,15 +68,21 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point the links of a page to those copies."""
-    file = DOCS / page.file.src_uri
+    """Point the links of a page to those copies, and those from and to the READMEs of packages to their pages."""
+    sources = {_site_path(readme): readme for readme in READMES}
+    file = sources.get(page.file.src_uri, DOCS / page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:
         there = outside(file, match[2])
+        anchor = match[3][:-1]
         if there is None:
+            path = _site_path(Path(os.path.normpath(file.parent / match[2])))
+        else:
+            # A copy is plain text, which has no anchors.
+            path, anchor = _copy_path(_readable(there)), ""
+        if path is None:
             return match[0]
-        link = os.path.relpath(DOCS / _copy_path(_readable(there)), file.parent)
-        return f"{match[1]}{link})"
+        return f"{match[1]}{os.path.relpath(path, Path(page.file.src_uri).parent)}{anchor})"
 
     return _LINK.sub(moved, markdown)
 

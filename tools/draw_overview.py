@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Draw the first picture of the README: three losses on a real language model with stale rollouts.
 
-python tools/draw_overview.py [docs/real_model/rows.jsonl.xz] [docs/overview.png]
+python tools/draw_overview.py [docs/results/real_model/rows.jsonl.xz] [docs/overview.png]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CURVES = (
 def main() -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, nargs="?", default=Path("docs/real_model/rows.jsonl.xz"))
+    parser.add_argument("rows", type=Path, nargs="?", default=Path("docs/results/real_model/rows.jsonl.xz"))
     parser.add_argument("picture", type=Path, nargs="?", default=Path("docs/overview.png"))
     args = parser.parse_args()
     rows = [each.row for each in read_external_rows(args.rows) if each.row["mismatch"] == CONDITION]

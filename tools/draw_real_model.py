@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Draw the losses side by side on the real language model: reward, held-out accuracy and masked tokens.
 
-python tools/draw_real_model.py [docs/real_model/rows.jsonl.xz] [docs/real_model/losses.png]
+python tools/draw_real_model.py [docs/results/real_model/rows.jsonl.xz] [docs/results/real_model/losses.png]
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ EVAL_EVERY = 5
 def main() -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, nargs="?", default=Path("docs/real_model/rows.jsonl.xz"))
-    parser.add_argument("picture", type=Path, nargs="?", default=Path("docs/real_model/losses.png"))
+    parser.add_argument("rows", type=Path, nargs="?", default=Path("docs/results/real_model/rows.jsonl.xz"))
+    parser.add_argument("picture", type=Path, nargs="?", default=Path("docs/results/real_model/losses.png"))
     args = parser.parse_args()
     rows_of_cell = cells(each.row for each in read_external_rows(args.rows))
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from source_folders import PACKAGES, PYTHON_FILES, ROOT, TRAINER
+from source_folders import PACKAGES, PAGES, PYTHON_FILES, TRAINER
 
 BANNED_WORDS = frozenset(
     ["found", "told", "own", "place", "kept", "whole", "others", "again", "mine", "away", "asking", "handed"]
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--pages", action="store_true", help="print sentence lengths and code blocks of the pages")
     args = parser.parse_args()
     if args.pages:
-        print_pages(args.paths or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
+        print_pages(args.paths or PAGES)
     elif args.list:
         for file in python_files(args.paths or PYTHON_FILES):
             for finding in findings(file.read_text()):

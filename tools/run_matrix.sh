@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every loss on every layout, up to 8 processes, with both supported versions of Megatron Core, and every family on every
-# layout; writes docs/parity.md.
+# layout; writes docs/results/parity.md.
 #
 #   tools/run_matrix.sh [PYTHON312]     a Python 3.12 for megatron-core 0.19.2 (see tools/setup_python312.sh)
 set -euo pipefail
@@ -27,4 +27,4 @@ newer=$(tools/setup_python312.sh "$@")
     cat "$folder/second.md"
     echo
     cat "$folder/families.md"
-} > docs/parity.md
+} > docs/results/parity.md

@@ -1,4 +1,4 @@
-"""Folders of the code of this repository: the trainer, and the packages beside it."""
+"""Folders of the code of this repository: the trainer, and the packages beside it. Their pages."""
 
 from __future__ import annotations
 
@@ -17,5 +17,8 @@ LIBRARIES = ("answers", "engines", "megatron_cpu", "port")
 SOURCES = {TRAINER.name: TRAINER, **PACKAGES}
 PYTHON_FILES = tuple(file for folder in SOURCES.values() for file in sorted(folder.rglob("*.py")))
 """All modules of trainer and packages."""
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("packages/*/README.md")))
+"""All pages for users: the README, those of the site, and one of each package."""
 TESTS = (ROOT / "tests", *sorted(ROOT.glob("packages/*/tests")))
 """Folders of tests."""

@@ -5,8 +5,8 @@ the first lines of the files in megatron_dppo/losses.
 
 python tools/write_loss_gallery.py docs/losses/README.md
 
-The verdicts are of ``docs/windtunnel/rows.jsonl.xz`` and ``third_rows.jsonl.xz``, the ``rows.jsonl`` of ``megatron-dppo
-experiment windtunnel`` and ``windtunnel3``.
+The verdicts are of ``docs/results/windtunnel/rows.jsonl.xz`` and ``third_rows.jsonl.xz``, the ``rows.jsonl`` of
+``megatron-dppo experiment windtunnel`` and ``windtunnel3``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dppo_lab.statistics import SCORES, Band, Cell, Row, bands
 from megatron_dppo_lab.verdicts import judge
 from write_question_pages import Results
 
-WINDTUNNEL = Path(__file__).parents[1] / "docs/windtunnel"
+WINDTUNNEL = Path(__file__).parents[1] / "docs/results/windtunnel"
 ROWS, THIRD_ROWS = WINDTUNNEL / "rows.jsonl.xz", WINDTUNNEL / "third_rows.jsonl.xz"
 DEFAULT = "dppo_binary_tv cap 5"
 """Loss that the second edition compares the others with: the default of the configuration."""
@@ -74,15 +74,16 @@ Some losses depend on more than (μ, π). Their pictures assume:
 - Recomputed log-probabilities: π' is {RECOMPUTED} μ.
 - Sequences: they have one token.
 
-**Verdict** compares results of the [wind tunnel](../windtunnel/README.md), on small models.
+**Verdict** compares results of the [wind tunnel](../results/windtunnel/README.md), on small models.
 
 - *Third edition*: exact tests over twelve paired seeds of the mean reward over all steps, corrected for all declared
   comparisons. Each verdict names both losses with their searched settings, and the mean difference. The
-  [table](../windtunnel/third_table.md) has every condition.
-- *[Second edition](../windtunnel/second_edition.md)*: bands, mean [least, largest] over five seeds of the training
-  reward in the last quarter of the steps. It has the band without mismatch, and the number of conditions whose band is
-  above or below that of `{DEFAULT}` without touching it. "On every seed" means that the bands overlap, but the
-  difference has one sign on all five seeds. A DPPO run whose name has no cap used `ratio_cap = "off"`.
+  [table](../../benchmarks/windtunnel/third_table.md) has every condition.
+- *[Second edition](../../benchmarks/windtunnel/second_edition.md)*: bands, mean [least, largest] over five seeds of
+  the training reward in the last quarter of the steps. It has the band without mismatch, and the number of
+  conditions whose band is above or below that of `{DEFAULT}` without touching it. "On every seed" means that the
+  bands overlap, but the difference has one sign on all five seeds. A DPPO run
+  whose name has no cap used `ratio_cap = "off"`.
 
 Both editions searched a threshold for each loss, so these runs did not use the defaults.
 """
@@ -100,7 +101,7 @@ def verdict(entry: Mapping[str, Any], measured_bands: Mapping[Cell, Band], third
     newer = [line for name in entry.get("third", ()) for line in _third_lines(name, third)]
     older = [line for name in entry["rows"] for line in _loss_lines(name, measured_bands)]
     if not newer and not older:
-        return ["Verdict: not in the [wind tunnel](../windtunnel/README.md)."]
+        return ["Verdict: not in the [wind tunnel](../results/windtunnel/README.md)."]
     editions = (("Third edition:", newer), ("Second edition:", older))
     return [text for title, lines in editions if lines for text in (title, "", *lines, "")][:-1]
 

@@ -68,7 +68,7 @@ def servers(family: Family, _: ModelShape) -> str:
     names = {family.model_type, *family.variants}
     served = [title for engine, title in ENGINES.items() if names & set(SERVED[engine])]
     stopped = [title for engine, title in ENGINES.items() if family.model_type in STOPPED[engine]]
-    cells = [", ".join(served), f"[not {', '.join(stopped)}](#servers-on-a-cpu)" if stopped else ""]
+    cells = [", ".join(served), f"[not {', '.join(stopped)}](results/models.md#servers-on-a-cpu)" if stopped else ""]
     return "; ".join(filter(None, cells)) or UNTESTED
 
 

@@ -1,9 +1,9 @@
-"""Write the tables of docs/questions from the wind tunnel's third edition.
+"""Write the tables of docs/results/questions.md from the wind tunnel's third edition.
 
-python tools/write_question_pages.py STORE [--runs RUN ...] [--pages FOLDER]
+python tools/write_question_pages.py STORE [--runs RUN ...] [--page FILE]
 
 STORE is the ``--output`` of ``megatron-dppo experiment windtunnel3``. It is only read, also while the command runs.
-Comparisons without all of their seeds are marked. The text of a page outside its tables stays. Without ``--runs`` so
+The text of the page outside its tables stays. Without ``--runs`` so
 does the table of masked tokens; each RUN is the folder of a run with ``log.rollouts_every``.
 """
 
@@ -21,9 +21,7 @@ from megatron_dppo_lab.grid import GridRun
 from megatron_dppo_lab.paired import (
     Comparison,
     compare,
-    effect_size,
     holm,
-    judge_pair,
     without_open_searches,
 )
 from megatron_dppo_lab.row import relabel_row
@@ -32,7 +30,7 @@ from megatron_dppo_lab.store import Rows, Store
 from megatron_dppo_lab.third_edition import THIRD_EDITION
 from megatron_dppo_lab.third_losses import DELTAS, DRPO_DELTAS
 
-PAGES = Path(__file__).parents[1] / "docs/questions"
+PAGE = Path(__file__).parents[1] / "docs/results/questions.md"
 _BINARY = "dppo_binary_tv tuned"
 _STALE = "staleness 8"
 
@@ -88,38 +86,6 @@ class Results:
     def seeds(self, task: str, mismatch: str, loss: str) -> int:
         """Return the number of declared seeds of a cell."""
         return len({run.seed for run in self.runs if (run.task, run.mismatch, run.loss) == (task, mismatch, loss)})
-
-
-def claims_table(results: Results, wanted: Callable[[Comparison], bool]) -> str:
-    """Return the verdicts of some claims, with the CPU seconds of a run of both losses."""
-    lines = ["| condition | comparison | verdict | difference [least, largest] | d_z | corrected p | CPU s a run |"]
-    lines.append("|---" * 7 + "|")
-    num_open = 0
-    for each, corrected in results.comparisons:
-        if not wanted(each):
-            continue
-        if not each.differences:
-            num_open += 1
-            continue
-        claim = each.claim
-        better, worse = (
-            f"`{loss}` ({text})" for loss, text in zip((claim.better, claim.worse), each.settings, strict=True)
-        )
-        apart, size = band(each.differences), effect_size(each.differences)
-        seconds = [_seconds(results.cell(each.task, each.mismatch, loss)) for loss in (claim.better, claim.worse)]
-        cells = [
-            f"{each.task}, {each.mismatch}",
-            f"{better} against {worse}",
-            judge_pair(each, corrected) if each.is_complete else f"unfinished: {judge_pair(each, corrected)}",
-            "-" if apart is None else f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]",
-            "-" if size is None else f"{size:+.1f}",
-            f"{corrected:.2g}" if each.is_complete else "-",
-            " and ".join(seconds),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    if num_open:
-        lines += ["", f"No seed is finished of {num_open} more declared comparisons."]
-    return "\n".join(lines)
 
 
 def bands_table(results: Results, cells: Iterable[tuple[str, str, str]]) -> str:
@@ -183,29 +149,16 @@ def _share(part: int, total: int) -> str:
     return f"{part} of {total} ({part / total:.1%})" if total else "none"
 
 
-def _seconds(rows: Sequence[Row]) -> str:
-    return f"{sum(row['cpu_seconds'] for row in rows) / len(rows):.1f}" if rows else "-"
-
-
 def tables(results: Results) -> dict[str, str]:
-    """Return the table of each marker of the pages."""
+    """Return the table of each marker of the page."""
     tasks = list(dict.fromkeys(run.task for run in results.runs))
     mismatches = list(dict.fromkeys(run.mismatch for run in results.runs))
     centered = "dppo_binary_tv centered tuned"
     deltas = [f"dppo_binary_tv {delta}" for delta in DELTAS] + [f"drpo/{delta:g}" for delta in DRPO_DELTAS]
     plain = ("dppo_binary_tv tuned", "grpo tuned", "ipo tuned", "pg_is")
-    against = ("grpo tuned", "minirl", "pg_is")
     return {
-        "topk": claims_table(results, lambda each: "topk" in each.claim.better),
         "delta-bands": bands_table(results, ((task, _STALE, loss) for task in tasks for loss in deltas)),
-        "delta-verdicts": claims_table(
-            results, lambda each: "delta" in each.claim.text or each.claim.better.startswith("drpo")
-        ),
         "masked-bands": bands_table(results, ((task, _STALE, loss) for task in tasks for loss in plain)),
-        "masked-verdicts": claims_table(
-            results, lambda each: each.claim.worse in against or each.claim.better == "ipo tuned"
-        ),
-        "centering": claims_table(results, lambda each: each.claim.better in (centered, "skyrl/default")),
         "mismatch-bands": bands_table(
             results,
             ((task, each, loss) for task in tasks for each in mismatches for loss in (_BINARY, centered)),
@@ -229,26 +182,22 @@ def replace_tables(text: str, new: Mapping[str, str]) -> str:
     return re.sub(r"(<!-- table ([a-z-]+) -->\n)(.*?)(<!-- end of table -->)", table, text, flags=re.DOTALL)
 
 
-_NAMES = {
-    *("topk", "delta-bands", "delta-verdicts", "masked-bands", "masked-verdicts", "masked-tokens"),
-    *("centering", "mismatch-bands"),
-}
+_NAMES = {"delta-bands", "masked-bands", "masked-tokens", "mismatch-bands"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write all pages."""
-    parser = argparse.ArgumentParser(description="Write the tables of docs/questions.")
+    """Write the tables of the page."""
+    parser = argparse.ArgumentParser(description="Write the tables of docs/results/questions.md.")
     parser.add_argument("store", type=Path)
     parser.add_argument("--runs", type=Path, nargs="+", default=[])
-    parser.add_argument("--pages", type=Path, default=PAGES)
+    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     results = Results.read(options.store)
     new = tables(results)
     if options.runs:
         new["masked-tokens"] = "\n\n".join(masks_table(folder) for folder in options.runs)
-    for page in sorted(options.pages.glob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        page.write_text(replace_tables(text, new), encoding="utf-8")
+    text = options.page.read_text(encoding="utf-8")
+    options.page.write_text(replace_tables(text, new), encoding="utf-8")
     complete = sum(each.is_complete for each, _ in results.comparisons)
     print(f"{complete} of {len(results.comparisons)} comparisons are complete; {len(results.rows)} rows")
 

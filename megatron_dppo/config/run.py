@@ -91,7 +91,7 @@ class LogConfig(Section):
     """Show a progress bar and print one line per step on rank 0."""
     rollouts_every: int = Field(0, ge=0)
     """Write the samples of every n-th step to ``rollouts/step_N.parquet``: ids, log-probabilities, masks, rewards
-    (docs/report.md). 0 writes none, 1 every step. Needs the extra ``[data]``."""
+    (packages/report/README.md). 0 writes none, 1 every step. Needs the extra ``[data]``."""
     curves: bool = True
     """Draw ``curves.png`` at the end of the run, which takes about two seconds."""
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 _CUDA_CHUNK_BYTES = 2_500_000_000
 """Bytes of a chunk's logits in float32 on CUDA: 4096 rows at a vocabulary of 151,936. The host needs about 6 ms for a
-chunk of any size, so a narrower shard gets more rows (docs/benchmarks-head.md)."""
+chunk of any size, so a narrower shard gets more rows (docs/results/head.md)."""
 _CPU_CHUNK_BYTES = 96_000_000
 """Bytes of a chunk's logits in float32 on the CPU. Each chunk converts the weight to float32 again, and its small
 operations cost the same for few rows as for many."""

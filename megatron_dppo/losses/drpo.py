@@ -10,7 +10,7 @@ Source: arXiv 2606.09821, equation 8; its authors' code in Tencent-Hunyuan/UniRL
 
 The default of delta, 12.5, is that of the authors: the weight stays within 1 +- 0.08, and no update turns around. It
 was also the best of four values in the wind tunnel's search, where 0.15, DPPO's threshold, learned least
-(docs/windtunnel/README.md). The alias ``drpo/paper`` has all settings of the authors.
+(docs/results/windtunnel/README.md). The alias ``drpo/paper`` has all settings of the authors.
 """
 
 from __future__ import annotations

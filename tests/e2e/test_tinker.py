@@ -292,7 +292,7 @@ def test_what_is_wrong_is_refused_in_words(served: Served) -> None:
     client = RawClient(served.url)
     assert client.refused("create_session", {"tags": []}, key="tml-wrong")[0] == 401
     assert client.refused("healthz", key="")[0] == 401
-    assert client.refused("audit") == (404, "POST /api/v1/audit: is not served (docs/tinker.md)")
+    assert client.refused("audit") == (404, "POST /api/v1/audit: is not served (packages/tinker/README.md)")
     session_body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
     assert client.refused("create_session", session_body | {"nonsense": 1})[0] == 422
     session = client.send("create_session", session_body)["session_id"]

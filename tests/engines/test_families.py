@@ -1,6 +1,6 @@
 """Servers with a model of each family: the exported folder loads, answers are those of float64, syncs are proved.
 
-docs/models.md has its column of servers from ``SERVED``. What stops the other pairs stands there too.
+docs/models.md has its column of servers from ``SERVED``, and docs/results/models.md what stops the other pairs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STOPPED: Mapping[str, tuple[str, ...]] = {
     "vllm": ("glm4_moe_lite", "minimax_m2", "gpt_oss"),
     "sglang": ("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite"),
 }
-"""Families that an engine cannot serve on a CPU, for docs/models.md, which has the line of the source that stops it."""
+"""Families that an engine cannot serve on a CPU. docs/results/models.md has the line of the source that stops it."""
 SAMPLED = frozenset({("sglang", "mixtral")})
 """Pairs that CI takes."""
 BF16 = ("qwen3_next", "qwen3_5_moe_text", PUBLISHED)
@@ -103,7 +103,7 @@ def test_the_exported_folder_is_served_and_each_way_of_a_sync_is_proved(
             synced(engine, method, model, other, version, dtype, tmp_path / "weights")
             errors[method] = error(engine, model)
             assert errors[method] < limit, method
-        # docs/models.md has these figures (pytest -rP).
+        # docs/results/models.md has these figures (pytest -rP).
         print(engine_name, name, *(f"{key} {value:.1e}" for key, value in errors.items()))
         probed: Any = expectation(policy_version=version, dtype="fp32" if dtype == torch.float32 else "bf16")
         assert run(engine, probed, model).logprobs.mean < limit  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from tests.gpu.check_plan import MICRO_BATCHES, rehearsed
 from tests.gpu.checks import Result, not_run
 
 MEMORY, SECONDS = 0.1, 0.3
-"""Bounds on the part by which peak and time differ; docs/plan.md states that of the time."""
+"""Bounds on the part by which peak and time differ; packages/plan/README.md states that of the time."""
 UPDATES, TOKENS = 3, 16384
 LAYERS: dict[str, Any] = dict(
     vocab_size=151936,

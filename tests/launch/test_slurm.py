@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import source_folders
 from megatron_dppo.setup.starts import read_starts
 from tests.e2e.runs import ROOT, flags, step_records
 from tests.engines.servers import free_port
@@ -54,7 +55,7 @@ def score(*, completion, **_):
 HOLD = "import socket, sys; socket.create_server(('', int(sys.argv[1]))).accept()"
 """holds a port"""
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/*/README.md")]
+PAGES = [*source_folders.PAGES, *ROOT.glob("examples/*/README.md")]
 
 ENGINE = "sglang.toml"
 """the example that ``test_servers_on_one_node...`` trains"""

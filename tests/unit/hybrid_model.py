@@ -3,7 +3,7 @@
     PYTHONPATH=FOLDER python -m tests.unit.hybrid_model
 
 FOLDER holds the unpacked wheel of a Megatron Core that has ``HybridModel`` (0.19). Prints one JSON object a
-family, on which docs/versions.md stands.
+family, on which docs/setup.md stands.
 """
 
 from __future__ import annotations

@@ -25,10 +25,8 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.config.schema import Config
 from megatron_dppo.setup.changes import change_kind
-from source_folders import PACKAGES, PYTHON_FILES, ROOT, TRAINER
+from source_folders import PACKAGES, PAGES, PYTHON_FILES, TRAINER
 from tools.list_errors import error_texts, user_error_classes
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 class Text(NamedTuple):

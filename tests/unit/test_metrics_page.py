@@ -30,7 +30,7 @@ DRAW = runpy.run_path(str(ROOT / "tools/draw_metrics.py"))
 
 
 def test_every_metric_with_a_picture_has_a_row_and_a_file() -> None:
-    page = (ROOT / "docs/metric_pictures.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert not undocumented(dict.fromkeys(DRAW["METRICS"], 1.0))
     for metric in DRAW["METRICS"]:
         name = DRAW["file_name"](metric)

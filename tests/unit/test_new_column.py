@@ -205,7 +205,7 @@ length = len(answer["choices"][0]["token_ids"])
 answer["choices"][0]["entropies"] = [0.25] * length
 assert vllm.decode_generation(answer, wanted_vllm, "http://b").entropies.tolist() == [0.25] * length
 
-contract = build_contract(SimpleNamespace(vocab_size=1 << 20), SimpleNamespace(eos_token_id=1 << 19))
+contract = build_contract(SimpleNamespace(vocab_size=1 << 20, eos_token_id=None), SimpleNamespace(eos_token_id=1 << 19))
 read = replace(read, echo=None)
 check_frame(read, wanted, contract, "http://a")
 for asked, changed, text in (

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dppo.config import describe
 from megatron_dppo.config.loss_registry import loss_names
+from source_folders import PAGES
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -55,17 +56,16 @@ def page(name: str) -> str:
     return " ".join((ROOT / name).read_text().split())
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/releases.md"])
-def test_the_number_of_other_losses_is_that_of_the_configuration(name: str) -> None:
+def test_the_number_of_other_losses_is_that_of_the_configuration() -> None:
     dppo = [loss for loss in loss_names() if re.fullmatch(r"dppo_(binary|topk)_(tv|kl)", loss)]
     assert len(dppo) == 4
-    assert f"[{len(loss_names()) - len(dppo)} others](" in page(name)
+    assert f"[{len(loss_names()) - len(dppo)} others](" in page("README.md")
 
 
 def test_the_number_of_plug_ins_is_that_of_the_folder() -> None:
     folders = [folder for folder in (ROOT / "examples/integrations").iterdir() if (folder / "dppo.py").is_file()]
     assert f"plug-ins of {NUMBERS[len(folders)]} other stacks" in page("docs/features.md")
-    assert len(re.findall(r"\(\.\./examples/integrations/\w+/dppo\.py\)", page("docs/adoption.md"))) >= len(folders)
+    assert len(re.findall(r"\(\.\./examples/integrations/\w+/dppo\.py\)", page("docs/from_verl.md"))) >= len(folders)
 
 
 @pytest.mark.parametrize("feature", MISSING)
@@ -79,8 +79,8 @@ def test_what_features_lists_as_missing_is_offered_by_no_key_and_no_value(featur
 
 
 def test_pages_agree_on_the_gpu_that_was_used() -> None:
-    assert "one H200" in page("docs/versions.md") and "one H200" in page("docs/status.md")
-    for name in ("docs/why_not_verl.md", "docs/versions.md", "README.md", "docs/features.md"):
+    assert "one H200" in page("docs/setup.md") and "one H200" in page("docs/status.md")
+    for name in ("docs/from_verl.md", "docs/setup.md", "README.md", "docs/features.md"):
         assert "none yet](status.md)" not in page(name) and "no set has run on GPUs" not in page(name)
 
 
@@ -93,7 +93,7 @@ def test_names_of_code_on_pages_exist() -> None:
     known = set(re.findall(r"\w+", "\n".join(texts)))
     missing = {
         name: path.name
-        for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        for path in PAGES
         for name in re.findall(r"`([a-z_]\w*_\w+)(?:\(\))?`", path.read_text())
         if name not in known and name.strip("_") not in FOREIGN
     }

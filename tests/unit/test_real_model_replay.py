@@ -42,7 +42,7 @@ def test_the_settings_of_each_engine_are_a_configuration(benchmark: Any, engine:
 
 
 def test_the_table_of_the_recorded_rows_is_that_of_the_page(benchmark: Any) -> None:
-    rows = benchmark.read_rows(ROOT / "docs/real_model/paired_replay.jsonl")
+    rows = benchmark.read_rows(ROOT / "docs/results/real_model/paired_replay.jsonl")
     cells = {(benchmark.row_variant(row).name, row["seed"]): benchmark.summary(row) for row in rows}
     own, replayed = (cells["sglang-rollout", 0][f"{label}_abs_prob"] for label in ("live", "replayed"))
     assert f"{own:.4f} {replayed:.4f} {cells['sglang-rollout', 0]['routes']:.3f}" == "0.0062 0.0060 0.014"

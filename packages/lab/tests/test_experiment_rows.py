@@ -22,7 +22,7 @@ from megatron_dppo_lab.named import EXPERIMENTS
 from megatron_dppo_lab.row import read_external_rows
 from megatron_dppo_lab.store import Store
 
-DOCS = Path(__file__).parents[3] / "docs/windtunnel"
+DOCS = Path(__file__).parents[3] / "docs/results/windtunnel"
 LONG = EXPERIMENTS["long_tail"].report(True, (0, 1), ())
 Damage = Callable[[dict[str, Any]], object]
 

@@ -1,4 +1,4 @@
-"""``tools/write_question_pages.py`` on made-up rows: whole, unfinished and missing comparisons, and broken pages."""
+"""``tools/write_question_pages.py`` on made-up rows: whole, unfinished and missing runs, and a broken page."""
 
 from __future__ import annotations
 
@@ -48,31 +48,17 @@ def store_of(folder: Path) -> Path:
 
 
 def written(tmp_path: Path, name: str, *arguments: str) -> str:
-    pages = tmp_path / "pages"
-    pages.mkdir(exist_ok=True)
-    page = pages / f"{name}.md"
+    page = tmp_path / "page.md"
     page.write_text(PAGE.format(name=name))
-    write_question_pages.main([str(tmp_path / "store"), "--pages", str(pages), *arguments])
+    write_question_pages.main([str(tmp_path / "store"), "--page", str(page), *arguments])
     return page.read_text()
 
 
-def test_tables_have_verdicts_settings_and_what_is_unfinished(tmp_path: Path) -> None:
+def test_tables_have_bands_and_what_is_unfinished(tmp_path: Path) -> None:
     store_of(tmp_path / "store")
-    text = written(tmp_path, "topk")
-    assert text.startswith("before\n<!-- table topk -->\n\n|") and text.endswith("<!-- end of table -->\nafter\n")
-    (row,) = [line for line in text.splitlines() if line.startswith("| rare_words, staleness 8 |")]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1].count("delta 0.15") == 2, "the second candidate was the best"
-    # Twelve differences of -.1: p = 2 / 2^12 times 96 comparisons.
-    assert cells[2:] == ["below", "-0.100 [-0.100, -0.100]", "-", f"{2 / 2**12 * 96:.2g}", "20.0 and 10.0"]
-    assert "\nNo seed is finished of 19 more declared comparisons.\n" in text
-    assert "old" not in text
-
-    text = written(tmp_path, "centering")
-    (row,) = [line for line in text.splitlines() if line.startswith("| rare_words, staleness 8 |")]
-    assert "| unfinished: 3 of 12 seeds | +0.000 [+0.000, +0.000] | - | - | 10.0 and 10.0 |" in row
-
     text = written(tmp_path, "mismatch-bands")
+    assert text.startswith("before\n<!-- table mismatch-bands -->\n\n|")
+    assert text.endswith("<!-- end of table -->\nafter\n") and "old" not in text
     mean = 0.5 + 0.01 * 5.5
     assert f"| rare_words, staleness 8 | `{BINARY}` | {mean:.3f} [0.500, 0.610] | 12.5% | 12 |" in text
     assert f"| rare_words, staleness 8 | `{CENTERED}` | 0.510 [0.500, 0.520] | 12.5% | 3 of 12 |" in text
@@ -101,22 +87,17 @@ def test_wrong_stores_pages_and_runs_are_named(tmp_path: Path) -> None:
     store_of(tmp_path / "store")
     with pytest.raises(UserError, match="unknown table 'other'"):
         written(tmp_path, "other")
-    (tmp_path / "pages/other.md").unlink()
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match="no recorded tokens"):
         written(tmp_path, "masked-tokens", "--runs", str(tmp_path / "run"))
     broken = next((tmp_path / "store/rows").iterdir())
     broken.write_text(json.dumps({"key": 1}))
     with pytest.raises(UserError, match=broken.name):
-        written(tmp_path, "topk")
+        written(tmp_path, "delta-bands")
 
 
-def test_every_marker_of_the_pages_is_a_table() -> None:
-    pages = sorted(write_question_pages.PAGES.glob("*.md"))
-    assert [page.stem for page in pages] == ["delta", "masked_tokens", "mismatch", "topk"]
-    names = [
-        line.split()[2] for page in pages for line in page.read_text().splitlines() if line.startswith("<!-- table ")
-    ]
+def test_every_marker_of_the_page_is_a_table() -> None:
+    text = write_question_pages.PAGE.read_text()
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("<!-- table ")]
     assert sorted(names) == sorted(write_question_pages._NAMES)
-    for page in pages:
-        assert page.read_text().count("<!-- table ") == page.read_text().count("<!-- end of table -->")
+    assert text.count("<!-- table ") == text.count("<!-- end of table -->")

@@ -76,7 +76,7 @@ def test_a_line_of_a_page_is_that_of_the_plan(line: str) -> None:
 def test_all_pages_are_read() -> None:
     names = {str(page.relative_to(ROOT)) for page in PAGES if job_lines(page)}
     recipes = {f"examples/{name}/README.md" for name in ("qwen3_30b_a3b", "qwen3_5_35b_a3b", "gpt_oss_20b")}
-    assert {"README.md", "docs/two_nodes.md", "docs/h100.md"} | recipes <= names
+    assert {"README.md", "docs/two_nodes.md"} | recipes <= names
 
 
 def wrapped(line: str, other: str) -> str:

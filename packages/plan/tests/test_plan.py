@@ -71,7 +71,7 @@ def memory_rows(text: str) -> dict[str, dict[str, float]]:
     return rows
 
 
-PLAN_PAGE = (EXAMPLES.parent / "docs/plan.md").read_text(encoding="utf-8")
+PLAN_PAGE = (EXAMPLES.parent / "packages/plan/README.md").read_text(encoding="utf-8")
 
 
 def test_the_memory_on_the_page_adds_up() -> None:

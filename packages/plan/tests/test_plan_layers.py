@@ -357,7 +357,7 @@ def test_published_models_are_planned_without_their_folder(name: str, billions: 
 
 
 ROOT = Path(__file__).parents[3]
-SECTION = (ROOT / "docs/plan.md").read_text(encoding="utf-8").split("## Rows of 128k")[1].split("\n## ")[0]
+SECTION = (ROOT / "docs/results/plan.md").read_text(encoding="utf-8").split("## Rows of 128k")[1].split("\n## ")[0]
 LONG_ROWS = [
     [cell.strip() for cell in line.split("|")[1:-1]] for line in SECTION.splitlines() if re.match(r"\| \d+k", line)
 ]

@@ -222,7 +222,7 @@ def test_a_file_of_trl_gets_a_way_on(
     (tmp_path / name).write_text(text)
     assert main(["port", str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
-    assert f"megatron-dppo help {key} " in error and "docs/adoption.md" in error
+    assert f"megatron-dppo help {key} " in error and "docs/from_verl.md" in error
     # The advice works.
     assert main(["help", key]) == 0
     assert main(["help", "per_device_train_batch_size"]) == 0

@@ -105,7 +105,7 @@ def test_commands_for_the_servers_environment_name_the_tested_version(file: str)
 
 
 def test_the_page_has_every_set() -> None:
-    page = (ROOT / "docs/versions.md").read_text()
+    page = (ROOT / "docs/setup.md").read_text()
     rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.startswith("| 2.")}
     for package, installed in RECORDED.items():
         version = package.partition("==")[2]

@@ -54,7 +54,7 @@ from tests.silent_tokenizer import SilentTokenizer
 from tests.unit.configs import config as run_config
 
 TOKENIZER = SilentTokenizer()
-MODELS_PAGE = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
+MODELS_PAGE = (Path(__file__).parents[3] / "docs/results/models.md").read_text(encoding="utf-8")
 PUBLISHED = [(family, model) for family in FAMILIES.values() for model in family.published]
 
 

@@ -58,7 +58,7 @@ _NODE_STEPS = 50
 _LONGEST_NAME = 1000
 """Longest name of a program or module. A longer word is none."""
 OTHER_FILES = (
-    "There is no port for TRL, NeMo-RL and other Python programs. Fix: write the TOML by hand (docs/adoption.md); "
+    "There is no port for TRL, NeMo-RL and other Python programs. Fix: write the TOML by hand (docs/from_verl.md); "
     "megatron-dppo help {name} shows the key here for a name there"
 )
 

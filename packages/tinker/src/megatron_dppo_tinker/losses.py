@@ -200,4 +200,4 @@ def _first_problem(error: Exception) -> str:
 
 
 def _served_names() -> str:
-    return "cross_entropy, importance_sampling, ppo, cispo, dppo_binary_tv, dppo_binary_kl (docs/tinker.md)"
+    return "cross_entropy, importance_sampling, ppo, cispo, dppo_binary_tv, dppo_binary_kl (packages/tinker/README.md)"

@@ -205,7 +205,7 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     except UserError as error:
         return _error_response(str(error), 400)
     except web.HTTPException as error:
-        reason = "is not served (docs/tinker.md)" if error.status == 404 else error.text or error.reason
+        reason = "is not served (packages/tinker/README.md)" if error.status == 404 else error.text or error.reason
         return _error_response(f"{request.method} {request.path}: {reason}", error.status)
     except ConnectionError:
         # The client has closed the connection, so no error can be sent.

@@ -1,4 +1,4 @@
-"""docs/h100.md: each size resolves for its ranks, and the manifest says what the page says."""
+"""docs/two_nodes.md: each size resolves for its ranks, and the manifest says what the page says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_dppo.config.layout import resolve_parallel
 from tests.unit.configs import QWEN3_30B_A3B
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/h100.md").read_text(encoding="utf-8")
-COMMANDS = [line for line in PAGE.splitlines() if line.startswith("sbatch ")]
+PAGE = (ROOT / "docs/two_nodes.md").read_text(encoding="utf-8")
+SIZES = PAGE.split("## The job for each size\n")[1].split("\n## ")[0]
+COMMANDS = [line for line in SIZES.splitlines() if line.startswith("sbatch ")]
 GPUS = 8
 
 
