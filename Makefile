@@ -130,7 +130,7 @@ test-page: docs
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/browser $(ARGS)
 
 # The version whose torch is the trainer's; without a number the scripts take the newest that is tested.
-TESTED_SGLANG = $(shell sed -n 's/^sglang = "\(.*\)"$$/\1/p' megatron_dppo/engines/serving/versions.toml)
+TESTED_SGLANG = $(shell sed -n 's/^sglang = "\(.*\)"$$/\1/p' packages/engines/src/megatron_dppo_engines/serving/versions.toml)
 engines:
 	@tools/engines/sglang.sh install >/dev/null && tools/engines/sglang.sh install $(TESTED_SGLANG) >/dev/null
 	@tools/engines/vllm.sh install >/dev/null && tools/engines/agents.sh install >/dev/null

@@ -35,29 +35,28 @@ PACKAGES = [tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(R
 """The packages beside the trainer, which its wheel has too: what each asks for, and its commands."""
 SOURCES = {source.name: source for source in sorted(ROOT.glob("packages/*/src/megatron_dppo_*"))}
 """Their folders by the name of the import."""
+BASE = ["torch>=2.6", "pydantic>=2.10"]
+"""What `import megatron_dppo` and the losses need."""
 TRAIN = [
-    # 0.16.1 is the last version for Python 3.11; newer ones need Python 3.12.
-    "megatron-core>=0.16.1,<0.20",
-    # Its selective recomputation compiles a C++ extension (mcore/compat/extensions.py).
+    # Its selective recomputation compiles a C++ extension (mcore/extensions.py).
     "ninja; python_version >= '3.12'",
     # Megatron's checkpoints hang for ever without it (the writing child dies, the parent waits).
     "psutil",
     "transformers>=4.56",
-    "safetensors>=0.4.3",
-    "numpy",
-    # the HTTP client of the rollout engines: its parser is compiled, hundreds of requests in flight cost little
-    "aiohttp>=3.10",
-    # what they answer is read once a token: Top-K as JSON, routes as base64
-    "orjson>=3.10",
-    "pybase64>=1.4",
     "tomli-w",
     "rich>=13",
     "tensorboard",
     "matplotlib",
-    *(each for package in PACKAGES for each in package["project"]["dependencies"] if each != "megatron-dppo"),
+    *(
+        each
+        for package in PACKAGES
+        for each in package["project"]["dependencies"]
+        if each not in ("megatron-dppo", *BASE)
+    ),
 ]
 """Packages of the trainer and its commands, which every extra except ``loss`` brings."""
-TESTED = tomllib.loads((ROOT / "megatron_dppo/engines/serving/versions.toml").read_text(encoding="utf-8"))["tested"]
+VERSIONS = SOURCES["megatron_dppo_engines"] / "serving/versions.toml"
+TESTED = tomllib.loads(VERSIONS.read_text(encoding="utf-8"))["tested"]
 """Versions of torch and the engines with one NCCL."""
 DATA = ["datasets>=2.20", "pyarrow>=15"]
 """Parquet files, and data sets of the Hugging Face hub."""
@@ -129,18 +128,14 @@ setup(
     ],
     package_dir={name: str(source.relative_to(ROOT)) for name, source in SOURCES.items()},
     package_data={
-        "megatron_dppo": [
-            *("py.typed", "engines/serving/versions.toml"),
-            *("engines/serving/*_extension/*.py", "engines/serving/*_extension/*/*.py"),
-        ],
+        "megatron_dppo": ["py.typed"],
         **{
             name: patterns
             for package in PACKAGES
             for name, patterns in package["tool"]["setuptools"].get("package-data", {}).items()
         },
     },
-    # What `import megatron_dppo` and the losses need.
-    install_requires=["torch>=2.6", "pydantic>=2.10"],
+    install_requires=BASE,
     extras_require={
         # Nothing: the losses and the head inside another trainer.
         "loss": [],
@@ -152,7 +147,7 @@ setup(
         "train-sglang": [*TRAIN, f"torch=={TESTED['torch']}"],
         "train-vllm": [*TRAIN, f"torch=={TESTED['torch']}"],
         "te": [*TRAIN, "transformer-engine[pytorch]"],
-        # Kernels of gated delta nets (mcore/compat/delta_rule.py). flash-linear-attention itself, which has models and
+        # Kernels of gated delta nets (mcore/delta_rule.py). flash-linear-attention itself, which has models and
         # layers too, forbids transformers 6.
         "fla": [*TRAIN, "fla-core[cuda]>=0.6"],
         "wandb": [*TRAIN, "wandb"],

@@ -84,7 +84,7 @@ def build(folder: Path, ranks: int) -> tuple[list[Any], Any]:
     from megatron_dppo.config.model import ModelConfig, ParallelConfig
     from megatron_dppo.config.optimizer import OptimizerConfig
     from megatron_dppo.hf.folder import model_shape, read_hf_config
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(int(os.environ["LOCAL_RANK"]), force_cpu=True)

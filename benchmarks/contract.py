@@ -11,9 +11,9 @@ import time
 import numpy as np
 import torch
 
-from megatron_dppo.engines.servers.contract import Contract, check_generation
-from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
 from megatron_dppo.types import RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo_engines.server import Echo, GenerateRequest, Generation
+from megatron_dppo_engines.servers.contract import Contract, check_generation
 
 VOCAB = 151_936
 TOKENS = 1000

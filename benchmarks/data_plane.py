@@ -31,17 +31,17 @@ from typing import Any, TypeVar
 import torch
 from made_answers import CONTRACT, MAKERS, SHAPE, K, columns, make_request
 
-from megatron_dppo.data.routing import with_all_routes
+from megatron_dppo.data.replayed_routes import with_all_routes
 from megatron_dppo.data.training_samples import pack, to_samples
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
-from megatron_dppo.engines.servers.contract import check_generation
-from megatron_dppo.engines.servers.http import Deadlines, decode_body
-from megatron_dppo.engines.sglang import wire as sglang
-from megatron_dppo.engines.vllm import wire as vllm
 from megatron_dppo.parallel.objects import from_message, to_message
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.server import Generation
 from megatron_dppo.types import MicroBatches, Prompt, Rollout, RolloutGroup
+from megatron_dppo_engines.server import Generation
+from megatron_dppo_engines.servers.contract import check_generation
+from megatron_dppo_engines.servers.http import Deadlines, decode_body
+from megatron_dppo_engines.sglang import wire as sglang
+from megatron_dppo_engines.vllm import wire as vllm
 
 T = TypeVar("T")
 TOKENS_A_STEP, STEP_SECONDS = 1.57e6, 200.0

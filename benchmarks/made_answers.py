@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from megatron_dppo.engines.servers.contract import Contract
-from megatron_dppo.engines.sglang import wire as sglang
-from megatron_dppo.rollout.server import GenerateRequest
 from megatron_dppo.types import RoutingShape, SamplingParams
+from megatron_dppo_engines.server import GenerateRequest
+from megatron_dppo_engines.servers.contract import Contract
+from megatron_dppo_engines.sglang import wire as sglang
 
 VOCAB = 151_936
 PROMPT = 200

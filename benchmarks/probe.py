@@ -22,9 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
-from megatron_dppo.rollout.server import Generation
 from megatron_dppo.weights.agreement import distance, missing_from_best
 from megatron_dppo.weights.probe_requests import (
     ProbeError,
@@ -35,6 +32,9 @@ from megatron_dppo.weights.probe_requests import (
     send_probe,
 )
 from megatron_dppo.weights.verdict import verify_response
+from megatron_dppo_engines.server import Generation
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.vllm import VLLMServer
 from tests.engines.inprocess import build_trainer, load_weights, make_model, prepare
 from tests.engines.servers import Engine, start_sglang, start_vllm, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, SPECIAL, byte_tokenizer

@@ -242,10 +242,10 @@ def score_twice(
         ``tokens`` of all ranks; for ``live`` and ``replayed`` the means over them that ``distances`` sums; ``routes``,
         the share of rows (a token in a layer) in which engine and trainer chose other experts.
     """
-    from megatron_dppo.data.routing import count_differences
     from megatron_dppo.parallel.objects import all_gather_objects
     from megatron_dppo.report.metrics import reduce_metrics
     from megatron_dppo.types import Metric, select_experts
+    from megatron_dppo_engines.route_checks import count_differences
 
     packed = trainer.pack(samples, budget)
     metrics: list[dict[str, Metric]] = []

@@ -27,10 +27,10 @@ from typing import Any
 import aiohttp
 
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.sglang.wire import generate_body
-from megatron_dppo.rollout.server import GenerateRequest
 from megatron_dppo.types import Prompt, SamplingParams
+from megatron_dppo_engines.server import GenerateRequest
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.sglang.wire import generate_body
 
 REPOSITORY = Path(__file__).parents[1]
 IN_FLIGHT = 64

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.files import write_synced
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.network import count_mesh_sockets
 from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform

@@ -15,8 +15,8 @@ from functools import cache
 import torch
 
 from megatron_dppo.rewards.item import RewardItem, RewardResult
-from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import FinishReason, Prompt, VersionSpan
+from megatron_dppo_engines.server import GenerateRequest, Generation
 from tests.faults.simulation import seams
 
 UNIT = 64

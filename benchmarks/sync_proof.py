@@ -28,18 +28,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dppo.engines.serving.vllm_extension import megatron_dppo_digest
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import (
+from megatron_dppo.weights.attempt import Attempt
+from megatron_dppo.weights.digests import _cut, _target_slot
+from megatron_dppo.weights.proof import WeightProofs
+from megatron_dppo_engines.server import ServerInfo
+from megatron_dppo_engines.serving.vllm_extension import megatron_dppo_digest
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import (
     PartsDigest,
     TensorDigests,
     batched_words,
     words_kernel,
 )
-from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
-from megatron_dppo.weights.attempt import Attempt
-from megatron_dppo.weights.digests import _cut, _target_slot
-from megatron_dppo.weights.proof import WeightProofs
+from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 
 MEMORY_BANDWIDTH = 3.35e12
 """Bytes per second. H100 SXM data sheet."""

@@ -32,15 +32,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
 warnings.simplefilter("ignore")
 apply_shims(Platform.detect())
 
-from megatron_dppo.mcore.compat import attention as length_buckets  # noqa: E402
-from megatron_dppo.mcore.compat.attention import PackedRow, SDPACoreAttention  # noqa: E402
-from megatron_dppo.mcore.compat.fused_adam import FusedAdam  # noqa: E402
+from megatron_dppo_megatron_cpu import attention as length_buckets  # noqa: E402
+from megatron_dppo_megatron_cpu.attention import PackedRow, SDPACoreAttention  # noqa: E402
+from megatron_dppo_megatron_cpu.fused_adam import FusedAdam  # noqa: E402
 
 Way = Callable[[], Any]
 

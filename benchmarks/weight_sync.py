@@ -83,7 +83,7 @@ def build_bridge(folder: Path, ranks: int) -> Any:
     from megatron_dppo.config.layout import resolve_parallel
     from megatron_dppo.config.model import ModelConfig, ParallelConfig
     from megatron_dppo.hf.folder import model_shape, read_hf_config
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
@@ -104,10 +104,10 @@ def build_bridge(folder: Path, ranks: int) -> Any:
 def worker(folder: Path, url: str, rounds: int, out: Path) -> None:
     """One rank: send by every way, in the same order on all ranks."""
     from megatron_dppo.config.servers import WeightSyncConfig
-    from megatron_dppo.engines.sglang import SGLangServer
     from megatron_dppo.hf.folder import drain
     from megatron_dppo.weights.ipc import MemorySharing
     from megatron_dppo.weights.sync import WeightSync
+    from megatron_dppo_engines.sglang import SGLangServer
 
     ranks = int(os.environ["WORLD_SIZE"])
     bridge = build_bridge(folder, ranks)

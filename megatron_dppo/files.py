@@ -51,9 +51,6 @@ _SHORT_WRITE_TEXTS = ("unexpected pos", "PytorchStreamWriter failed")
 """Messages of torch's file writer when fewer bytes reached the disk than it wrote."""
 
 
-_LFS_POINTER = b"version https://git-lfs"
-
-
 _MIN_OPEN_FILES = 256
 """Descriptors that a rank needs for libraries, sockets of the other ranks, and its own files."""
 
@@ -155,12 +152,6 @@ def check_model_folder(path: str | Path, key: str) -> None:
             f"{what}Models are read from folders. Fix: hf download {path} --local-dir {name}, then {key} = {name!r}"
         )
     raise CheckpointError(f"{what}Expected config.json, tokenizer files and *.safetensors")
-
-
-def is_lfs_pointer(file: Path) -> bool:
-    """Return True for a text file that Git LFS leaves in place of a large file that was not fetched."""
-    with file.open("rb") as stream:
-        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 @contextmanager

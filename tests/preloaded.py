@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
 apply_shims(Platform.detect(force_cpu=True))

@@ -32,7 +32,8 @@ def pinned() -> dict[str, set[str]]:
     for name in _DIRECT_PINS:
         for package, version in _PIN.findall((ROOT / f"tools/engines/{name}_requirements.txt").read_text()):
             versions.setdefault(package, set()).add(version)
-    tested = tomllib.loads((ROOT / "megatron_dppo/engines/serving/versions.toml").read_text())["tested"]
+    tested_file = ROOT / "packages/engines/src/megatron_dppo_engines/serving/versions.toml"
+    tested = tomllib.loads(tested_file.read_text())["tested"]
     for name, version in tested.items():
         versions.setdefault(name.removesuffix("_newest"), set()).add(version)
     locked = _PIN.findall((ROOT / "requirements/lock.txt").read_text())

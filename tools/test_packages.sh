@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Each library of packages/ alone: built, installed into an empty environment without torch, and its tests there.
+# Each library of packages/ alone: built, installed into an environment without the trainer (and without torch, if it needs
+# none), and its tests there.
 #
-#   tools/test_packages.sh PYTHON [PYTEST ARGUMENT...]     PYTHON: an interpreter for the environments
+#   tools/test_packages.sh PYTHON [PYTEST ARGUMENT...]     PYTHON: the trainer's interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -18,6 +19,14 @@ import sys, tomllib
 print(*(each for each in tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"] if each != "megatron-dppo"), sep="\n")
 END
     )
+    if [[ ${requirements[*]} == *torch* ]]; then
+        # The packages that are installed for the trainer. A .pth file in such a folder is not read, and the trainer, which
+        # is installed by one, is not found.
+        "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+            >"$("$work/$library/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/trainer.pth"
+        ! "$work/$library/bin/python" -c 'import megatron_dppo' 2>/dev/null
+        requirements=()
+    fi
     "${pip[@]}" pytest "${requirements[@]}" 2> >(grep -v '^WARNING: Location' >&2)
     if grep -q '"megatron-dppo"' "packages/$library/pyproject.toml"; then
         # The base of megatron-dppo without torch, which the configuration does not need.

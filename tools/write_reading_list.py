@@ -12,7 +12,7 @@ from source_folders import ROOT
 
 PAGE = ROOT / "docs/architecture.md"
 LINES_A_MINUTE = 25
-_MODULE = re.compile(r"\]\(\.\./(megatron_dppo/[\w/]+\.py)\)")
+_MODULE = re.compile(r"\]\(\.\./((?:megatron_dppo|packages)/[\w/]+\.py)\)")
 
 
 def main() -> None:

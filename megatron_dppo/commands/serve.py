@@ -76,8 +76,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
     from megatron_dppo.engines.serving.environment import rank_variables
     from megatron_dppo.engines.serving.nodes import count_nodes
-    from megatron_dppo.engines.serving.processes import visible_gpus
     from megatron_dppo.files import check_model_folder
+    from megatron_dppo_engines.serving.processes import visible_gpus
 
     # The servers depend on what the loss needs. The mode does not, so that a script can print it for any file.
     only_prints = options.print_mode or options.print_rank_variables or options.print_nodes
@@ -119,10 +119,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             gpus = plan.env.get("CUDA_VISIBLE_DEVICES")
             print(shlex.join(plan.argv) if gpus is None else f"CUDA_VISIBLE_DEVICES={gpus} {shlex.join(plan.argv)}")
         return 0
-    from megatron_dppo.engines.serving.collectives import require_equal_versions
     from megatron_dppo.engines.serving.environment import shares_communicator
-    from megatron_dppo.engines.serving.processes import ServerGroup, StopRequest
     from megatron_dppo.run.orphans import no_orphans
+    from megatron_dppo_engines.serving.collectives import require_equal_versions
+    from megatron_dppo_engines.serving.processes import ServerGroup, StopRequest
 
     if visible and shares_communicator(config.rollout) and config.rollout.engine != "local":
         versions = require_equal_versions(config.rollout.engine, config.rollout.servers.command, sys.executable)
@@ -174,8 +174,8 @@ def _network_variables(config: Config, node: ServerNode | None) -> dict[str, str
 
 
 def _attach(config: Config, urls_file: Path | None) -> int:
-    from megatron_dppo.engines.serving.checks import describe_server
     from megatron_dppo.engines.serving.command import read_api_key
+    from megatron_dppo_engines.serving.checks import describe_server
 
     servers = config.rollout.servers
     key = read_api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
-
-WeightSyncMethod = Literal["distributed", "ipc", "disk", "adapter"]
+from megatron_dppo_engines.serving.checks import WeightSyncMethod
 
 
 class ServersConfig(Section):

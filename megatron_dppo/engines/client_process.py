@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_dppo.engines.servers.contract import Contract, checked
-from megatron_dppo.engines.servers.frames import Frames
-from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import RoutingShape, SamplingParams
 from megatron_dppo.types.token_columns import response_to_tensors
+from megatron_dppo_engines.server import GenerateRequest, Generation, InferenceServer
+from megatron_dppo_engines.servers.contract import Contract, checked
+from megatron_dppo_engines.servers.frames import Frames
+from megatron_dppo_engines.servers.http import Deadlines
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.vllm import VLLMServer
 
 _CLIENTS: dict[str, type[SGLangServer] | type[VLLMServer]] = {"sglang": SGLangServer, "vllm": VLLMServer}
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from megatron_dppo import errors
-from megatron_dppo.engines.servers.contract import Contract
-from megatron_dppo.engines.servers.frames import Frames
-from megatron_dppo.engines.servers.http import Deadlines
 from megatron_dppo.errors import ResponseLost
-from megatron_dppo.rollout.sampling_sums import RankSums
-from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer
 from megatron_dppo.types import FinishReason, VersionSpan
 from megatron_dppo.types.token_columns import response_from_tensors
+from megatron_dppo_engines.sampling_sums import RankSums
+from megatron_dppo_engines.server import GenerateRequest, Generation, InferenceServer
+from megatron_dppo_engines.servers.contract import Contract
+from megatron_dppo_engines.servers.frames import Frames
+from megatron_dppo_engines.servers.http import Deadlines
 
 _EXIT_SECONDS = 5.0
 """Time that a process gets to exit before it is killed."""

@@ -8,9 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megatron_dppo.engines.client_processes import ClientProcesses
-from megatron_dppo.engines.servers.contract import Contract, checked
-from megatron_dppo.engines.servers.pool import MAX_IMBALANCE, PoolCounts, ServerPool
-from megatron_dppo.engines.servers.responder import (
+from megatron_dppo.engines.responder import (
     InFlightResponse,
     LoopThread,
     PromptRoutes,
@@ -19,11 +17,13 @@ from megatron_dppo.engines.servers.responder import (
 from megatron_dppo.hf.folder import end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
-from megatron_dppo.rollout.sampling_sums import RankSums
-from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.types.token_columns import requested_columns
+from megatron_dppo_engines.sampling_sums import RankSums
+from megatron_dppo_engines.server import InferenceServer
+from megatron_dppo_engines.servers.contract import Contract, checked
+from megatron_dppo_engines.servers.pool import MAX_IMBALANCE, PoolCounts, ServerPool
 
 MIN_SHARED_PROMPT_TOKENS = 512
 """Prompt tokens from which siblings share the routes of their prompt. The routes of a shorter prompt in each response

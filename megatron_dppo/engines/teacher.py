@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.servers.http import HttpClient
 from megatron_dppo.errors import ServerError
 from megatron_dppo.types import TrainingSample
+from megatron_dppo_engines.servers.http import HttpClient
 
 
 class _ScoringRequest(NamedTuple):

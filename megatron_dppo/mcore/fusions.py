@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.delta_rule import FLA, TORCH_KERNELS, choose_kernels, has_fla
+from megatron_dppo.mcore.delta_rule import FLA, TORCH_KERNELS, choose_kernels, has_fla
 from megatron_dppo.parallel.platform import Platform
 
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")

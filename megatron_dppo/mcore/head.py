@@ -29,8 +29,8 @@ from megatron_dppo.head.vocab_logprobs import shard_range
 from megatron_dppo.head.vocab_topk import keep_only, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
 from megatron_dppo.mcore.row import MicroBatchRow
-from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SamplingMask, TokenTargets
+from megatron_dppo_megatron_cpu.context import ContextShard
 
 _MIN_SLOTS_FOR_SUMS = 512
 """Top-K slots times vocabulary shards from which ranks all-reduce sums instead of gathering the slots.

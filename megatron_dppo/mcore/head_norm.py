@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.mcore.compat.layers import weight_device
+from megatron_dppo_megatron_cpu.layers import weight_device
 
 
 class QueryNorm(torch.nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.mcore.compat.attention import SDPACoreAttention
+from megatron_dppo_megatron_cpu.attention import SDPACoreAttention
 
 TILE = 32
 """Rows of a GEMM; queries and keys of an attention tile."""

@@ -26,9 +26,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_dppo.config.train import LayerNoiseConfig
-from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.types import MicroBatch
+from megatron_dppo_megatron_cpu.context import ContextShard
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """LoRA adapters on a Megatron model, added by forward hooks on its linear layers; the base weights are frozen.
 
 They are in a module of their own in each model chunk (``chunk.adapters``). Megatron's DDP, optimizers and checkpoints
-then hold adapters and nothing else. Layers of Transformer Engine and of ``mcore.compat`` work alike.
+then hold adapters and nothing else. Layers of Transformer Engine and of ``megatron_dppo_megatron_cpu`` work alike.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ from torch.nn import Module, Parameter
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.hf.families.rules import Rule, cut_sections
-from megatron_dppo.mcore.compat.grouped_gemm import grouped_linear
-from megatron_dppo.mcore.compat.layers import rms_norm
 from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo_megatron_cpu.grouped_gemm import grouped_linear
+from megatron_dppo_megatron_cpu.layers import rms_norm
 
 Factor = Literal["A", "B"]
 """One of the two matrices of an adapter."""

@@ -27,12 +27,6 @@ from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.hf.families.rules import OUTPUT
 from megatron_dppo.hf.folder import is_mtp_weight, model_shape
 from megatron_dppo.hf.weight_files import WeightSource
-from megatron_dppo.mcore.compat.layers import ColumnParallelGroupedLinear, RowParallelGroupedLinear
-from megatron_dppo.mcore.compat.transformer_engine import (
-    check_attention_support,
-    correct_tensor_parallel_marks,
-    has_transformer_engine,
-)
 from megatron_dppo.mcore.fusions import check_fp8, default_fusions, output_layer_without_fusion, row_multiple
 from megatron_dppo.mcore.head import hand_out_hidden_states
 from megatron_dppo.mcore.mapping import router_biases
@@ -41,8 +35,14 @@ from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
 from megatron_dppo.mcore.spec import block_spec
+from megatron_dppo.mcore.transformer_engine import (
+    check_attention_support,
+    correct_tensor_parallel_marks,
+    has_transformer_engine,
+)
 from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_megatron_cpu.layers import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's parameters with padded vocabulary entries, which Megatron Bridge exports."""

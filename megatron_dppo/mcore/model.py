@@ -20,11 +20,6 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.families.family import raise_unsupported
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.mcore.compat.transformer_engine import (
-    check_attention_support,
-    correct_tensor_parallel_marks,
-    has_transformer_engine,
-)
 from megatron_dppo.mcore.fusions import (
     check_fp8,
     default_fusions,
@@ -38,6 +33,11 @@ from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
 from megatron_dppo.mcore.spec import block_spec
+from megatron_dppo.mcore.transformer_engine import (
+    check_attention_support,
+    correct_tensor_parallel_marks,
+    has_transformer_engine,
+)
 from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.types import MicroBatch
 

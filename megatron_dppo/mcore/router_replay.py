@@ -27,8 +27,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.layer_replay import LayerReplay, ReplayCounts
-from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, MicroBatches, RoutingShape
+from megatron_dppo_megatron_cpu.context import ContextShard
 
 ReplayMode = Literal["replay", "compare", "record"]
 """``replay`` uses the experts of the routes. ``compare`` uses the live ones and counts differences. ``record`` uses the

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.row_plan import RowPlan
 from megatron_dppo.head.teacher import TeacherTargets
-from megatron_dppo.mcore.compat.attention import PackedRow
 from megatron_dppo.mcore.layer_noise import NoiseFactory
-from megatron_dppo.parallel.context import ContextShard
 from megatron_dppo.types import LossOutput, MicroBatch, TokenTargets
+from megatron_dppo_megatron_cpu.attention import PackedRow
+from megatron_dppo_megatron_cpu.context import ContextShard
 
 
 @dataclass(frozen=True)

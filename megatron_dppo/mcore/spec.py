@@ -24,18 +24,18 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_dppo.config.layout import ModelShape
-from megatron_dppo.mcore.compat.attention import SDPACoreAttention
-from megatron_dppo.mcore.compat.delta_net import delta_net_spec
-from megatron_dppo.mcore.compat.latent import LatentAttention, ReplicatedLinear
-from megatron_dppo.mcore.compat.layers import (
+from megatron_dppo.mcore.delta_net import delta_net_spec
+from megatron_dppo.mcore.head_norm import KeyNorm, QueryNorm
+from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant_mode_enabled
+from megatron_dppo.mcore.transformer_engine import has_transformer_engine
+from megatron_dppo_megatron_cpu.attention import SDPACoreAttention
+from megatron_dppo_megatron_cpu.latent import LatentAttention, ReplicatedLinear
+from megatron_dppo_megatron_cpu.layers import (
     ColumnParallelGroupedLinear,
     LayerNormColumnParallelLinear,
     RMSNorm,
     RowParallelGroupedLinear,
 )
-from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
-from megatron_dppo.mcore.head_norm import KeyNorm, QueryNorm
-from megatron_dppo.mcore.invariant import InvariantCoreAttention, is_batch_invariant_mode_enabled
 
 
 def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> TransformerBlockSubmodules:

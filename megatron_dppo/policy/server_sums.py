@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.types import TrainingSample
-from megatron_dppo.types.sums import Sums, add_by_key
+from megatron_dppo_engines.sums import Sums, add_by_key
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.row import RowRecord

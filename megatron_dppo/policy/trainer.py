@@ -29,7 +29,7 @@ from megatron_dppo.mcore.checkpoint.save_load import (
     read_state,
     save_checkpoint,
 )
-from megatron_dppo.mcore.compat.extensions import prepare_extensions
+from megatron_dppo.mcore.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.fusions import row_multiple
 from megatron_dppo.mcore.head import OutputHead

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_dppo.config.loss import LossConfig, Statistic
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.balance import assign_samples
-from megatron_dppo.data.routing import with_all_routes
+from megatron_dppo.data.replayed_routes import with_all_routes
 from megatron_dppo.data.training_samples import group_segments, with_episode_tokens
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_dppo.rollout.sampling_sums import RepeatSums, repeat_sums
+from megatron_dppo.rollout.repeats import RepeatSums, repeat_sums
 from megatron_dppo.types import Completion, DropReason, GreedyResponse, Metric, RolloutGroup, version_spans
 from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.routing import missing_rows
 from megatron_dppo.rollout.response_text import decode_response
-from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import (
     Completion,
     FinishReason,
@@ -32,6 +30,8 @@ from megatron_dppo.types.token_columns import (
     TokenRows,
     requested_columns,
 )
+from megatron_dppo_engines.route_checks import missing_rows
+from megatron_dppo_engines.server import GenerateRequest, Generation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

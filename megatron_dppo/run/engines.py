@@ -19,17 +19,12 @@ from megatron_dppo.engines.client_processes import ClientProcesses, ClientProces
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
-from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.servers.spread import RequestSpread, spread_requests
 from megatron_dppo.engines.serving.command import read_api_key, sglang_targets
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
 from megatron_dppo.rewards.scorer import RewardScorer, build_scorer
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.request_scheduler import oversampled, sampling_params
-from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.run.agents import load_agent_package
 from megatron_dppo.run.batch_invariant_engine import BatchInvariantEngine
@@ -40,6 +35,11 @@ from megatron_dppo.types import SamplingParams
 from megatron_dppo.types.token_columns import columns_on_request
 from megatron_dppo.weights.adapter_folder import adapter_config
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.server import InferenceServer
+from megatron_dppo_engines.servers.http import Deadlines
+from megatron_dppo_engines.servers.spread import RequestSpread, spread_requests
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.vllm import VLLMServer
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer

@@ -13,11 +13,12 @@ from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.report.metrics import reduce_over_samples
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
+from megatron_dppo.rollout.repeats import RepeatSums
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardEvidence, GuardHistory, count_nonfinite_tokens
 from megatron_dppo.run.sampling_test import GREEDY, SamplingTest, SelectionShares
 from megatron_dppo.types import DropReason, FinishReason, Metric, Rollout
-from megatron_dppo.types.sums import add_by_key
+from megatron_dppo_engines.sampling_sums import RankSums
+from megatron_dppo_engines.sums import add_by_key
 
 
 @dataclass

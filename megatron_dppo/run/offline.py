@@ -30,7 +30,6 @@ from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.request_scheduler import sampling_params, sampling_seed
-from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.run.engines import (
     build_sampling_engine,
     build_weight_sync,
@@ -46,6 +45,7 @@ from megatron_dppo.run.resume import find_usable_checkpoint
 from megatron_dppo.run.starts import load_run_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo.weights.conversion import open_converter
+from megatron_dppo_engines.server import ServerInfo
 
 _VERSION = 0
 

@@ -182,7 +182,7 @@ def check_flags(config: Config) -> None:
         ConfigError: A flag does not exist.
     """
     if config.model.transformer:
-        from megatron_dppo.mcore.compat.shims import apply_shims
+        from megatron_dppo.mcore.shims import apply_shims
 
         apply_shims(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))))
         from megatron_dppo.mcore.overrides import checked_overrides
@@ -191,12 +191,12 @@ def check_flags(config: Config) -> None:
 
 
 def _megatron(start: Start) -> Iterable[UserError]:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     apply_shims(platform)
     from megatron_dppo.mcore import model
-    from megatron_dppo.mcore.compat.extensions import check_build_tools
+    from megatron_dppo.mcore.extensions import check_build_tools
     from megatron_dppo.mcore.megatron_bridge import provider_config
     from megatron_dppo.mcore.trial_build import check_build
 
@@ -234,7 +234,7 @@ def _perturbation(start: Start) -> Iterable[UserError]:
 
 
 def _adam(start: Start) -> Iterable[UserError]:
-    from megatron_dppo.mcore.compat.transformer_engine import check_adam_support, has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import check_adam_support, has_transformer_engine
 
     config = start.config
     on_gpu = Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda

@@ -6,7 +6,7 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
 apply_shims(Platform.detect(force_cpu=True))

@@ -15,8 +15,6 @@ from megatron_dppo.config.data import source_metric
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.engines.servers.pool import PoolCounts
-from megatron_dppo.engines.servers.response_times import find_slowest
 from megatron_dppo.files import MAKE_ROOM, disk_errors, require_space
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import gather_objects, run_on_leader
@@ -31,7 +29,6 @@ from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.rewards.item import MAX_PARTS
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.types import (
     FinishReason,
@@ -41,6 +38,9 @@ from megatron_dppo.types import (
     StepResult,
     TrainingSample,
 )
+from megatron_dppo_engines.sampling_sums import RankSums
+from megatron_dppo_engines.servers.pool import PoolCounts
+from megatron_dppo_engines.servers.response_times import find_slowest
 
 _SHOWN_MESSAGES = 8
 """Messages about broken contracts and lost servers that one rank prints in a step."""

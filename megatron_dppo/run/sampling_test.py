@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from megatron_dppo.policy.server_sums import RATIO_RATES, ServerSums
-from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
+from megatron_dppo.rollout.repeats import RepeatSums
 from megatron_dppo.run.evidence import ServerEvidence, normal_evidence
+from megatron_dppo_engines.sampling_sums import RankSums
 
 _RANK_RATES = (0.1, 0.3, 1.0, 3.0)
 _REPEAT_RATES = (1.5, 3.5)

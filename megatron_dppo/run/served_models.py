@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, ServerOptions, read_options
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.servers.http import Deadlines, HttpClient
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.errors import ServerError, UserError
 from megatron_dppo.run.changes import SERVED_WEIGHTS, ServedModels
+from megatron_dppo_engines.servers.http import Deadlines, HttpClient
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.vllm import VLLMServer
 
 _SECONDS = 10.0
 """Deadline of one question to a server."""

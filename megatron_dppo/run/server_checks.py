@@ -15,8 +15,6 @@ import torch
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
-from megatron_dppo.engines.serving.collectives import CollectiveVersions
 from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.engines.serving.environment import TRANSFER_VARIABLES, shares_communicator, transfer_variables
 from megatron_dppo.errors import ConfigError, ServerError, UserError
@@ -26,6 +24,8 @@ from megatron_dppo.parallel.network import is_loopback, source_address
 from megatron_dppo.run.inputs import Inputs
 from megatron_dppo.weights.quantization import BLOCK, GROUP, Format, Quantization, find_quantized_names
 from megatron_dppo.weights.sharing import is_local
+from megatron_dppo_engines.serving.checks import ServerRequirements, find_server_problems
+from megatron_dppo_engines.serving.collectives import CollectiveVersions
 
 _SECONDS = 10.0
 _CONNECT_SECONDS = 3.0

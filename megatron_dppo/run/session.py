@@ -178,7 +178,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     # Megatron is imported from here on. Its shims must be applied before the first import.
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup

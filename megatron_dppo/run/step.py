@@ -33,10 +33,10 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
-from megatron_dppo.rollout.sampling_sums import RankSums
 from megatron_dppo.run.guard_state import GuardState, leaves_loss
 from megatron_dppo.run.recording import StepRecord
 from megatron_dppo.types import Metric, RolloutGroup, StepResult, TrainingSample
+from megatron_dppo_engines.sampling_sums import RankSums
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher

@@ -25,25 +25,27 @@ from megatron_dppo.types.loss import (
 from megatron_dppo.types.rollouts import (
     Completion,
     DropReason,
-    FinishReason,
     GreedyResponse,
     Prompt,
     PromptLimits,
-    ResponseColumns,
     Rollout,
     RolloutGroup,
-    SamplingMask,
-    SamplingParams,
     SegmentCredit,
     ToolTime,
-    VersionSpan,
-    as_bytes,
-    check_sampling_mask,
     token_ages,
     version_spans,
 )
-from megatron_dppo.types.routes import MISSING_EXPERT, RoutingShape, select_experts, select_weights, with_weights
 from megatron_dppo.types.samples import MicroBatch, MicroBatches, TokenFields, TokenTargets, TrainingSample
+from megatron_dppo_engines.responses import (
+    FinishReason,
+    ResponseColumns,
+    SamplingMask,
+    SamplingParams,
+    VersionSpan,
+    as_bytes,
+    check_sampling_mask,
+)
+from megatron_dppo_engines.routes import MISSING_EXPERT, RoutingShape, select_experts, select_weights, with_weights
 
 __all__ = [
     "MISSING_EXPERT",

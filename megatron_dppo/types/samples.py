@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from megatron_dppo.types.rollouts import SamplingMask, VersionSpan
+from megatron_dppo_engines.responses import SamplingMask, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)

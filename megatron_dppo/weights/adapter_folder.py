@@ -23,8 +23,8 @@ from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import disk_errors, fsync, usual_rights
 from megatron_dppo.hf.folder import WeightStream, drain
-from megatron_dppo.hf.weight_files import ADAPTER_FILE
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
+from megatron_dppo_engines.weight_files import ADAPTER_FILE
 
 _WHAT = "the adapter"
 _PROJECTIONS = {

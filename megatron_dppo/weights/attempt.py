@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.server import InferenceServer, ServerInfo
+from megatron_dppo_engines.server import InferenceServer, ServerInfo
 
 _RETRY_SECONDS = 1.0
 """Pause between two calls to a server that does not respond."""

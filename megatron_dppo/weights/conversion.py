@@ -161,7 +161,7 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     Raises:
         UserError: The folder is unusable, or the layout does not fit.
     """
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     # Before anything imports Megatron.

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import Cut, TensorDigests
-from megatron_dppo.rollout.weight_digests import WeightLayout
 from megatron_dppo.weights.quantization import is_never_quantized, is_quantized
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import Cut, TensorDigests
+from megatron_dppo_engines.weight_digests import WeightLayout
 
 _VOCABULARY_MULTIPLE = 64
 """Multiple that SGLang and vLLM pad the vocabulary to."""

@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.hf.folder import stored_dtype
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
-from megatron_dppo.rollout.server import InferenceServer
-from megatron_dppo.rollout.shared_memory import Handle, SharedBucket
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.transfer import Tensors, Weights
 from megatron_dppo.weights.transfer_group import describe_tensors, flatten_bucket, sort_widest_first
+from megatron_dppo_engines.server import InferenceServer
+from megatron_dppo_engines.shared_memory import Handle, SharedBucket
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.digests import ExpectedDigest
+from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 
 _MAX_NAMES = 4
 """Number of tensors that a message names; the others are counted."""

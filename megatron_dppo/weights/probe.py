@@ -11,13 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.data.prompts import PromptDataset
-from megatron_dppo.data.routing import count_differences
 from megatron_dppo.data.training_samples import to_training_sample
-from megatron_dppo.engines.serving.checks import UNUSED_CONTEXT_TOKENS
 from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, is_leader
-from megatron_dppo.rollout.server import Generation
 from megatron_dppo.types import SamplingParams, TrainingSample
 from megatron_dppo.weights.attempt import call_all
 from megatron_dppo.weights.probe_requests import (
@@ -31,6 +28,9 @@ from megatron_dppo.weights.probe_requests import (
 )
 from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo.weights.verdict import verify_response
+from megatron_dppo_engines.route_checks import count_differences
+from megatron_dppo_engines.server import Generation
+from megatron_dppo_engines.serving.checks import UNUSED_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer

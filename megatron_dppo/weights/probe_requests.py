@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.engines.servers.contract import Contract, check_frame, check_values
 from megatron_dppo.errors import ContractViolation, ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.types import RoutingShape, SamplingParams
+from megatron_dppo_engines.server import GenerateRequest, Generation, InferenceServer, ServerInfo
+from megatron_dppo_engines.servers.contract import Contract, check_frame, check_values
 
 _MAX_REQUESTS = 16
 """Limit of one probe, for a policy that ends every response at once."""

@@ -16,11 +16,11 @@ from random import Random
 
 from torch import Tensor
 
-from megatron_dppo.rollout.server import InferenceServer, ServerInfo
-from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import ServerRecord
+from megatron_dppo_engines.server import InferenceServer, ServerInfo
+from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 
 _SAMPLE_EVERY = 8
 """Tensors of a server from which a check between two full proofs takes one."""

@@ -13,12 +13,12 @@ from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import NoUsableServer, PublishError, ServerError
 from megatron_dppo.hf.folder import drain
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, run_on_leader
-from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_proof import AdapterProof
 from megatron_dppo.weights.attempt import SyncResult, call_all, wait_for_any
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.probe import Probe, ProbeFindings
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.server import InferenceServer, ServerInfo
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer

@@ -19,7 +19,6 @@ from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import CheckpointError, DiskError, ServerError
 from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import drain
-from megatron_dppo.rollout.server import InferenceServer, ServerInfo
 from megatron_dppo.weights.adapter_folder import copy_to_cpu, write_adapter
 from megatron_dppo.weights.attempt import Attempt, SyncResult
 from megatron_dppo.weights.hf_folder import save_hf_folder
@@ -28,6 +27,7 @@ from megatron_dppo.weights.proof import SyncProof, WeightProofs, read_num_kv_hea
 from megatron_dppo.weights.quantization import Quantization, quantize_stream
 from megatron_dppo.weights.transfer import BroadcastTransfer, Weights
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
+from megatron_dppo_engines.server import InferenceServer, ServerInfo
 
 T = TypeVar("T")
 _INFO_SECONDS = 10.0

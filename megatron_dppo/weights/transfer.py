@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rollout.server import InferenceServer, transfer_group_name
 from megatron_dppo.weights.attempt import Attempt, catch_server_error
 from megatron_dppo.weights.transfer_group import (
     GroupTransport,
@@ -25,6 +24,7 @@ from megatron_dppo.weights.transfer_group import (
     flatten_bucket,
     sort_widest_first,
 )
+from megatron_dppo_engines.server import InferenceServer, transfer_group_name
 
 Weights = Iterator[tuple[str, Tensor]]
 Tensors = list[tuple[str, Tensor]]

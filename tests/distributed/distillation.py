@@ -230,7 +230,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
 
 def run(rank: int, world_size: int, lectures: list[Lecture], file: Path) -> None:
     """Several lectures in one set of processes; ``file`` has what ``make_all`` made."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -163,7 +163,7 @@ def outcome(family: str, keys: Mapping[str, Any], platform: Platform) -> str:
 
 def run(rank: int, world_size: int, families: list[str], every: int) -> None:
     """Check every ``every``-th variation of each family."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     assert world_size == 1
     # Megatron makes dozens of groups for each model and never ends their threads. One process needs one group.

@@ -119,7 +119,7 @@ def scoring_error(trainer: Any, case: Case, local_samples: list[TrainingSample])
 
 def half(rank: int, world_size: int) -> None:
     """In fp16 the gradient of the noise has the loss scale, which is taken out before it is followed."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
@@ -140,7 +140,7 @@ def half(rank: int, world_size: int) -> None:
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Every layout."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

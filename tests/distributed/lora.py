@@ -349,7 +349,7 @@ def load(rank: int, world_size: int, cases: list[tuple[str, Adapted]], folder: P
 
 def on_this_cpu() -> Platform:
     """The platform, with Megatron made fit for it."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

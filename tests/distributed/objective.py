@@ -352,7 +352,7 @@ def run(
         references: what ``write_references`` made.
         report: a file that gets a line for each comparison; None = no file.
     """
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

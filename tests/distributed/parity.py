@@ -341,8 +341,8 @@ def logprob_error(updater: Updater, hf: HFSide, local_samples: list[TrainingSamp
 
 def use_small_chunks(size: int = 4) -> None:
     """Give the short sequences of the tests several chunks of the delta rule, and rows several groups of lengths."""
-    from megatron_dppo.mcore.compat import attention as length_buckets
-    from megatron_dppo.mcore.compat import delta_rule
+    from megatron_dppo.mcore import delta_rule
+    from megatron_dppo_megatron_cpu import attention as length_buckets
 
     delta_rule._CHUNK_SIZE = size
     length_buckets._FREE_SLOTS = 0
@@ -357,7 +357,7 @@ def run(rank: int, world_size: int, cases: list[Case], report: str | None = None
         cases: the layouts with their models.
         report: a file that gets the largest error of each case, one a line; None = no file.
     """
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

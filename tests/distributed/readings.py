@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.data.routing import is_missing
-from megatron_dppo.engines.servers.wire import append_sampled_token
 from megatron_dppo.hf.folder import routing_shape
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.probe_requests import ProbeExpectation, ProbeResponse
+from megatron_dppo_engines.route_checks import is_missing
+from megatron_dppo_engines.server import Generation, ServerInfo
+from megatron_dppo_engines.servers.wire import append_sampled_token
 from tests.distributed.objective import in_float64
 from tests.distributed.parity import Case, build_trainer
 from tests.distributed.replay import ForcedRouters, foreign_routes, model_of
@@ -139,7 +139,7 @@ def check(case: Case, platform: Platform) -> None:
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Every layout in one set of processes."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

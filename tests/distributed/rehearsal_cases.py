@@ -42,7 +42,7 @@ def real(case: Case, world_size: int, folder: Path, dtype: str = "fp32") -> list
 
 
 def _real_rank(rank: int, world_size: int, case: Case, dtype: str, folder: str) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
 
     platform = Platform.detect(force_cpu=True)

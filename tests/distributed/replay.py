@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.data.routing import compact_routes, is_missing, missing_rows
 from megatron_dppo.hf.folder import build_hf_model, routing_shape, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader
@@ -23,6 +22,7 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.types import TrainingSample, with_weights
+from megatron_dppo_engines.route_checks import compact_routes, is_missing, missing_rows
 from tests.distributed.families import combined, in_float64, router_scores
 from tests.distributed.parity import (
     LOSS,
@@ -307,7 +307,7 @@ def check_compared(side: Side, reference: Reference, where: str) -> None:
 
 def run(rank: int, world_size: int, cases: list[Case], references: Path, mode: str, weights: bool) -> None:
     """Every check of ``mode`` on every layout, with weights or without."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -33,7 +33,7 @@ def spoil(trainer: Any) -> None:
 
 
 def save_and_go_on(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)

@@ -90,7 +90,7 @@ def reference(lengths: str, z_coefficient: float) -> tuple[dict[str, Tensor], fl
 
 def run(rank: int, world_size: int, cases: list[tuple[dict[str, Any], str, dict[str, Any]]]) -> None:
     """Gradient and metric of each layout, lengths, and further keys of Megatron's configuration."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
@@ -113,7 +113,7 @@ def run(rank: int, world_size: int, cases: list[tuple[dict[str, Any], str, dict[
 
 def biases(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> None:
     """The biases of sigmoid routers after one update, of the counts of a model in float64 without padding."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

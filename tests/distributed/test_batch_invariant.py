@@ -81,7 +81,7 @@ def _largest(difference: Tensor, mask: Tensor) -> float:
 
 
 def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, file: str | None) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
@@ -120,7 +120,7 @@ def run_steps(rank: int, world_size: int, case: Case, setting: str, steps: int, 
 
 def check_kernels(rank: int, world_size: int) -> None:
     """Every kernel on parts of a batch, against itself on the whole batch and against float64."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(Platform.detect(force_cpu=True))
     from megatron_dppo.mcore.invariant import InvariantCoreAttention, enable_batch_invariant_mode

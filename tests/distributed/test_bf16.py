@@ -96,7 +96,7 @@ def half_precision(case: Case, dtype: str) -> HalfPrecision:
 
 def run(rank: int, world_size: int, dtype: str, cases: list[tuple[Case, bool]]) -> None:
     """Both variants of each case, with gradients in fp32 or in the dtype of the model."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

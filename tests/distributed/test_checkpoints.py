@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.mcore.compat.shims import megatron_version
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_megatron_cpu.shims import megatron_version
 from tests.distributed.parity import Case, HFSide, build_trainer
 from tests.distributed.spawn import run_distributed
 
@@ -55,7 +55,7 @@ class Evil:
 
 
 def make_trainer() -> Any:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.parallel.context import ContextShard
+from megatron_dppo_megatron_cpu.context import ContextShard
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed

@@ -106,7 +106,7 @@ def compare(result: Any, expected: Any, what: str) -> None:
 
 
 def with_and_without(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)

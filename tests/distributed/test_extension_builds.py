@@ -15,8 +15,8 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from megatron_dppo.errors import ExtensionError
-from megatron_dppo.mcore.compat import extensions
-from megatron_dppo.mcore.compat.extensions import load_extension, missing_build_tools
+from megatron_dppo.mcore import extensions
+from megatron_dppo.mcore.extensions import load_extension, missing_build_tools
 
 PACKAGE = Path(extensions.__file__).parents[2]
 ANSWER = r"""
@@ -28,7 +28,7 @@ PyMODINIT_FUNC PyInit_tiny_ext() { return PyModule_Create(&module); }
 """
 LOAD = """
 import sys
-from megatron_dppo.mcore.compat.extensions import load_extension
+from megatron_dppo.mcore.extensions import load_extension
 print("answer", load_extension("tiny_ext", sys.argv[1], no_implicit_headers=True).answer())
 """
 MISSING = missing_build_tools()

@@ -122,7 +122,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(processes: int) -
 
 def wrong_tensors(rank: int, world_size: int) -> None:
     """Each weight of a layer with other sizes, those that join to the same shard among them, and quantized."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
@@ -170,7 +170,7 @@ def exported(trainer: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
     """In bf16: exact through an update; balanced when asked to, and then in the checkpoint; a reference has its own."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from columns import same
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, all_to_all_objects, broadcast_object, scatter_object
 from megatron_dppo.parallel.platform import Platform
 from tests.distributed.spawn import run_distributed
-from tests.unit.columns import same
 from tests.unit.configs import ONE_RANK
 
 pytestmark = pytest.mark.distributed
@@ -26,7 +26,7 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
 
 def initialize(world_size: int, sizes: dict[str, int], **limits: float) -> ParallelGroups:
     """Build the groups of a layout whose other sizes are 1."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

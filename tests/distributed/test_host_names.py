@@ -22,7 +22,7 @@ import json, os, socket, sys, time, traceback
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel import network
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.parallel.rendezvous import join_ranks

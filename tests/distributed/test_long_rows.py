@@ -45,9 +45,9 @@ def train_on_a_row(rank: int, world_size: int, families: list[str], tokens: int,
     """Write loss, gradient norm and gradients of the first update of each family, on a row of two sequences."""
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.compat import attention
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
+    from megatron_dppo_megatron_cpu import attention
 
     attention._MASK_SIZE = mask_size
     platform = Platform.detect(force_cpu=True)

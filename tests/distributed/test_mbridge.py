@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _compare(rank: int, world_size: int, folder: str) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "mbridge"))
     from mbridge.models.qwen3moe import Qwen3MoEBridge

@@ -48,7 +48,7 @@ CASES = {
 
 def import_bridge() -> Platform:
     """Import Megatron Bridge without Transformer Engine, which its adapters name while they are imported."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

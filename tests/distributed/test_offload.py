@@ -84,7 +84,7 @@ def check_output_dir(trainer: Any, name: str) -> None:
 
 
 def offload(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)

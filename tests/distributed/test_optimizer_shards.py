@@ -79,7 +79,7 @@ def own_format(trainer: Any) -> None:
 
 
 def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)

@@ -38,7 +38,7 @@ CP = {"context_parallel_size": 2}
 
 
 def platform() -> Platform:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
     apply_shims(here)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from columns import same
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.training_samples import pack, to_training_sample
@@ -17,7 +18,6 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from tests.distributed.parity import Case, config_for
 from tests.distributed.spawn import run_distributed
-from tests.unit.columns import same
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +31,7 @@ def prompts(tokenizer) -> list[Prompt]:  # type: ignore[no-untyped-def]
 
 
 def _largest_difference(rank: int, world_size: int) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

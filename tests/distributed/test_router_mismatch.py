@@ -80,7 +80,7 @@ def measured(case: Case, platform: Platform, *, weights: bool) -> list[tuple[flo
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:
     """Each layout with the experts alone and with their weights."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

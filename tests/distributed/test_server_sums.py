@@ -77,7 +77,7 @@ def expected_sums(hf: HFSide) -> dict[TokenSource, dict[str, float]]:
 
 
 def _check_layouts(rank: int, world_size: int) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.parallel.objects import all_gather_objects
-from megatron_dppo.rollout.shared_memory import SharedBucket
 from megatron_dppo.weights import ipc
 from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.ipc import MemorySharing
+from megatron_dppo_engines.shared_memory import SharedBucket
 from tests.distributed.spawn import run_distributed
 from tests.unit.weight_server import FakeServer, files_of, make, weights
 

@@ -86,7 +86,7 @@ def expected_weights() -> dict[str, torch.Tensor]:
 
 
 def all_checks(rank: int, world_size: int, path: str) -> None:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -18,7 +18,7 @@ from megatron_dppo.types import TrainingSample
 
 def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     """Load the last checkpoint of a run on its own layout and compare one sequence within 1e-5."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from http_stub import Call, running
 from tests.e2e.runs import flags, records, step_records, train
-from tests.unit.http_stub import Call, running
 
 pytestmark = pytest.mark.e2e
 

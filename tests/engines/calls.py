@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
-from megatron_dppo.rollout.server import GenerateRequest, InferenceServer
 from megatron_dppo.types import RoutingShape, SamplingParams
+from megatron_dppo_engines.server import GenerateRequest, InferenceServer
+from megatron_dppo_engines.servers.http import Deadlines
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.vllm import VLLMServer
 from tests.engines.servers import Engine
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ import asyncio
 
 import torch
 
-from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.types import VersionSpan
+from megatron_dppo_engines.server import Generation, InferenceServer
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine
 from tests.engines.tiny import END, Reference, difference

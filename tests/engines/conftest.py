@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engines.serving.collectives import TESTED
 from megatron_dppo.run.orphans import no_orphans
+from megatron_dppo_engines.serving.collectives import TESTED
 from tests.engines.calls import call
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
 from tests.engines.tiny import Reference, make_tiny

@@ -19,7 +19,7 @@ from tests.engines.tiny import make_tiny
 @functools.cache
 def prepare() -> Platform:
     """Before the first import of megatron."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)

@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_dppo.data.routing import count_differences
-from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.weights.probe_requests import (
     ProbeExpectation,
     ProbeResponse,
@@ -17,6 +15,8 @@ from megatron_dppo.weights.probe_requests import (
     send_probe,
 )
 from megatron_dppo.weights.verdict import ProbeResult, verify_response
+from megatron_dppo_engines.route_checks import count_differences
+from megatron_dppo_engines.server import Generation, InferenceServer
 from tests.distributed.sampling_masks import keep
 from tests.engines.calls import call
 from tests.engines.servers import Engine

@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engines.servers.http import HttpClient
-from megatron_dppo.engines.sglang import wire
 from megatron_dppo.errors import ServerError
+from megatron_dppo_engines.servers.http import HttpClient
+from megatron_dppo_engines.sglang import wire
 from tests.engines.calls import SHORT, ask
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import ROUTING, make_tiny
 
-TARGET = Path(__file__).parents[1] / "data" / "sglang"
+TARGET = Path(__file__).parents[2] / "packages/engines/tests/data/sglang"
 _INFO = ("version", "tp_size", "dp_size", "pp_size", "context_length", "max_req_input_len")
 _MODEL = ("model_path", "weight_version")
 

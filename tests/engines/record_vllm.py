@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engines.servers.http import HttpClient
-from megatron_dppo.engines.vllm import wire
 from megatron_dppo.errors import ServerError
+from megatron_dppo_engines.servers.http import HttpClient
+from megatron_dppo_engines.vllm import wire
 from tests.engines.calls import SHORT, ask
 from tests.engines.servers import Engine, start_vllm, stop_engine, wait_ready
 from tests.engines.tiny import make_tiny
 
-TARGET = Path(__file__).parents[1] / "data" / "vllm"
+TARGET = Path(__file__).parents[2] / "packages/engines/tests/data/vllm"
 _CONFIG = {
     "model_config": ("model", "max_model_len", "max_logprobs", "logprobs_mode"),
     "parallel_config": ("worker_extension_cls", "world_size", "data_parallel_size"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from megatron_dppo.engines.serving.collectives import TESTED
+from megatron_dppo_engines.serving.collectives import TESTED
 
 TOOLS = Path(__file__).parents[2] / "tools" / "engines"
 _START_SECONDS = 300

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.engines.serving.checks import ServerRequirements, find_server_problems
+from megatron_dppo_engines.serving.checks import ServerRequirements, find_server_problems
 from tests.e2e.runs import CONFIG, flags, step_records, train
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.family_models import FamilyModel

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.servers.contract import Contract, checked
-from megatron_dppo.engines.servers.pool import ServerPool
-from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation
+from megatron_dppo_engines.server import GenerateRequest, Generation
+from megatron_dppo_engines.servers.contract import Contract, checked
+from megatron_dppo_engines.servers.pool import ServerPool
+from megatron_dppo_engines.sglang import SGLangServer
 from tests.engines.calls import SHORT, ask
 from tests.engines.lies import LIES, generation_lie
 from tests.engines.proxy import Proxy

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fake_servers import END
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig
@@ -26,7 +27,6 @@ from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_agents.environment import EnvironmentAgent
 from test_segments import Scorer
 from tests.engines.servers import TOOLS
-from tests.unit.fake_servers import END
 from tests.unit.scripted import CALL, SAMPLED, TASK, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.serving.collectives import TESTED
-from megatron_dppo.rollout.server import Generation, InferenceServer
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.probe_requests import ProbeError
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.server import Generation, InferenceServer
+from megatron_dppo_engines.serving.collectives import TESTED
 from tests.engines.calls import LONG, SHORT, ask, call, client
 from tests.engines.family_models import PUBLISHED, FamilyModel
 from tests.engines.probes import expectation, run

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from megatron_dppo.rollout.server import InferenceServer
+from megatron_dppo_engines.server import InferenceServer
 from tests.e2e.runs import step_records, train
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.proxy import Exchange, Proxy

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoConfig
 
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.rollout.engine import GroupRequest
-from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo_engines.server import GenerateRequest, Generation
+from megatron_dppo_engines.servers.http import Deadlines
+from megatron_dppo_engines.sglang import SGLangServer
 from tests.engines.servers import Engine, start_sglang, stop_engine, wait_ready
 from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer, difference
 

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import FORMATS, Quantization
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.vllm import VLLMServer
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.proxy import Proxy
 from tests.engines.servers import TOOLS, Engine, SharedEngine, start_vllm

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.engines.servers.contract import Contract, check_generation
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.server import Generation, InferenceServer
+from megatron_dppo_engines.server import Generation, InferenceServer
+from megatron_dppo_engines.servers.contract import Contract, check_generation
 from tests.distributed.sampling_masks import keep
 from tests.e2e.runs import step_records, train
 from tests.engines.calls import SHORT, ask, call

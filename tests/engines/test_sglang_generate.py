@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from megatron_dppo.rollout.server import Generation, InferenceServer
+from megatron_dppo_engines.server import Generation, InferenceServer
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.checks import check_filters, check_logprobs, check_stop, check_topk
 from tests.engines.servers import Engine

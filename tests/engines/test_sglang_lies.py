@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.errors import ServerError
 from megatron_dppo.weights.probe_requests import ProbeExpectation, send_probe
+from megatron_dppo_engines.sglang import SGLangServer
 from tests.distributed.spawn import run_distributed
 from tests.e2e.runs import records, train
 from tests.engines.changes import logprobs, next_one, routes, telling, topk

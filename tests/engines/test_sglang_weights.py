@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.engines.serving.checks import fetch_versions
 from megatron_dppo.errors import CheckpointError, ServerError
-from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
 from megatron_dppo.types import VersionSpan
+from megatron_dppo_engines.server import Generation, InferenceServer, transfer_group_name
+from megatron_dppo_engines.serving.checks import fetch_versions
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference, difference

@@ -15,10 +15,10 @@ from transformers import AutoConfig
 
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
-from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.rollout.saved import load_rollouts
 from megatron_dppo.types import Prompt
+from megatron_dppo_engines.servers.http import Deadlines
+from megatron_dppo_engines.sglang import SGLangServer
 from tests.engines.servers import Engine
 from tests.engines.tiny import SPECIAL, Reference, byte_tokenizer
 from tests.unit.combinations import STEPS, Combination, Loop, combinations, with_tool

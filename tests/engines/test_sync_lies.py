@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.sglang import SGLangServer
 from tests.e2e.runs import records, train
 from tests.engines.inprocess import make_model
 from tests.engines.runs import from_model

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
-from megatron_dppo.rollout.shared_memory import HostHandle, SharedBucket, as_flattened_bucket, as_json
 from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo.weights.transfer_group import TensorBucket, flatten_bucket
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.shared_memory import HostHandle, SharedBucket, as_flattened_bucket, as_json
+from megatron_dppo_engines.vllm import VLLMServer
 from tests.engines.proxy import Exchange, Proxy
 from tests.engines.servers import Engine
 from tests.engines.tiny import Reference

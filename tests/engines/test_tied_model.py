@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
-from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.server import InferenceServer
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.vllm import VLLMServer
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.checks import check_logprobs
 from tests.engines.conftest import SGLANG_VERSIONS

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.servers.fields import parse_policy_version
-from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.sglang import SGLangServer
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
-from megatron_dppo.rollout.server import ServerInfo
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.server import ServerInfo
+from megatron_dppo_engines.servers.fields import parse_policy_version
+from megatron_dppo_engines.servers.http import Deadlines
+from megatron_dppo_engines.sglang import SGLangServer
 from tests.e2e.runs import CONFIG, command, environment, records, step_records, train
 from tests.engines.lies import generation_lie, nan_logprobs, shifted_topk
 from tests.engines.proxy import Proxy

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.server import Generation, InferenceServer
+from megatron_dppo_engines.server import Generation, InferenceServer
 from tests.engines.calls import SHORT, ask, call
 from tests.engines.checks import check_filters, check_logprobs, check_stop, check_topk
 from tests.engines.servers import Engine

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.serving.collectives import TESTED
-from megatron_dppo.rollout.server import InferenceServer
+from megatron_dppo_engines.server import InferenceServer
+from megatron_dppo_engines.serving.collectives import TESTED
 from tests.engines.calls import LONG, ask, call
 from tests.engines.servers import TOOLS, Engine, free_port
 from tests.engines.tiny import Reference

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.engines.servers.http import HttpClient
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rollout.server import InferenceServer
 from megatron_dppo.weights.probe_requests import ProbeError
+from megatron_dppo_engines.server import InferenceServer
+from megatron_dppo_engines.servers.http import HttpClient
 from tests.engines.calls import call
 from tests.engines.probes import TEXT, expectation, run
 from tests.engines.servers import Engine

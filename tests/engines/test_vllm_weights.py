@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.serving.checks import fetch_versions
 from megatron_dppo.errors import CheckpointError, ServerError
-from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
-from megatron_dppo.rollout.shared_memory import DeviceHandle, SharedBucket
 from megatron_dppo.run.server_checks import required_server_features
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.transfer_group import flatten_bucket
 from megatron_dppo_doctor.doctor.servers import inspect_servers
+from megatron_dppo_engines.server import Generation, InferenceServer, transfer_group_name
+from megatron_dppo_engines.serving.checks import fetch_versions
+from megatron_dppo_engines.shared_memory import DeviceHandle, SharedBucket
 from tests.engines.calls import LONG, SHORT, ask, call
 from tests.engines.servers import Engine, free_port
 from tests.engines.tiny import Reference, difference

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
-from megatron_dppo.rollout.server import Generation, InferenceServer, transfer_group_name
-from megatron_dppo.rollout.shared_memory import SharedBucket
 from megatron_dppo.weights.transfer_group import (
     broadcast_bucket,
     close_transfer_group,
     flatten_bucket,
     open_transfer_group,
 )
+from megatron_dppo_engines.server import Generation, InferenceServer, transfer_group_name
+from megatron_dppo_engines.shared_memory import SharedBucket
 from tests.engines.servers import free_port
 from tests.engines.tiny import Reference, difference
 

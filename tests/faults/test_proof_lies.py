@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.shared_memory import Handle
-from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.server import ServerInfo
+from megatron_dppo_engines.shared_memory import Handle
+from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 from tests.unit.weight_server import FakeServer, make
 from tests.unit.weights.test_weight_digests import EXPERTS, KV_HEADS, layer, on_server, sha
 

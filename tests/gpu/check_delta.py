@@ -20,8 +20,8 @@ TIMES = 3.0
 
 def check(device: torch.device) -> Iterator[Result]:
     """Output and gradients of each kernel, at the sizes of a published model."""
-    from megatron_dppo.mcore.compat.delta_rule import FLA, TORCH_KERNELS, _miscompiled_by, fla_kernels, has_fla
-    from megatron_dppo.mcore.compat.delta_versions import FIX
+    from megatron_dppo.mcore.delta_rule import FLA, TORCH_KERNELS, _miscompiled_by, fla_kernels, has_fla
+    from megatron_dppo.mcore.delta_versions import FIX
 
     on_cuda = device.type == "cuda"
     if not (on_cuda and has_fla()):

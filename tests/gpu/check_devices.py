@@ -48,7 +48,7 @@ def check(device: torch.device) -> Iterator[Result]:
 
 def dtype_of(case: Case, cuda: bool) -> str:
     """fp32, unless Transformer Engine has no attention for it."""
-    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
 
     return "bf16" if cuda and case.parallel.get("context_parallel_size") and has_transformer_engine() else "fp32"
 

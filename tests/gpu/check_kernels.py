@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.rollout.weight_digests import WeightLayout
 from megatron_dppo.weights.digests import StreamDigests
+from megatron_dppo_engines.weight_digests import WeightLayout
 from tests.gpu.checks import Result, not_run
 
 AGAINST_OFF = 1.5
@@ -27,12 +27,12 @@ TIMES_ANGLE = 2.0
 def check(device: torch.device) -> Iterator[Result]:
     """All rows that this machine can have."""
     platform = Platform.detect(0, force_cpu=device.type == "cpu")
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     yield from check_grouped_gemm(device)
     yield check_word_hash(device)
-    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
 
     engine = platform.is_cuda and has_transformer_engine()
     with TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def _compared(name: str, with_it: dict[str, float], without: dict[str, float]) -
 
 def check_grouped_gemm(device: torch.device) -> Iterator[Result]:
     """Experts with many, one and no rows against float64; at the sizes of Qwen3-30B-A3B on CUDA."""
-    from megatron_dppo.mcore.compat.grouped_gemm import grouped_gemm, has_grouped_gemm
+    from megatron_dppo_megatron_cpu.grouped_gemm import grouped_gemm, has_grouped_gemm
 
     name = "torch._grouped_mm"
     if not hasattr(torch, "_grouped_mm"):

@@ -58,7 +58,7 @@ def check(device: torch.device) -> Iterator[Result]:
 
 
 def _measure(platform: Platform, sizes: dict[str, Any], tokens: int) -> Iterator[Result]:
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo.losses import policy_objective

@@ -26,14 +26,15 @@ OWN_BF16 = 3.0
 
 def check(device: torch.device) -> Iterator[Result]:
     """fp32 closely, bf16 loosely."""
-    from megatron_dppo.mcore.compat.shims import apply_shims, megatron_version
+    from megatron_dppo.mcore.shims import apply_shims
+    from megatron_dppo_megatron_cpu.shims import megatron_version
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     platform = Platform.detect(0, force_cpu=device.type == "cpu")
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
     from tests.distributed.parity import Case, measure
 
     engine = platform.is_cuda and has_transformer_engine()

@@ -31,12 +31,12 @@ _SIZES = dict(
 def check(device: torch.device) -> Iterator[Result]:
     """Peak memory of start and first update, without and with recomputation."""
     platform = Platform.detect(0, force_cpu=device.type == "cpu")
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
     from megatron_dppo_plan.rehearsal_pool import RehearsalPool
     from tests.distributed.layouts import FULL
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dppo.rollout.shared_memory import SharedBucket, as_flattened_bucket, as_json
 from megatron_dppo.weights.transfer_group import flatten_bucket
+from megatron_dppo_engines.shared_memory import SharedBucket, as_flattened_bucket, as_json
 from tests.gpu.checks import Result
 
 SECONDS = 200

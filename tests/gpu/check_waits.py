@@ -25,12 +25,12 @@ def check(device: torch.device) -> Iterator[Result]:
         yield not_run(NAME, "CUDA (torch.cuda.set_sync_debug_mode)")
         return
     platform = Platform.detect(0)
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
 
     engine = has_transformer_engine()
     with TemporaryDirectory() as folder:

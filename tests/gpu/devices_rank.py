@@ -26,7 +26,7 @@ def main() -> None:
 
 def parity(platform: Platform, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """The worst error of any rank."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     apply_shims(platform)

@@ -6,14 +6,15 @@ import base64
 import json
 import pickle
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-EXTENSION = Path(__file__).parents[2] / "megatron_dppo/engines/serving" / "vllm_extension"
+from megatron_dppo_engines.serving import VLLM_EXTENSION
+
+EXTENSION = VLLM_EXTENSION
 
 
 def main() -> None:

@@ -20,10 +20,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import batched_words, words_kernel
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest.word_hash import CONSTANTS
 from megatron_dppo.head.row_kernels_triton import NUM_WARPS, constants, id_slots
 from megatron_dppo.head.triton_kernels import gradient_kernel, statistics_kernel
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import batched_words, words_kernel
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest.word_hash import CONSTANTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAIRS = (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"))

@@ -8,7 +8,8 @@ from typing import Any
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.layout import Layout, ModelShape
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.command import ServerPlan, plan_servers, server_options
+from megatron_dppo.engines.serving.command import plan_servers, server_options
+from megatron_dppo_engines.serving.server_process import ServerPlan
 
 QWEN3_30B_A3B = ModelShape(
     family="qwen3_moe",

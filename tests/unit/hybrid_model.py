@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.mcore.compat.shims import apply_shims, megatron_version
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_megatron_cpu.shims import megatron_version
 
 PLATFORM = Platform.detect(0, force_cpu=True)
 apply_shims(PLATFORM)
@@ -47,8 +48,8 @@ def stack_spec(config: Any, shape: Any) -> ModuleSpec:
     """Our layers of ``mcore/spec.py``, each cut into its two halves."""
     from megatron.core.models.hybrid import hybrid_block
 
-    from megatron_dppo.mcore.compat.layers import RMSNorm
     from megatron_dppo.mcore.spec import block_spec
+    from megatron_dppo_megatron_cpu.layers import RMSNorm
 
     # The stack makes its last norm by name, whatever its spec says.
     hybrid_block.TENorm = RMSNorm

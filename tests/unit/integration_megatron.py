@@ -15,7 +15,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_dppo.mcore.compat.shims import apply_shims  # noqa: E402
+from megatron_dppo.mcore.shims import apply_shims  # noqa: E402
 from megatron_dppo.parallel.platform import Platform  # noqa: E402
 
 apply_shims(Platform.detect())

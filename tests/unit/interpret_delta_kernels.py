@@ -44,7 +44,7 @@ def import_fla(folder: Path) -> None:
 
 
 def packed_row(lengths: Sequence[int], device: torch.device | None = None) -> Any:
-    from megatron_dppo.mcore.compat.attention import PackedRow
+    from megatron_dppo_megatron_cpu.attention import PackedRow
 
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(starts)])
@@ -79,7 +79,7 @@ def results(kernels: Any, name: str, parts: Sequence[Tensor], row: Any) -> list[
 
 def main() -> None:
     import_fla(Path(sys.argv[1]))
-    from megatron_dppo.mcore.compat.delta_rule import TORCH_KERNELS, fla_kernels
+    from megatron_dppo.mcore.delta_rule import TORCH_KERNELS, fla_kernels
 
     kernels = fla_kernels()
     for dtype in (torch.float32, torch.float16):

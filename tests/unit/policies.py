@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.routing import count_differences
-from megatron_dppo.engines.servers.wire import append_sampled_token
-from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import RoutingShape, VersionSpan
 from megatron_dppo.weights.probe_requests import ProbeExpectation, ProbeResponse, RouteCounts, TrainerReading
+from megatron_dppo_engines.route_checks import count_differences
+from megatron_dppo_engines.server import Generation, ServerInfo
+from megatron_dppo_engines.servers.wire import append_sampled_token
 
 VOCAB, K, TOKENS = 50, 4, 64
 ROUTING = RoutingShape(num_layers=3, num_experts=8, topk=2)

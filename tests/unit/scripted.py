@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fake_servers import END, SHAPE, FakeServer
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.server_engine import ServerEngine
@@ -15,7 +16,6 @@ from megatron_dppo_agents.generate import AgentFunction
 from megatron_dppo_agents.runner import AgentTask
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.engines.test_server_engine import publish
-from tests.unit.fake_servers import END, SHAPE, FakeServer
 
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

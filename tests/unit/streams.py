@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from columns import ids, logs
 from megatron_dppo.config.schema import Config
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rewards.item import RewardResult
@@ -18,7 +19,6 @@ from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.engines import rollout_sampling_params
 from megatron_dppo.types import Completion, Prompt, SamplingParams
-from tests.unit.columns import ids, logs
 from tests.unit.configs import config
 
 

@@ -194,8 +194,9 @@ def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     pretend_cuda()
     stub_transformer_engine(folder)
-    from megatron_dppo.mcore.compat.shims import apply_shims, megatron_version
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
+    from megatron_dppo_megatron_cpu.shims import megatron_version
 
     apply_shims(Platform(torch.device("cuda", 0), "nccl"))
     from megatron.core import parallel_state

@@ -115,6 +115,7 @@ FILES_OF_COMMANDS |= {"megatron_dppo_lab/demo.py": ("demo",), "megatron_dppo_lab
 FILES_OF_COMMANDS |= {"megatron_dppo_report/": ("report", "diagnose"), "report/findings.py": ("generate",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/example": ("examples",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/": ("experiment", "demo"), "engines/serving/": ("serve",)}
+FILES_OF_COMMANDS |= {"megatron_dppo_engines/serving/": ("serve",)}
 
 
 def commands_of(where: str) -> tuple[str, ...]:

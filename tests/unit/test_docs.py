@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from measure_language import sentences  # noqa: E402
-from source_folders import PYTHON_FILES  # noqa: E402
+from source_folders import PYTHON_FILES, SOURCES  # noqa: E402
 
 
 def test_configuration_page_is_what_the_tool_writes() -> None:
@@ -141,9 +141,13 @@ def test_modules_that_pages_name_are_there() -> None:
     )
     missing = []
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for name in re.findall(rf"`((?:{folders})/[a-z0-9_/]+\.py)`", page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(rf"`((?:{folders})/[a-z0-9_/]+\.py)`", text):
             if not (package / name).exists():
                 missing.append(f"{page.name}: {name}")
+        for name, path in re.findall(r"`(megatron_dppo_[a-z]+)/([a-z0-9_/]+\.py)`", text):
+            if not (SOURCES[name] / path).exists():
+                missing.append(f"{page.name}: {name}/{path}")
     assert not missing
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from http_stub import Call, running
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.data.formats import choose_format
@@ -20,7 +21,6 @@ from megatron_dppo.run.engines import open_scorer
 from megatron_dppo_agents.template import ChatTemplate
 from tests.engines.tiny import SPECIAL, byte_tokenizer
 from tests.unit.configs import QWEN3_30B_A3B, server_plans
-from tests.unit.http_stub import Call, running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.rglob("*.toml"))

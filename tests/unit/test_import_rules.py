@@ -20,28 +20,30 @@ ELSEWHERE = ("vllm_extension", "verifiers_program.py")
 FILES = sorted(file for file in PYTHON_FILES if not {*ELSEWHERE} & {*file.parts})
 
 _TORCH_DISTRIBUTED = {"parallel", "head", "report", "mcore", "policy", "weights", "run", "commands"}
-_TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_plan"}
+_TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_megatron_cpu", "megatron_dppo_plan"}
 """Packages that talk between ranks."""
+ANSWERS = "megatron_dppo_answers"
+ENGINES = "megatron_dppo_engines"
+MEGATRON_CPU = "megatron_dppo_megatron_cpu"
 BASE = {"errors", "files", "functions", "config", "hf"}
 CORE = {"types", "advantages", "losses", "head", "parallel", "mcore", "policy"}
 WINGS = {"rollout", "engines", "weights", "rewards", "data", "report"}
-ALL = BASE | CORE | WINGS | {"run", "commands", "__version__"}
-ANSWERS = "megatron_dppo_answers"
+ALL = BASE | CORE | WINGS | {"run", "commands", "__version__", ENGINES, MEGATRON_CPU}
 PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     # package: (packages of ours, packages from elsewhere); a package stands above all that it imports
-    "errors": (set(), set()),
-    "types": (set(), {"torch"}),
+    "errors": ({ENGINES}, set()),
+    "types": ({ENGINES}, {"torch"}),
     "files": ({"errors"}, set()),
     "functions": ({"errors"}, set()),
     "parallel": ({"errors"}, {"torch", "numpy"}),
-    "config": ({"errors", "files", "functions"}, {"pydantic", "pydantic_core", "tomli_w"}),
-    "hf": ({"config", "errors", "files", "types"}, {"torch", "safetensors", "transformers"}),
+    "config": ({"errors", "files", "functions", ENGINES}, {"pydantic", "pydantic_core", "tomli_w"}),
+    "hf": ({"config", "errors", "files", "types", ENGINES}, {"torch", "safetensors", "transformers"}),
     "advantages": ({"config", "errors", "functions", "types"}, {"torch"}),
     "losses": ({"config", "errors", "functions", "types"}, {"pydantic", "torch"}),
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "files", "types"},
+        {"errors", "files", "types", ENGINES},
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
     ),
     "report": (
@@ -53,37 +55,52 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "numpy", "reasoning_gym", "transformers"},
     ),
     "mcore": (
-        {"config", "errors", "files", "head", "hf", "losses", "parallel", "types"},
+        {"config", "errors", "files", "head", "hf", "losses", "parallel", "types", MEGATRON_CPU},
         {"torch", "megatron", "transformer_engine", "fla"},
     ),
     "rollout": (
-        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types", ANSWERS},
+        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types", ANSWERS, ENGINES},
         {"numpy", "safetensors", "torch"},
     ),
-    "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types"}, {"torch"}),
+    "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types", ENGINES}, {"torch"}),
     "engines": (
-        {"config", "data", "errors", "files", "functions", "hf", "rollout", "types"},
-        {"aiohttp", "modelopt", "numpy", "orjson", "pybase64", "safetensors", "torch", "renderers", "transformers"},
+        {"config", "data", "errors", "files", "functions", "hf", "report", "rollout", "types", ENGINES},
+        {"aiohttp", "modelopt", "numpy", "torch", "transformers"},
     ),
     "weights": (
-        {"config", "data", "engines", "errors", "files", "hf", "mcore", "parallel", "policy", "rollout", "types"},
+        {
+            "config",
+            "data",
+            "engines",
+            "errors",
+            "files",
+            "hf",
+            "mcore",
+            "parallel",
+            "policy",
+            "rollout",
+            "types",
+            ENGINES,
+        },
         {"modelopt", "numpy", "safetensors", "torch", "transformers"},
     ),
-    "run": (BASE | CORE - {"head"} | WINGS | {ANSWERS}, {"safetensors", "torch"}),
-    "commands": (BASE | CORE | WINGS | {"run", "__version__"}, {"torch", "transformers"}),
+    "run": (BASE | CORE - {"head"} | WINGS | {ANSWERS, ENGINES}, {"safetensors", "torch"}),
+    "commands": (BASE | CORE | WINGS | {"run", "__version__", ENGINES}, {"torch", "transformers"}),
     "train": ({"commands"}, set()),
-    # Packages beside the trainer. Libraries, of which the first lies below the trainer:
+    # Packages beside the trainer. Libraries, of which the first three lie below the trainer:
     ANSWERS: (set(), {"sympy"}),
+    ENGINES: (set(), {"aiohttp", "numpy", "orjson", "pybase64", "safetensors", "torch"}),
+    MEGATRON_CPU: (set(), {"megatron", "numpy", "torch"}),
     "megatron_dppo_port": (
         {"config", "errors", "files", "report"},
         {"tomli_w", "tree_sitter", "tree_sitter_bash", "yaml"},
     ),
     # Companions, which may use the inside of the trainer:
     "megatron_dppo_agents": (
-        {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types"},
+        {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types", ENGINES},
         {"aiohttp", "numpy", "orjson", "renderers", "torch", "transformers"},
     ),
-    "megatron_dppo_report": (BASE | CORE | WINGS | {"run"}, {"numpy", "torch"}),
+    "megatron_dppo_report": (BASE | CORE | WINGS | {"run", ENGINES}, {"numpy", "torch"}),
     "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
     "megatron_dppo_lab": (
         ALL | {"megatron_dppo_report"},
@@ -166,9 +183,9 @@ def test_a_package_imports_only_what_the_table_allows(package: str) -> None:
     assert not {name: result for name, result in wrong.items() if result}
 
 
-def test_only_mcore_imports_megatron_and_nobody_imports_an_engine() -> None:
+def test_only_mcore_and_its_library_import_megatron_and_nobody_imports_an_engine() -> None:
     tops = {file: {name.split(".")[0] for name in imports(file.read_text())} for file in FILES}
-    assert {package_of(file) for file, names in tops.items() if "megatron" in names} == {"mcore"}
+    assert {package_of(file) for file, names in tops.items() if "megatron" in names} == {"mcore", MEGATRON_CPU}
     assert not [str(file) for file, names in tops.items() if names & {"sglang", "vllm"}]
 
 
@@ -199,7 +216,7 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
 def test_no_modules_and_no_folders_import_each_other_in_a_circle() -> None:
     """Also inside of a package, which the table does not show, and also imports inside of functions."""
     modules, folders = measure_structure.graphs(dict(measure_structure.sources(None)))
-    assert len(modules) > 300 and "mcore.compat" in folders
+    assert len(modules) > 300 and "mcore.checkpoint" in folders
     assert not measure_structure.circles(modules) and not measure_structure.circles(folders)
 
 
@@ -217,7 +234,7 @@ def modules_without_megatron() -> list[str]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dppo"):
                 result = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
                 reach[name_of(file)] |= result & known
-    heavy = {name for name in known if name.startswith("megatron_dppo.mcore")}
+    heavy = {name for name in known if name.startswith(("megatron_dppo.mcore", f"{MEGATRON_CPU}."))}
     while more := {name for name, used in reach.items() if used & heavy} - heavy:
         heavy |= more
     return sorted(name for name in known - heavy if name.split(".")[-1] not in (*TRITON, "train"))
@@ -239,6 +256,6 @@ def test_the_packages_that_load_without_megatron_are_those_that_the_table_promis
     light = set(modules_without_megatron())
     heavy = {package_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
     assert heavy == {"commands", "mcore", "policy", "run"} | {
-        f"megatron_dppo_{name}" for name in ("doctor", "plan", "tinker")
+        f"megatron_dppo_{name}" for name in ("doctor", "megatron_cpu", "plan", "tinker")
     }
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.run.engines"} <= light

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from source_folders import PACKAGES
+from source_folders import PACKAGES, TRAINER
 
 ROOT = Path(__file__).parents[2]
 COLUMN = """ROLLOUT_ENTROPIES = TokenColumn(
@@ -24,8 +24,6 @@ COLUMN = """ROLLOUT_ENTROPIES = TokenColumn(
     dtype=torch.float32,
     alignment=Alignment.RESPONSE,
     fill=0.0,
-    is_on_request=True,
-    limits=(0.0, math.inf),
     is_loss_only=True,
 )
 """
@@ -73,9 +71,11 @@ ADDITIONS = {
         "TOKEN_COLUMNS: list[TokenColumn] = [\n": f"{COLUMN}\nTOKEN_COLUMNS: list[TokenColumn] = [\n"
         "    ROLLOUT_ENTROPIES,\n"
     },
-    "types/rollouts.py": {
+    "megatron_dppo_engines/responses.py": {
         "    topk_token_ids: Tensor | None = None\n": "    entropies: Tensor | None = None\n"
-        "    topk_token_ids: Tensor | None = None\n"
+        "    topk_token_ids: Tensor | None = None\n",
+        "COLUMN_LIMITS: dict[str, tuple[float, float]] = {}": "COLUMN_LIMITS: dict[str, tuple[float, float]] = "
+        '{"entropies": (0.0, float("inf"))}',
     },
     "types/samples.py": {
         "    reference_logprobs: Tensor | None = None\n": "    rollout_entropies: Tensor | None = None\n"
@@ -85,11 +85,11 @@ ADDITIONS = {
         "    reference_logprobs: Tensor | None = None\n": "    rollout_entropies: Tensor | None = None\n"
         "    reference_logprobs: Tensor | None = None\n"
     },
-    "engines/sglang/wire.py": {
+    "megatron_dppo_engines/sglang/wire.py": {
         "Mapping[str, ColumnField]] = {}": "Mapping[str, ColumnField]] = "
         '{"entropies": ColumnField("output_entropies", {"return_entropies": True})}'
     },
-    "engines/vllm/wire.py": {
+    "megatron_dppo_engines/vllm/wire.py": {
         "Mapping[str, ColumnField]] = {}": "Mapping[str, ColumnField]] = "
         '{"entropies": ColumnField("entropies", {"entropies": True})}'
     },
@@ -110,15 +110,17 @@ import megatron_dppo
 import megatron_dppo as md
 assert Path(megatron_dppo.__file__).is_relative_to(Path.cwd())
 from megatron_dppo.data.training_samples import RowShape, pack, to_samples
-from megatron_dppo.engines.servers.contract import Contract, check_frame
-from megatron_dppo.engines.sglang import wire as sglang
-from megatron_dppo.engines.vllm import wire as vllm
-from megatron_dppo.errors import ContractViolation, FunctionError
+from megatron_dppo_engines.servers.contract import Contract, check_frame
+from megatron_dppo_engines.sglang import wire as sglang
+from megatron_dppo_engines.vllm import wire as vllm
+from megatron_dppo.errors import FunctionError
+from megatron_dppo_engines.errors import ContractViolation
 from megatron_dppo.losses.user_check import check_user_functions, made_up_inputs
 from megatron_dppo.run.engines import rollout_sampling_params
-from megatron_dppo.types import Rollout, RolloutGroup, SamplingParams
+from megatron_dppo.types import Rollout, RolloutGroup
 from tests.unit.configs import config
-from tests.unit.engines import test_local_engine, test_sglang, test_vllm
+from tests.unit.engines import test_local_engine
+import test_sglang, test_vllm
 
 assert "rollout_entropies" in md.LossConfig(name="entropic").required_inputs
 assert rollout_sampling_params(config(loss={"name": "entropic"})).columns == ("entropies",)
@@ -230,15 +232,18 @@ def test_a_column_takes_the_files_that_the_page_names_and_no_other(tmp_path: Pat
     table = page[page.index("## A column of tokens") : page.index("## A family of models")]
     named = re.findall(r"^\| \d+ \| `([a-z_/]+\.py)`", table, re.MULTILINE)
     assert sorted(named) == sorted(file for file in ADDITIONS if not file.startswith("losses/"))
-    shutil.copytree(ROOT / "megatron_dppo", tmp_path / "megatron_dppo", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (TRAINER, PACKAGES["megatron_dppo_engines"]):
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, changes in ADDITIONS.items():
-        file = tmp_path / "megatron_dppo" / name
+        file = tmp_path / (name if name.startswith("megatron_dppo_engines") else f"megatron_dppo/{name}")
         text = file.read_text() if file.exists() else ""
         for before, after in changes.items():
             assert before in text
             text = text.replace(before, after, 1)
         file.write_text(text)
-    path = os.pathsep.join(map(str, [tmp_path, *(folder.parent for folder in PACKAGES.values()), ROOT]))
+    path = os.pathsep.join(
+        map(str, [tmp_path, *(folder.parent for folder in PACKAGES.values()), ROOT, ROOT / "packages/engines/tests"])
+    )
     env = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout == "followed\n", done.stdout + done.stderr

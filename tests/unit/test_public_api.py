@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import megatron_dppo as md
+from source_folders import SOURCES
 
 ROOT = Path(__file__).parents[2]
 KNOWN = Path(__file__).parents[1] / "data" / "public_api.json"
@@ -80,7 +81,8 @@ def test_loss_and_head_need_torch_and_pydantic_alone(tmp_path: Path) -> None:
             top, source = file.parts[0], Path(str(distribution(name).locate_file(file.parts[0])))
             if top != ".." and top != "__pycache__" and not (tmp_path / top).exists():
                 (tmp_path / top).symlink_to(source)
-    (tmp_path / "megatron_dppo").symlink_to(ROOT / "megatron_dppo")
+    for name, folder in SOURCES.items():  # the wheel has all of them
+        (tmp_path / name).symlink_to(folder)
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-S", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)

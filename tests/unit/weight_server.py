@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import tensor_digest
 from megatron_dppo.errors import ServerError
-from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.shared_memory import Handle, as_flattened_bucket
-from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.quantization import Quantization
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.server import ServerInfo
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import tensor_digest
+from megatron_dppo_engines.shared_memory import Handle, as_flattened_bucket
+from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 
 CPU = torch.device("cpu")
 

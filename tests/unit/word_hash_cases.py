@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.serving.vllm_extension import megatron_dppo_digest
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import (
+from megatron_dppo.weights import digests
+from megatron_dppo_engines.serving.vllm_extension import megatron_dppo_digest
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import (
     BatchedWords,
     Cut,
     PartsDigest,
     batched_words,
 )
-from megatron_dppo.rollout.weight_digests import WeightLayout
-from megatron_dppo.weights import digests
+from megatron_dppo_engines.weight_digests import WeightLayout
 from tests.unit.weights import test_weight_digests as served
 
 TILE_BYTES = 4 * 8192
@@ -146,7 +146,7 @@ def words_too_many() -> None:
 
 
 def digests_on_gpu(layout: WeightLayout, weights: dict[str, Tensor]) -> list[dict[str, digests.ExpectedDigest]]:
-    from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import words_kernel
+    from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import words_kernel
 
     on_gpu = mock.patch.object(megatron_dppo_digest, "has_kernel", lambda device: True)
     # A tile at once, which the interpreter reads faster; the other cases have the block of a GPU.

@@ -10,7 +10,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 command=${1:?install or serve}
-version=${2:-$(sed -n 's/^sglang_newest = "\(.*\)"$/\1/p' "$here/../../megatron_dppo/engines/serving/versions.toml")}
+version=${2:-$(sed -n 's/^sglang_newest = "\(.*\)"$/\1/p' "$here/../../packages/engines/src/megatron_dppo_engines/serving/versions.toml")}
 root=${MEGATRON_DPPO_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_dppo/engines}
 say() { echo "$@" >&2; }
 

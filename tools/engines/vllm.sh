@@ -10,7 +10,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 command=${1:?install or serve}
-version=${2:-$(sed -n 's/^vllm = "\(.*\)"$/\1/p' "$here/../../megatron_dppo/engines/serving/versions.toml")}
+version=${2:-$(sed -n 's/^vllm = "\(.*\)"$/\1/p' "$here/../../packages/engines/src/megatron_dppo_engines/serving/versions.toml")}
 root=${MEGATRON_DPPO_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_dppo/engines}
 say() { echo "$@" >&2; }
 
@@ -45,7 +45,7 @@ serve)
     # would wait for a compiler.
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-    export VLLM_SERVER_DEV_MODE=${VLLM_SERVER_DEV_MODE:-1} PYTHONPATH=$here/../../megatron_dppo/engines/serving/vllm_extension:$here/vllm_shim
+    export VLLM_SERVER_DEV_MODE=${VLLM_SERVER_DEV_MODE:-1} PYTHONPATH=$here/../../packages/engines/src/megatron_dppo_engines/serving/vllm_extension:$here/vllm_shim
     # Not its console script, which looks for a package named "vllm".
     program=(-m vllm.entrypoints.openai.api_server)
     case " $* " in *" --headless "*)

@@ -23,10 +23,10 @@ from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample, VersionSpan
 from megatron_dppo.types.token_columns import requested_columns
+from megatron_dppo_engines.server import GenerateRequest, Generation
 
 
 class LocalEngine:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.rollout.user_function import run_user_function
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
+from megatron_dppo_engines.server import GenerateRequest, Generation
 
 DecodeFunction = Callable[[Sequence[GenerateRequest]], Sequence[Generation]]
 """Function that returns the generations of all requests, in order."""

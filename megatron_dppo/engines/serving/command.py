@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from megatron_dppo.engines.serving.nodes import (
     node_arguments,
 )
 from megatron_dppo.errors import ConfigError
+from megatron_dppo_engines.serving import VLLM_EXTENSION
+from megatron_dppo_engines.serving.server_process import ServerPlan
 
 _MODULES = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -56,25 +58,6 @@ _MEMORY_RELEASE_OPTIONS: Mapping[str, dict[str, Any]] = {
 """Options of a server that can release its memory."""
 _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Valid values of --max-lora-rank (vllm/config/lora.py, 0.32)."""
-_VLLM_EXTENSION = Path(__file__).parent / "vllm_extension"
-"""Folder that vLLM servers load; it imports vLLM, which the package itself does not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerPlan:
-    """Command line and environment of one server, or of its part on this node."""
-
-    url: str
-    """Its address. That of node 0 for a part that does not listen."""
-    argv: tuple[str, ...]
-    env: dict[str, str] = field(default_factory=dict, repr=False)
-    """Variables that are added to this process's environment."""
-    config_file: dict[str, str] = field(default_factory=dict, repr=False)
-    """Options that must not appear in the process list; they are passed in a file, as ``--config FILE``."""
-    secrets: tuple[str, ...] = field(default=(), repr=False)
-    """API keys, which are masked when a part of the log is shown."""
-    listens: bool = True
-    """False for the other nodes of a vLLM server, which answer no requests: it is healthy when node 0 is."""
 
 
 def plan_servers(
@@ -360,7 +343,7 @@ def _read_keys(rollout: RolloutConfig, environ: Mapping[str, str]) -> _Keys:
 
 def _with_vllm_extension(environ: Mapping[str, str]) -> str:
     """Return PYTHONPATH with the folder from which vLLM loads its part of the weight transfer."""
-    return os.pathsep.join(part for part in (str(_VLLM_EXTENSION), environ.get("PYTHONPATH")) if part)
+    return os.pathsep.join(part for part in (str(VLLM_EXTENSION), environ.get("PYTHONPATH")) if part)
 
 
 def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequence[str], skip: int) -> list[list[str]]:

@@ -21,6 +21,7 @@ import aiohttp
 import psutil
 import pytest
 
+from columns import same
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_agents import endpoint, limited_server
@@ -28,7 +29,6 @@ from megatron_dppo_agents.agent_request import CallError
 from megatron_dppo_agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo_agents.endpoint import _parse_body
 from megatron_dppo_agents.runner import AgentTask
-from tests.unit.columns import same
 from tests.unit.scripted import TASK, World
 
 MAX_BODY = 2_000_000

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from fake_servers import logprob
 from megatron_dppo_agents.runner import AgentTask
-from tests.unit.fake_servers import logprob
 from tests.unit.scripted import CALL, TOOLS, World, chat_tokenizer
 
 THOUGHT = "<think>\nhm\n</think>\n\n"

@@ -18,6 +18,8 @@ import aiohttp
 import pytest
 import torch
 
+from columns import same
+from fake_servers import logprob, routes
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.data.data_rows import DataRow
@@ -38,10 +40,8 @@ from megatron_dppo_agents.generate import MAX_FAILURES, AgentFunction
 from megatron_dppo_agents.runner import _ENVIRONMENT, AgentTask, run_with_time_limit
 from megatron_dppo_agents.template import ChatTemplate
 from tests.engines.tiny import byte_tokenizer
-from tests.unit.columns import same
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish
-from tests.unit.fake_servers import logprob, routes
 from tests.unit.scripted import CALL, TASK, TEMPLATE, TOOLS, World, chat_tokenizer
 
 

@@ -18,6 +18,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from columns import same
+from fake_servers import END, logprob
 from megatron_dppo.config.loss import Aggregation, LossConfig
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig
@@ -48,10 +50,8 @@ from megatron_dppo_agents.agent_request import CallError
 from megatron_dppo_agents.conversations import order_tool_results
 from megatron_dppo_agents.runner import AgentTask
 from test_agents import chat, post, user
-from tests.unit.columns import same
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish
-from tests.unit.fake_servers import END, logprob
 from tests.unit.scripted import CALL, TASK, TOOLS, World
 
 OTHER_TOOLS = [{"type": "function", "function": {"name": "ask_adder", "parameters": {"type": "object"}}}]

@@ -272,7 +272,7 @@ if os.environ.get("RANK") == "1":
     dist.all_gather_into_tensor = wrong
     class Dies:
         def find_spec(self, name, *_):
-            if name == "megatron_dppo.mcore.compat.shims":
+            if name == "megatron_dppo.mcore.shims":
                 print("a library is missing", flush=True)
                 os._exit(7)
     sys.meta_path.insert(0, Dies())

@@ -21,7 +21,7 @@ CALL_SITES = (*VALUE_READS, *DATA_DEPENDENT_SIZES)
 def package_files(suffix: str) -> list[Path]:
     """Return the source files of the packages whose path ends with the suffix."""
     files: list[Path] = []
-    for package in ("megatron_dppo", "megatron_dppo_plan", "megatron.core"):
+    for package in ("megatron_dppo", "megatron_dppo_megatron_cpu", "megatron_dppo_plan", "megatron.core"):
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.submodule_search_locations
         for folder in spec.submodule_search_locations:

@@ -17,7 +17,7 @@ from megatron_dppo.config.layout import Layout, resolve_layout
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.balance import assign_samples, cost
 from megatron_dppo.hf.folder import model_shape
-from megatron_dppo.mcore.compat.delta_rule import delta_rule
+from megatron_dppo.mcore.delta_rule import delta_rule
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo_plan.arithmetic import longest_sample, plan_kv_cache
 from megatron_dppo_plan.attention_kernels import counted_keys

@@ -126,7 +126,7 @@ def test_memory_settings_that_megatron_cannot_do(flags: list[str], message: str)
 
 
 def test_a_precision_aware_optimizer_on_the_gpu_needs_transformer_engine() -> None:
-    from megatron_dppo.mcore.compat.transformer_engine import check_adam_support
+    from megatron_dppo.mcore.transformer_engine import check_adam_support
 
     check_adam_support({"optimizer": big(*OFFLOAD["optimizer"]).optimizer, "warmup": big().optimizer})
     with pytest.raises(ConfigError, match=r"optimizer.use_precision_aware_optimizer = true: .* Install transformer-"):

@@ -50,7 +50,7 @@ _USED = (
 def warm_up() -> None:
     """Import what a run needs and share it with all children; starts no thread."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
 
     apply_shims(Platform.detect())

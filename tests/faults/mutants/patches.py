@@ -224,7 +224,7 @@ FURTHER = (
 )
 
 # Those that survived the drill of wrong4.md. That an excluded server stays out of the pool shows only beside another
-# change, as the sync gives it no weights: tests/unit/engines/test_pool.py has that one.
+# change, as the sync gives it no weights: packages/engines/tests/test_pool.py has that one.
 SURVIVORS = (
     Patch(
         "an eviction cancels nothing",

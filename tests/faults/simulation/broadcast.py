@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dppo.rollout.server import transfer_group_name
 from megatron_dppo.weights.transfer_group import TensorBucket
+from megatron_dppo_engines.server import transfer_group_name
 
 Reply = Callable[[int, Any], None]
 _BROKEN = (400, {"success": False, "message": "connection closed by peer"})

@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.rollout.server import Generation
 from megatron_dppo.rollout.store import StoredRollouts
 from megatron_dppo.types import Completion, Prompt, RolloutGroup
+from megatron_dppo_engines.server import Generation
 from tests.faults.simulation import model
 from tests.faults.simulation.trainer import reward_of
 

@@ -9,9 +9,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_dppo.engines.servers import contract, pool
-from megatron_dppo.engines.servers.pooled_server import PooledServer
-from megatron_dppo.engines.servers.updates import ReleasedMemory
-from megatron_dppo.engines.sglang import client
+
 from megatron_dppo.rollout import scheduler
 from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.response import GrowingResponse
@@ -19,6 +17,9 @@ from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.proof import SyncProof
 from megatron_dppo.weights.publish import ServerPublisher
+from megatron_dppo_engines.servers.pooled_server import PooledServer
+from megatron_dppo_engines.servers.updates import ReleasedMemory
+from megatron_dppo_engines.sglang import client
 from tests.faults.simulation.faults import WEIGHTS, Fault, Plan
 from tests.faults.simulation.seams import NOW
 

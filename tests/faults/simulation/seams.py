@@ -20,21 +20,21 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_dppo.data.routing import count_differences
 from megatron_dppo.engines import server_engine
-from megatron_dppo.engines.servers import http
-from megatron_dppo.engines.servers.pool import ServerPool
-from megatron_dppo.engines.sglang import client
-from megatron_dppo.engines.sglang import weights as sglang_weights
-from megatron_dppo.engines.sglang import wire as client_wire
 from megatron_dppo.rollout import pending, scheduler
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.shared_memory import HostHandle
 from megatron_dppo.run import engines, gpus
 from megatron_dppo.weights import ipc, proof, transfer
 from megatron_dppo.weights import probe as trainer_probe
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights.probe_requests import RouteCounts, TrainerReading
+from megatron_dppo_engines.route_checks import count_differences
+from megatron_dppo_engines.servers import http
+from megatron_dppo_engines.servers.pool import ServerPool
+from megatron_dppo_engines.sglang import client
+from megatron_dppo_engines.sglang import weights as sglang_weights
+from megatron_dppo_engines.sglang import wire as client_wire
+from megatron_dppo_engines.shared_memory import HostHandle
 from tests.faults.simulation import invariants, model
 from tests.faults.simulation import trainer as trainer_model
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.engines.servers.updates import RELEASED
 from megatron_dppo.errors import TrainingStopped, UserError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
@@ -22,6 +21,7 @@ from megatron_dppo.run.engines import build_engine, build_publisher, connect_ser
 from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
 from megatron_dppo.run.guard import FirstUpdateGuard, count_nonfinite_tokens
 from megatron_dppo.weights.ipc import MemorySharing
+from megatron_dppo_engines.servers.updates import RELEASED
 from tests.faults.simulation import invariants, seams
 from tests.faults.simulation.broadcast import Broadcasts
 from tests.faults.simulation.chaos import Chaos

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from columns import ids
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.mix import SourceMix
@@ -23,7 +24,6 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.run.run_records import source_metrics
 from megatron_dppo.types import Completion, Prompt, PromptLimits, Rollout, RolloutGroup
-from tests.unit.columns import ids
 from tests.unit.configs import config
 from tests.unit.streams import FakeEngine, FakeScorer, Run, stream_of
 

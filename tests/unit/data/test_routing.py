@@ -10,19 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.routing import (
-    check_routes,
-    compact_routes,
-    is_missing,
-    missing_rows,
-    with_all_routes,
-)
+from columns import ids, logs
+from megatron_dppo.data.replayed_routes import with_all_routes
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.rollout.response import GrowingColumn
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, RoutingShape
 from megatron_dppo.types.token_columns import ROUTES
-from tests.unit.columns import ids, logs
+from megatron_dppo_engines.route_checks import check_routes, compact_routes, is_missing, missing_rows
 
 SHAPE = RoutingShape(num_layers=3, num_experts=8, topk=2)
 MIXED = replace(SHAPE, dense_layers=frozenset({1}))

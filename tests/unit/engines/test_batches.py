@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from columns import same
 from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.engines.local import engine as engine_module
 from megatron_dppo.engines.local import sampler as sampler_module
@@ -18,7 +19,6 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
 from megatron_dppo.types import Completion, Prompt
 from tests.distributed.families import TINY, family_config
-from tests.unit.columns import same
 from tests.unit.engines.test_local_engine import CONFIG, MODEL, PROMPTS, SIBLINGS, TOKENIZER, engine, params, submitted
 
 EXAMPLE = MODEL.parent / "dppo.toml"

@@ -16,19 +16,20 @@ from typing import Any
 import pytest
 import torch
 
+import test_sglang
+import test_vllm
+from columns import ids, logs, mask, same
+from http_stub import Stub, with_stub
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
-from megatron_dppo.engines.servers.contract import Contract
-from megatron_dppo.engines.servers.frames import Frames
-from megatron_dppo.engines.servers.http import Deadlines
-from megatron_dppo.engines.servers.pool import ServerPool
-from megatron_dppo.engines.sglang import wire as sglang
-from megatron_dppo.engines.vllm import wire as vllm
 from megatron_dppo.errors import ContractViolation, ResponseLost, ServerError
-from megatron_dppo.rollout.sampling_sums import rank_sums
-from megatron_dppo.rollout.server import GenerateRequest, Generation
-from tests.unit.columns import ids, logs, mask, same
-from tests.unit.engines import test_sglang, test_vllm
-from tests.unit.http_stub import Stub, with_stub
+from megatron_dppo_engines.sampling_sums import rank_sums
+from megatron_dppo_engines.server import GenerateRequest, Generation
+from megatron_dppo_engines.servers.contract import Contract
+from megatron_dppo_engines.servers.frames import Frames
+from megatron_dppo_engines.servers.http import Deadlines
+from megatron_dppo_engines.servers.pool import ServerPool
+from megatron_dppo_engines.sglang import wire as sglang
+from megatron_dppo_engines.vllm import wire as vllm
 
 CONTRACT = Contract(vocab_size=512, end_tokens=(2,))
 INFO = {"version": "0.5.23", "weight_version": "0"}

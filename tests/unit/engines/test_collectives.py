@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.engines.serving.collectives import (
+from megatron_dppo.run.server_checks import trainer_versions
+from megatron_dppo_engines.serving.collectives import (
     CollectiveVersions,
     Engine,
     find_mismatches,
     interpreter_versions,
     pinned_versions,
 )
-from megatron_dppo.run.server_checks import trainer_versions
 from tests.unit import configs
 
 ROOT = Path(__file__).parents[3]

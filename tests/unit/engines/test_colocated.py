@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from http_stub import Call, Stub, with_stub
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.servers.updates import CACHE_RELEASED, RELEASED
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.vllm import VLLMServer
 from megatron_dppo.errors import ConfigError, PublishError, ServerError
 from megatron_dppo.weights.publish import release_all
+from megatron_dppo_engines.servers.updates import CACHE_RELEASED, RELEASED
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.vllm import VLLMServer
 from tests.unit.configs import config, server_plans
-from tests.unit.http_stub import Call, Stub, with_stub
 from tests.unit.weight_server import FakeServer, make, weights
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"

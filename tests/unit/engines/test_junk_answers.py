@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.engines.servers.contract import Contract, check_generation
-from megatron_dppo.engines.sglang import SGLangServer
-from megatron_dppo.engines.sglang import wire as sglang
-from megatron_dppo.engines.vllm import VLLMServer
-from megatron_dppo.engines.vllm import wire as vllm
+import test_sglang
+import test_vllm
 from megatron_dppo.errors import ContractViolation, ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation
-from tests.unit.engines import test_sglang, test_vllm
+from megatron_dppo_engines.server import GenerateRequest, Generation
+from megatron_dppo_engines.servers.contract import Contract, check_generation
+from megatron_dppo_engines.sglang import SGLangServer
+from megatron_dppo_engines.sglang import wire as sglang
+from megatron_dppo_engines.vllm import VLLMServer
+from megatron_dppo_engines.vllm import wire as vllm
 
 CONTRACT = Contract(vocab_size=512, end_tokens=(2,))
 Decode = Callable[[Any, GenerateRequest, str], Generation]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from columns import ids, logs, mask, same
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
-from tests.unit.columns import ids, logs, mask, same
+from megatron_dppo_engines.route_checks import check_routes
 from tests.unit.engines.test_local_routes import one_pass
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"

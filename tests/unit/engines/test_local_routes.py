@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from columns import same
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.data.routing import check_routes, is_missing
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
 from megatron_dppo.types import Completion, Prompt, SamplingParams
-from tests.unit.columns import same
+from megatron_dppo_engines.route_checks import check_routes, is_missing
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 

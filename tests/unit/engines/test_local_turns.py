@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from columns import ids, logs, mask, same
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.engines.local import lockstep
 from megatron_dppo.errors import GenerateError
@@ -22,7 +23,6 @@ from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt, PromptLimits
 from megatron_dppo_agents.generate import AgentFunction
 from megatron_dppo_agents.runner import AgentTask
-from tests.unit.columns import ids, logs, mask, same
 from tests.unit.engines.test_local_engine import (
     ENDS,
     LIMIT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.engines.servers.pool import PoolCounts
-from megatron_dppo.engines.servers.response_times import ResponseTimes, find_slowest
 from megatron_dppo.run.run_records import request_metrics
+from megatron_dppo_engines.servers.pool import PoolCounts
+from megatron_dppo_engines.servers.response_times import ResponseTimes, find_slowest
 
 
 def times(seconds: float, tokens: float = 32.0, responses: float = 8.0) -> ResponseTimes:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from columns import same
+from fake_servers import END, VOCAB, FakeServer, logprob, routes
+from megatron_dppo.engines.responder import LoopThread, PromptRoutes
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.engines.servers.responder import LoopThread, PromptRoutes
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt, SamplingParams
-from tests.unit.columns import same
-from tests.unit.fake_servers import END, VOCAB, FakeServer, logprob, routes
 
 CONFIG = SimpleNamespace(vocab_size=VOCAB, eos_token_id=[END, 4])
 
@@ -49,7 +49,7 @@ def servers() -> list[FakeServer]:
 @pytest.fixture
 def engine(servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
     import megatron_dppo.engines.server_engine as module
-    from tests.unit.fake_servers import SHAPE
+    from fake_servers import SHAPE
 
     monkeypatch.setattr(module, "routing_shape", lambda config: SHAPE)
     found = ServerEngine(servers, FakeTokenizer(), CONFIG, max_in_flight=32, health_seconds=0.05)  # type: ignore
@@ -147,7 +147,7 @@ def test_a_response_that_was_aborted_continues_under_the_new_weights(
 def test_a_request_that_is_always_stopped_at_once_is_an_error(
     engine: ServerEngine, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.engines.servers.responder._MAX_EMPTY_RESPONSES", 2)
+    monkeypatch.setattr("megatron_dppo.engines.responder._MAX_EMPTY_RESPONSES", 2)
     stopping = True
 
     async def always() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engines.serving.command import ServerPlan
-from megatron_dppo.engines.serving.processes import ServerGroup
 from megatron_dppo.errors import ServerError
+from megatron_dppo_engines.serving.processes import ServerGroup
+from megatron_dppo_engines.serving.server_process import ServerPlan
 from tests.engines.servers import free_port
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.engines.serving import processes
-from megatron_dppo.engines.serving.checks import is_healthy
-from megatron_dppo.engines.serving.command import ServerPlan
+from megatron_dppo_engines.serving import processes
+from megatron_dppo_engines.serving.checks import is_healthy
+from megatron_dppo_engines.serving.server_process import ServerPlan
 
 ROOT = Path(__file__).parents[3]
 STUB = Path(__file__).parents[1].joinpath("server_stub.py")

@@ -13,10 +13,11 @@ import pytest
 
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.command import ServerPlan, plan_servers, server_options
+from megatron_dppo.engines.serving.command import plan_servers, server_options
 from megatron_dppo.engines.serving.nodes import ServerNode
-from megatron_dppo.engines.serving.processes import visible_gpus
 from megatron_dppo.errors import ConfigError
+from megatron_dppo_engines.serving.processes import visible_gpus
+from megatron_dppo_engines.serving.server_process import ServerPlan
 from tests.unit.configs import config, server_plans
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +81,7 @@ def test_vllm_gets_the_flags_that_training_needs() -> None:
     ):
         assert part in line
     assert plan.env["VLLM_SERVER_DEV_MODE"] == "1"
-    assert plan.env["PYTHONPATH"] == f"{ROOT}/megatron_dppo/engines/serving/vllm_extension:/mine"
+    assert plan.env["PYTHONPATH"] == f"{ROOT}/packages/engines/src/megatron_dppo_engines/serving/vllm_extension:/mine"
 
 
 @pytest.mark.parametrize(

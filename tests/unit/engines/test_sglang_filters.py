@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from columns import same
+from http_stub import Stub
 from megatron_dppo.engines.client_processes import ClientProcesses
-from megatron_dppo.engines.sglang import wire
 from megatron_dppo.errors import ContractViolation, ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation
 from megatron_dppo.types import FinishReason
-from tests.unit.columns import same
+from megatron_dppo_engines.server import GenerateRequest, Generation
+from megatron_dppo_engines.sglang import wire
+from test_sglang import decode, recorded
 from tests.unit.engines.test_client_processes import INFO, Case
-from tests.unit.engines.test_sglang import decode, recorded
-from tests.unit.http_stub import Stub
 
 FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
 MASS = (0.5, 0.25, 0.9, 1.0, 0.8, 0.6)

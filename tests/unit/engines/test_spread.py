@@ -15,11 +15,11 @@ import torch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.engines.servers.spread import spread_requests
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.engine import GroupRequest
 from megatron_dppo.run.engines import build_sampling_engine, rollout_sampling_params
 from megatron_dppo.types import Prompt
+from megatron_dppo_engines.servers.spread import spread_requests
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import FakeTokenizer
 

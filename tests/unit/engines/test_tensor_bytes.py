@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.servers.frames import Frames
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
 from megatron_dppo.parallel.objects import from_message, to_message
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 from megatron_dppo.weights.transfer_group import flatten_bucket
+from megatron_dppo_engines.servers.frames import Frames
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
 
 BF16 = torch.bfloat16
 NUMBERS = torch.arange(1, 25, dtype=torch.float32).view(4, 6)

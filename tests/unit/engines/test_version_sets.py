@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_dppo.engines.serving.collectives import NCCL_OF_TORCH, TESTED, TORCH_OF_ENGINE, pinned_versions
+from megatron_dppo_engines.serving.collectives import NCCL_OF_TORCH, TESTED, TORCH_OF_ENGINE, pinned_versions
 
 ROOT = Path(__file__).parents[3]
 RECORDED: dict[str, dict[str, str]] = json.loads((ROOT / "tests/data/engine_pins.json").read_text())["resolved"]

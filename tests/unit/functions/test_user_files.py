@@ -167,4 +167,4 @@ def test_no_other_module_loads_files() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "exec_module"
     }
-    assert loaders - {"megatron_dppo/mcore/compat/extensions.py"} == {"megatron_dppo/functions/user_files.py"}
+    assert loaders - {"megatron_dppo/mcore/extensions.py"} == {"megatron_dppo/functions/user_files.py"}

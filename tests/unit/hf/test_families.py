@@ -20,7 +20,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from megatron_dppo.config.model import LoraTarget
-from megatron_dppo.data.routing import check_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.families import FAMILIES, Family, adapter_modules, check_adapter_targets, get_family
@@ -44,6 +43,7 @@ from megatron_dppo.run.inputs import _check_model, family_problems
 from megatron_dppo.types import Prompt, SamplingParams
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.ipc import cast_for_sending
+from megatron_dppo_engines.route_checks import check_routes
 from megatron_dppo_plan.arithmetic import KvCachePlan, plan_kv_cache
 from megatron_dppo_plan.machine import get_machine
 from megatron_dppo_plan.models import count_parameters

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, copy_into_model, read_hf_config, stream_folder
-from megatron_dppo.hf.weight_files import INDEX, SINGLE, FolderWeights
+from megatron_dppo.hf.weight_files import FolderWeights
+from megatron_dppo_engines.weight_files import INDEX, SINGLE
 
 SIZES = {"vocab_size": 56, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8} | {
     "num_attention_heads": 4,
@@ -209,7 +210,7 @@ def test_a_file_that_the_system_does_not_map_is_refused(tmp_path: Path, monkeypa
         def fail(*args: object, error: Exception = error, **kwargs: object) -> None:
             raise error
 
-        monkeypatch.setattr("megatron_dppo.hf.weight_files.safe_open", fail)
+        monkeypatch.setattr("megatron_dppo_engines.weight_files.safe_open", fail)
         with pytest.raises(CheckpointError, match=r"model.safetensors is not a readable .*(mmap|device)"):
             FolderWeights(folder)
 

@@ -10,8 +10,8 @@ import pytest
 
 PROGRAM = """
 import torch
-from megatron_dppo.mcore.compat.shims import apply_shims
-from megatron_dppo.mcore.compat.fused_adam import FusedAdam
+from megatron_dppo.mcore.shims import apply_shims
+from megatron_dppo_megatron_cpu.fused_adam import FusedAdam
 from megatron_dppo.parallel.platform import Platform
 
 to_cuda = torch.Tensor.cuda
@@ -49,7 +49,7 @@ def test_fields_that_rename_or_quantize_weights_cannot_be_set() -> None:
     program = f"""
 import torch
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
 apply_shims(Platform(torch.device("cpu"), "gloo"))

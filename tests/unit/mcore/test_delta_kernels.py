@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore import fusions
-from megatron_dppo.mcore.compat import delta_rule
+from megatron_dppo.mcore import delta_rule, fusions
 from tests.unit.interpret_delta_kernels import LENGTHS, NAMES
 from tests.unit.wheels import unpacked
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megatron_dppo.hf.folder import weight_shapes
-from megatron_dppo.mcore.compat.attention import PackedRow
-from megatron_dppo.mcore.compat.delta_rule import TORCH_KERNELS, _l2_norm, delta_rule
-from megatron_dppo.mcore.compat.layers import rms_norm
+from megatron_dppo.mcore.delta_rule import TORCH_KERNELS, _l2_norm, delta_rule
 from megatron_dppo.policy.packed import attention_length
+from megatron_dppo_megatron_cpu.attention import PackedRow
+from megatron_dppo_megatron_cpu.layers import rms_norm
 from megatron_dppo_plan.arithmetic import plan_kv_cache
 from megatron_dppo_plan.machine import get_machine
 from tests.distributed.families import recurrent_rule

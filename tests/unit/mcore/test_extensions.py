@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dppo.mcore.compat import extensions
-from megatron_dppo.mcore.compat.extensions import load_extension, needs_extension
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore import extensions
+from megatron_dppo.mcore.extensions import load_extension, needs_extension
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
-PACKAGE = Path(extensions.__file__).parents[2]
+PACKAGE = Path(extensions.__file__).parents[1]
 
 
 @pytest.mark.parametrize(

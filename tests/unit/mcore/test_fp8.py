@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 
 CPU, GPU = Platform(torch.device("cpu"), "gloo"), Platform(torch.device("cuda", 0), "nccl")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore import fusions
-from megatron_dppo.mcore.compat.grouped_gemm import grouped_gemm, grouped_linear, has_grouped_gemm
+from megatron_dppo_megatron_cpu.grouped_gemm import grouped_gemm, grouped_linear, has_grouped_gemm
 
 GRADIENTS = "gradient_accumulation_fusion"
 

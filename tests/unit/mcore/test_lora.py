@@ -66,7 +66,7 @@ def test_a_run_resumes_with_its_adapters() -> None:
 
 def test_a_is_initialized_as_in_peft() -> None:
     """kaiming_uniform(a = sqrt 5): uniform with the same bound; the name alone decides the numbers."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
     from megatron_dppo.parallel.platform import Platform
 
     apply_shims(Platform.detect(force_cpu=True))

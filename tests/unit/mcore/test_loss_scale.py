@@ -7,7 +7,7 @@ import torch
 
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 from tests.unit import configs
 

@@ -12,8 +12,8 @@ import torch
 from megatron_dppo.config.layout import pipeline_split
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.mcore.compat.shims import apply_shims
 from megatron_dppo.mcore.pipeline import check_pipeline_split, fullest_middle_stage, stage_layers
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 from tests.distributed.parity import hf_config
 from tests.unit.configs import ONE_RANK

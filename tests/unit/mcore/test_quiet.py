@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from megatron_dppo.mcore.compat.gloo import _NOISY_LOGS, silence_megatron
+from megatron_dppo_megatron_cpu.gloo import _NOISY_LOGS, silence_megatron
 
 
 @pytest.mark.parametrize("name", _NOISY_LOGS)

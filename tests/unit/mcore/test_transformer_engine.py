@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.mcore.compat.transformer_engine import check_attention_support, has_transformer_engine
+from megatron_dppo.mcore.transformer_engine import check_attention_support, has_transformer_engine
 
 
 @pytest.fixture
@@ -60,14 +60,16 @@ def test_shims_on_cuda_depend_on_what_can_be_imported_and_a_broken_package_stops
 import sys, torch
 sys.path.insert(0, {str(tmp_path)!r})
 from megatron_dppo.errors import UserError
-from megatron_dppo.mcore.compat import shims as compat
+from megatron_dppo.mcore import shims as trainer
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_megatron_cpu import shims as library
 applied = []
-compat.SHIMS = tuple(
-    compat.Shim(lambda n=s.apply.__name__: applied.append(n), "", "", "", s.on_cuda, s.with_te) for s in compat.SHIMS
-)
+def noted(shim):
+    return library.Shim(lambda: applied.append(shim.apply.__name__), "", "", "", shim.on_cuda, shim.with_te)
+library.SHIMS = tuple(map(noted, library.SHIMS))
+trainer._BUILDS = noted(trainer._BUILDS)
 try:
-    compat.apply_shims(Platform(torch.device("cuda"), "nccl"))
+    trainer.apply_shims(Platform(torch.device("cuda"), "nccl"))
 except UserError as error:
     print("refused")
 print(*applied)
@@ -79,8 +81,8 @@ print(*applied)
 
     package(tmp_path, "")
     assert run() == [
-        "_load_optimizer_without_grad _copy_offloaded_shards_only _offload_fp32_weights replace_load_inline "
-        "release_routes"
+        "_load_optimizer_without_grad _copy_offloaded_shards_only _offload_fp32_weights release_routes "
+        "replace_load_inline"
     ]
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise ImportError")
     assert run() == ["refused", ""]

@@ -108,7 +108,7 @@ def check(actual: list[dict[str, Any]], version: str) -> None:
 
 
 def test_names_shapes_and_fusions_with_the_installed_megatron(built: dict[str, list[dict[str, Any]]]) -> None:
-    from megatron_dppo.mcore.compat.shims import megatron_version
+    from megatron_dppo_megatron_cpu.shims import megatron_version
 
     check(built["installed"], ".".join(map(str, megatron_version())))
 

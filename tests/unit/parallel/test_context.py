@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dppo.parallel.context import zigzag_index
+from megatron_dppo_megatron_cpu.context import zigzag_index
 
 
 def test_every_rank_takes_a_chunk_from_the_front_and_one_from_the_back_of_each_sequence() -> None:

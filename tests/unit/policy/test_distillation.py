@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from http_stub import Call, running
 from megatron_dppo.config.layout import resolve_layout, resolve_parallel
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.data.chat import load_tokenizer
@@ -24,7 +25,6 @@ from megatron_dppo.run.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.types import LossInputs, TrainingSample
 from megatron_dppo_plan.teacher import PlannedTeacher
 from tests.unit.configs import config
-from tests.unit.http_stub import Call, running
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 TEACHER = {"teacher_path": "teacher"}

@@ -105,7 +105,7 @@ def test_missing_signal_and_a_constant_reward_are_reported_once() -> None:
 def test_megatron_warnings_are_silent_unless_enabled_and_others_are_shown() -> None:
     code = (
         "import warnings\n"
-        "from megatron_dppo.mcore.compat.shims import apply_shims\n"
+        "from megatron_dppo.mcore.shims import apply_shims\n"
         "from megatron_dppo.parallel.platform import Platform\n"
         "apply_shims(Platform.detect(force_cpu=True))\n"
         "import megatron.core.optimizer\n"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from columns import ids, logs, same
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.supervised import SupervisedDataset
@@ -22,7 +23,6 @@ from megatron_dppo.rewards.worker import Worker
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.run.evaluation import write_sample_responses
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
-from tests.unit.columns import ids, logs, same
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 TOKENIZER = load_tokenizer(MODEL)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from http_stub import Call, running
 from megatron_dppo.config.reward_options import JudgeOptions, read_options
 from megatron_dppo.errors import ConfigError, RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardResult, RewardScorer
@@ -18,7 +19,6 @@ from megatron_dppo.rewards.judge import Judge
 from megatron_dppo.rewards.reward_model import RewardModel
 from megatron_dppo.run.engines import open_scorer
 from tests.unit.configs import config
-from tests.unit.http_stub import Call, running
 
 
 def item(completion: str, prompt: str = "Q", **rest: Any) -> RewardItem:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from columns import ids
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, RewardError
@@ -20,7 +21,6 @@ from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.evaluation import eval_metrics
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt
-from tests.unit.columns import ids
 from tests.unit.configs import config, minimal
 
 FUNCTIONS = """

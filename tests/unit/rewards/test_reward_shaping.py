@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from columns import ids
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rewards import RewardItem, RewardScorer, Shaping
@@ -18,7 +19,6 @@ from megatron_dppo.run.engines import open_scorer
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Completion, FinishReason, Prompt, PromptLimits, Rollout, RolloutGroup
 from megatron_dppo_answers.math import is_well_formed
-from tests.unit.columns import ids
 from tests.unit.configs import config
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.rollout.server import Echo, Generation
+from columns import ids, logs, mask, same
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
-from tests.unit.columns import ids, logs, mask, same
+from megatron_dppo_engines.server import Echo, Generation
 
 
 def completion() -> Completion:

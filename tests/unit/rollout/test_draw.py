@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from columns import same
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.types import Prompt, SamplingParams
-from tests.unit.columns import same
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 DEVICE = torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from columns import ids, logs, mask
 from megatron_dppo.rollout.batch import PolicyAges, has_signal
 from megatron_dppo.rollout.engine import GroupRequest, SampledFuture
 from megatron_dppo.rollout.pending import PromptSlot
@@ -16,7 +17,6 @@ from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.saved import SavedSubmission, SchedulerState, load_rollouts, save_rollouts
 from megatron_dppo.rollout.store import StoredRollouts
 from megatron_dppo.types import Completion, Rollout, RolloutGroup, SamplingParams, VersionSpan
-from tests.unit.columns import ids, logs, mask
 from tests.unit.configs import config
 from tests.unit.streams import FakeScorer, Numbers, Run, make, unusable
 

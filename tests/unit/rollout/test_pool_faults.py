@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.engines.servers.pool import ServerPool
+from columns import ids, logs
+from fake_servers import FakeServer
 from megatron_dppo.errors import ContractViolation, ServerError
-from megatron_dppo.rollout.server import GenerateRequest, Generation
-from tests.unit.columns import ids, logs
-from tests.unit.engines.test_pool import ask, pool_of, request, shares
-from tests.unit.fake_servers import FakeServer
+from megatron_dppo_engines.server import GenerateRequest, Generation
+from megatron_dppo_engines.servers.pool import ServerPool
+from test_pool import ask, pool_of, request, shares
 
 
 class Faulty(FakeServer):

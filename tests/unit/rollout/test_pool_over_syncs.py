@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dppo.engines.servers.pooled_server import MAX_VIOLATIONS, HealthMonitor, PooledServer
+from fake_servers import SHAPE, FakeServer
 from megatron_dppo.errors import NoUsableServer, ServerError
-from tests.unit.engines.test_pool import ask, fakes, pool_of, request
-from tests.unit.fake_servers import SHAPE, FakeServer
+from megatron_dppo_engines.servers.pooled_server import MAX_VIOLATIONS, HealthMonitor, PooledServer
+from test_pool import ask, fakes, pool_of, request
 
 
 class CheckedServer(FakeServer):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from columns import ids, logs, same
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, SamplingMask
-from tests.unit.columns import ids, logs, same
 
 PROMPT = Prompt(prompt_id="p", text="", token_ids=(1, 2), label="")
 COMPLETION = Completion(

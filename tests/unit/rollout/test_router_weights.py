@@ -13,20 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.routing import is_missing, missing_rows, with_all_routes
+from honest_answers import CONTRACT, SHAPE, honest
+from megatron_dppo.data.replayed_routes import with_all_routes
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.engines.servers.contract import check_generation
 from megatron_dppo.errors import ConfigError, ContractViolation
 from megatron_dppo.hf.folder import read_hf_config, routing_shape
 from megatron_dppo.rollout.response import GrowingColumn
 from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.types import Prompt, RoutingShape, SamplingParams, select_experts, select_weights, with_weights
 from megatron_dppo.types.token_columns import ROUTES
+from megatron_dppo_engines.route_checks import is_missing, missing_rows
+from megatron_dppo_engines.servers.contract import check_generation
 from tests.unit.configs import config
 from tests.unit.data.test_routing import compact, routes
 from tests.unit.engines.test_local_routes import MODEL, generate, router_logits
-from tests.unit.honest_answers import CONTRACT, SHAPE, honest
 from tests.unit.streams import unusable
 
 NARROW = replace(SHAPE, weights=True)
@@ -206,9 +207,9 @@ def test_rollouts_sampled_ahead_require_the_same_value_of_the_key(then: bool, no
 
 
 def test_a_folder_of_rollouts_keeps_them(tmp_path: Path) -> None:
+    from columns import ids, logs
     from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
     from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup
-    from tests.unit.columns import ids, logs
 
     prompt, column = Prompt(prompt_id="p", text="", token_ids=(1, 2), label=""), weighted(2)[0]
     completion = Completion(

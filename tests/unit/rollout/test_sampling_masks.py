@@ -11,9 +11,9 @@ import torch
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.head.vocab_topk import keep_only, keep_only_
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
-from megatron_dppo.rollout.server import Generation
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import FinishReason, Prompt, SamplingMask, TrainingSample, VersionSpan
+from megatron_dppo_engines.server import Generation
 
 Lists = list[list[int]]
 SETS: Lists = [[4, 2], [], [9], [1, 0, 7, 3], [5, 6]]

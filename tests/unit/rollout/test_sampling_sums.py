@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.rollout.sampling_sums import RankSums, rank_sums, repeat_sums
-from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation
+from megatron_dppo.rollout.repeats import repeat_sums
 from megatron_dppo.types import (
     Completion,
     FinishReason,
@@ -21,6 +20,8 @@ from megatron_dppo.types import (
     SamplingParams,
     VersionSpan,
 )
+from megatron_dppo_engines.sampling_sums import RankSums, rank_sums
+from megatron_dppo_engines.server import Echo, GenerateRequest, Generation
 
 P = [0.5, 0.3, 0.15, 0.05]
 """Probabilities of four tokens; token i is the i-th most probable one."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from columns import ids, logs, mask, same
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import select_indices
@@ -21,7 +22,6 @@ from megatron_dppo.rollout.response import PartialResponse
 from megatron_dppo.rollout.saved import SavedSubmission, SchedulerState, load_rollouts, save_rollouts
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Completion, FinishReason, Rollout, RolloutGroup, SegmentCredit, ToolTime, VersionSpan
-from tests.unit.columns import ids, logs, mask, same
 from tests.unit.configs import config
 from tests.unit.streams import FakeEngine, FakeScorer, Numbers, Run, make, positions, unusable, values, versions
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
+from columns import ids, logs
+from fake_servers import END, FakeServer
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import RewardError
 from megatron_dppo.report.clock import Clock
@@ -19,9 +21,7 @@ from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import GroupRequest, SampledFuture
 from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.types import Completion, SamplingParams, VersionSpan
-from tests.unit.columns import ids, logs
 from tests.unit.engines.test_server_engine import FakeTokenizer, publish
-from tests.unit.fake_servers import END, FakeServer
 from tests.unit.streams import FakeScorer, Run, make, positions, values
 
 

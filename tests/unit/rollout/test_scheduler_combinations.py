@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from columns import same
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.types import Prompt
-from tests.unit.columns import same
 from tests.unit.combinations import STEPS, Combination, Loop, combinations, numbers, with_tool
 from tests.unit.engines.test_server_engine import FakeTokenizer
 

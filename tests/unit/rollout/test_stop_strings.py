@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.server import Generation
 from megatron_dppo.rollout.stop_strings import StopMatch, StopStrings
 from megatron_dppo.rollout.turns import ResponseBranch
 from megatron_dppo.types import FinishReason, SamplingParams, VersionSpan
 from megatron_dppo_agents.runner import AgentTask
+from megatron_dppo_engines.server import Generation
 from test_agent_protocols import merge_messages, send
 from tests.unit.scripted import CALL, TOOLS, World, chat_tokenizer
 

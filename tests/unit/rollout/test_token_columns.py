@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.data.training_samples import RowShape, pack, to_samples
-from megatron_dppo.engines.servers.frames import Frames
 from megatron_dppo.report.steps.files import StepMeta, read_rows, write_step
 from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens, groups_from_rows
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
-from megatron_dppo.rollout.server import Generation
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import (
     Completion,
@@ -39,6 +37,8 @@ from megatron_dppo.types.token_columns import (
     response_from_tensors,
     response_to_tensors,
 )
+from megatron_dppo_engines.server import Generation
+from megatron_dppo_engines.servers.frames import Frames
 
 PROMPT = Prompt(prompt_id="p", text="", token_ids=(1, 2), label="")
 PARAMS = SamplingParams(max_new_tokens=9)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.data.routing import is_missing
+from columns import mask, same
+from fake_servers import END, SHAPE, VOCAB, FakeServer, logprob, routes
 from megatron_dppo.data.training_samples import to_samples, to_training_sample
 from megatron_dppo.engines import server_engine
 from megatron_dppo.engines.server_engine import ServerEngine
@@ -23,10 +24,9 @@ from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.rollout.turns import Turns, load_generate
 from megatron_dppo.run.run_records import rollout_metrics
 from megatron_dppo.types import Completion, Prompt, RolloutGroup, VersionSpan
-from tests.unit.columns import mask, same
+from megatron_dppo_engines.route_checks import is_missing
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import FakeTokenizer, params, prompt, publish
-from tests.unit.fake_servers import END, SHAPE, VOCAB, FakeServer, logprob, routes
 
 ROOT = Path(__file__).parents[3]
 STOP = 9

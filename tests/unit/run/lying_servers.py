@@ -17,9 +17,10 @@ from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.policy.server_sums import TokenSource, sum_tokens
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.rollout.sampling_sums import _sum_ranks, repeat_sums
+from megatron_dppo.rollout.repeats import repeat_sums
 from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
+from megatron_dppo_engines.sampling_sums import _sum_ranks
 from tests.unit.configs import config
 from tests.unit.run.simulated_servers import _log_softmax as log_softmax
 

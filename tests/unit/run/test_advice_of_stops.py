@@ -17,7 +17,6 @@ import pytest
 
 from megatron_dppo import files as disk
 from megatron_dppo.engines.server_engine import ServerEngine
-from megatron_dppo.engines.servers.pool import PoolCounts
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError, TrainingStopped
 from megatron_dppo.files import require_new, require_space, write_new
 from megatron_dppo.report.metrics import MetricsWriter
@@ -30,6 +29,7 @@ from megatron_dppo.run.offline import write_lines
 from megatron_dppo.run.stop_signal import StopSignal
 from megatron_dppo.run.time_limit import TimeLimit
 from megatron_dppo_agents import tasks
+from megatron_dppo_engines.servers.pool import PoolCounts
 from tests.unit.configs import config
 from tests.unit.run.test_disk import small_disk, write_answers, write_checkpoint, write_metrics, write_model
 from tests.unit.run.test_guard import FP32

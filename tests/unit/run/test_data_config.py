@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from columns import ids
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.config.io import dump_toml, load_config
 from megatron_dppo.config.schema import Config
@@ -19,7 +20,6 @@ from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.run import evaluation
 from megatron_dppo.run.inputs import Inputs, read_inputs
 from megatron_dppo.types import Completion, Metric, PromptLimits, Rollout, RolloutGroup
-from tests.unit.columns import ids
 from tests.unit.configs import config
 from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
 

@@ -7,10 +7,10 @@ from statistics import mean
 
 import pytest
 
+from columns import ids
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.run.evaluation import eval_metrics, majority_score, pass_at_k
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
-from tests.unit.columns import ids
 
 
 def group(*answers: tuple[str, float]) -> RolloutGroup:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from columns import ids, logs, mask
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError, TrainingStopped
 from megatron_dppo.losses import BatchTotals
@@ -21,7 +22,6 @@ from megatron_dppo.report.clock import Clock
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory, count_nonfinite_tokens
 from megatron_dppo.run.sampling_test import SamplingTest
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup, TrainingSample, VersionSpan
-from tests.unit.columns import ids, logs, mask
 from tests.unit.configs import config
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from columns import ids, logs
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
+from megatron_dppo.rollout.repeats import RepeatSums
 from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.types import Completion, DropReason, FinishReason, Prompt, Rollout, RolloutGroup
-from tests.unit.columns import ids, logs
+from megatron_dppo_engines.sampling_sums import RankSums
 from tests.unit.configs import config
 
 GREEDY = RankSums(tokens=5000.0, shift=-1000.0, variance=250.0, best=5000.0, best_expected=3000.0)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.io import read_config
-from megatron_dppo.engines.serving.collectives import CollectiveVersions
 from megatron_dppo.run import server_checks
 from megatron_dppo.run.preflight import Start, find_problems
 from megatron_dppo.run.server_checks import check_servers
+from megatron_dppo_engines.serving.collectives import CollectiveVersions
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum"
 MODEL = EXAMPLE / "model"

@@ -10,9 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_dppo.policy.server_sums import ServerSums
-from megatron_dppo.rollout.sampling_sums import RankSums, RepeatSums
+from megatron_dppo.rollout.repeats import RepeatSums
 from megatron_dppo.run.evidence import RUN_STEPS
 from megatron_dppo.run.sampling_test import SamplingTest, SelectionShares
+from megatron_dppo_engines.sampling_sums import RankSums
 
 VOCAB = 64
 Floats = NDArray[np.float64]

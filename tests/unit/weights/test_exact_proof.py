@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import TensorDigests
-from megatron_dppo.rollout.server import ServerInfo
-from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.proof import SyncProof, WeightProofs
 from megatron_dppo.weights.quantization import Quantization, quantize_stream
+from megatron_dppo_engines.server import ServerInfo
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import TensorDigests
+from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 from tests.unit.weights.test_weight_digests import HIDDEN, KV_HEADS, layer, on_server, sha
 
 Held = list[dict[str, str]]

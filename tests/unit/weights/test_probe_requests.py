@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from columns import ids, logs
 from megatron_dppo.errors import ContractViolation
-from megatron_dppo.rollout.server import Echo, GenerateRequest, Generation, InferenceServer, ServerInfo
 from megatron_dppo.types import VersionSpan
 from megatron_dppo.weights.probe_requests import ProbeError, send_probe
 from megatron_dppo.weights.verdict import verify_response
-from tests.unit.columns import ids, logs
+from megatron_dppo_engines.server import Echo, GenerateRequest, Generation, InferenceServer, ServerInfo
 from tests.unit.policies import EXPECTED, Policy, ask
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.commands.convert import quantized_format
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import build_hf_model, stream_model, weight_shapes
-from megatron_dppo.mcore.compat.shims import apply_shims
+from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.weights.hf_folder import save_hf_folder
 from megatron_dppo.weights.quantization import (

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.rollout.shared_memory import DeviceHandle, SharedBucket, as_flattened_bucket, as_json
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sharing import RankLocation, find_owners, find_sharing, is_local
+from megatron_dppo_engines.serving import VLLM_EXTENSION
+from megatron_dppo_engines.shared_memory import DeviceHandle, SharedBucket, as_flattened_bucket, as_json
 from tests.unit.configs import config as config_of
 from tests.unit.weight_server import CPU, FakeServer, files_of, make, weights
 
-EXTENSION = Path(__file__).parents[3] / "megatron_dppo/engines/serving" / "vllm_extension" / "megatron_dppo_memory.py"
+EXTENSION = VLLM_EXTENSION / "megatron_dppo_memory.py"
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_a_server_of_another_size_than_the_configuration_says_is_left_alone(
 def test_memory_of_a_killed_trainer_is_freed_although_a_reader_has_it_open() -> None:
     program = """
 import os, sys, time, torch
-from megatron_dppo.rollout.shared_memory import SharedBucket, as_flattened_bucket
+from megatron_dppo_engines.shared_memory import SharedBucket, as_flattened_bucket
 bucket = SharedBucket(torch.arange(200, dtype=torch.uint8), readers=1)
 sys.stdout.buffer.write(as_flattened_bucket(bucket.handle, ["a"], ["uint8"], [[200]]))
 sys.stdout.buffer.flush(); os.close(1); time.sleep(60)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from megatron_dppo_engines.serving import VLLM_EXTENSION
+
 pytestmark = pytest.mark.slow
 
-EXTENSION = Path(__file__).parents[3] / "megatron_dppo/engines/serving" / "vllm_extension" / "megatron_dppo_vllm.py"
+EXTENSION = VLLM_EXTENSION / "megatron_dppo_vllm.py"
 
 PROGRAM = """
 import contextlib, socket, sys, threading
@@ -47,6 +48,7 @@ if DEFAULT_GROUP:
     c10d._get_default_group = lambda: default
 c10d.ProcessGroupNCCL, c10d.is_nccl_available = NCCL, lambda: True
 from megatron_dppo.weights import transfer_group
+from megatron_dppo_engines.serving import VLLM_EXTENSION
 transfer_group._get_default_group = _get_default_group = c10d._get_default_group
 contextmanager = contextlib.contextmanager
 GUARD

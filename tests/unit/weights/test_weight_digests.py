@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
-from megatron_dppo.rollout.weight_digests import RankDigests, WeightLayout
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import Proof, ServerRecord
 from megatron_dppo.weights.quantization import Quantization, fp8_blocks, quantize_stream
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest
+from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 
 HEADS, KV_HEADS, DIM, HIDDEN, EXPERTS, INTER, VOCAB = 4, 2, 4, 8, 4, 16, 70
 SGLANG_GPU_HASH = [

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest import TensorDigests
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import TensorDigests
 from tests.unit.weight_server import CPU, FakeServer, make, weights
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from megatron_dppo.data.formats.json_values import inflate, parse_json
-from megatron_dppo.engines.servers.responder import LoopThread
+from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 from megatron_dppo_agents.agent_request import MODEL, CallError
 from megatron_dppo_agents.episode import Episode

@@ -13,8 +13,8 @@ from megatron_dppo.data.training_samples import RowShape, fill_bins
 from megatron_dppo.engines.serving.command import count_gpus_per_server
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape, routing_shape
-from megatron_dppo.hf.weight_files import find_weight_files
 from megatron_dppo.parallel.platform import DTYPES
+from megatron_dppo_engines.weight_files import find_weight_files
 from megatron_dppo_plan.machine import GpuNode
 
 

@@ -218,7 +218,7 @@ _INTERMEDIATE_FILES = (
     "/torch/",
     "megatron_dppo_plan/assumed_values.py",
     "megatron_dppo_plan/meter.py",
-    "mcore/compat/torch_proxy.py",
+    "megatron_dppo_megatron_cpu/torch_proxy.py",
 )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.mcore.compat.attention import PackedRow
-from megatron_dppo.mcore.compat.delta_rule import DeltaNetKernels
+from megatron_dppo.mcore.delta_rule import DeltaNetKernels
+from megatron_dppo_megatron_cpu.attention import PackedRow
 
 _CHUNK = 64
 """Tokens of a chunk, as in flash-linear-attention."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.vllm_extension.megatron_dppo_digest.batched_words import BATCH_BYTES
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest.batched_words import BATCH_BYTES
 from megatron_dppo_plan.machine import GpuNode
 
 _SENT_SECONDS = 15e-6

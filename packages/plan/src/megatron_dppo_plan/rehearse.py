@@ -39,7 +39,7 @@ class RankRole:
 
 def prepare() -> None:
     """Import everything that ``rehearse`` needs and patch Megatron for it. Call once, before ``rehearse``."""
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(Platform.detect(force_cpu=True))
 

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_dppo.head import columns, loss, row_kernels, row_plan, stats
-from megatron_dppo.mcore import forward
+from megatron_dppo.mcore import delta_net, forward
 from megatron_dppo.mcore.bridge import Bridge
-from megatron_dppo.mcore.compat import delta_net, grouped_gemm
-from megatron_dppo.mcore.compat.attention import SDPACoreAttention
-from megatron_dppo.mcore.compat.torch_proxy import is_on_device
 from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
 from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
 from megatron_dppo.mcore.row import MicroBatchRow
+from megatron_dppo_megatron_cpu import grouped_gemm
+from megatron_dppo_megatron_cpu.attention import SDPACoreAttention
+from megatron_dppo_megatron_cpu.torch_proxy import is_on_device
 from megatron_dppo_plan.attention_kernels import Sinks, counted_keys
 from megatron_dppo_plan.delta_kernels import REHEARSED_KERNELS
 

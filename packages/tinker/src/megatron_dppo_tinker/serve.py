@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.serving.processes import StopRequest
 from megatron_dppo.errors import ConfigError, DiskError, ErrorCollector
 from megatron_dppo.files import disk_errors
 from megatron_dppo.parallel.network import is_loopback
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.run.inputs import read_model
 from megatron_dppo.run.lock import FolderLock
+from megatron_dppo_engines.serving.processes import StopRequest
 
 _KEY_FILE = "tinker_key"
 _KEY_PREFIX = "tml-"
@@ -113,7 +113,7 @@ def serve(config: Config, options: ServeOptions, report: Callable[[str], None]) 
         raise DiskError(f"run.output_dir = {str(folder)!r} cannot be used: {error}") from error
 
     # Megatron is imported from here on. Its shims must be applied before the first import.
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_dppo.data.routing import with_all_routes
+from megatron_dppo.data.replayed_routes import with_all_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.types import Completion, RolloutGroup, TrainingSample, select_experts, with_weights

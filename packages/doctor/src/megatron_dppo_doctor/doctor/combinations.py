@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.mcore.compat.delta_versions import FIX, miscompiles_delta_rule
-from megatron_dppo.mcore.compat.extensions import INSTALL_TOOLS, MODULES
+from megatron_dppo.mcore.delta_versions import FIX, miscompiles_delta_rule
+from megatron_dppo.mcore.extensions import INSTALL_TOOLS, MODULES
 from megatron_dppo_doctor.doctor.machine import MachineFacts
 
 
@@ -173,7 +173,7 @@ TABLE: tuple[BadCombination, ...] = (
         _unsupported_megatron,
         "supported versions are 0.16.1 to 0.19",
         "pip install 'megatron-core>=0.16.1,<0.20'",
-        "megatron_dppo/mcore/compat/shims.py",
+        "packages/megatron_cpu/src/megatron_dppo_megatron_cpu/shims.py",
     ),
     BadCombination(
         _old_python,
@@ -207,7 +207,7 @@ TABLE: tuple[BadCombination, ...] = (
         _broken_transformer_engine,
         "Megatron treats it as working and fails when it builds the first layer",
         "follow the message",
-        "megatron_dppo/mcore/compat/transformer_engine.py",
+        "megatron_dppo/mcore/transformer_engine.py",
     ),
     BadCombination(
         _transformer_engine_for_other_cuda,

@@ -98,7 +98,7 @@ def inspect_machine() -> MachineFacts:
     """Return the facts of this machine."""
     import torch
 
-    from megatron_dppo.mcore.compat.extensions import missing_build_tools
+    from megatron_dppo.mcore.extensions import missing_build_tools
 
     gpus = []
     for i in range(torch.cuda.device_count()):
@@ -152,7 +152,7 @@ def _check_transformer_engine(*, has_gpu: bool) -> str:
     if not has_gpu:
         return "not checked: no CUDA device, so its layers are not used"
     from megatron_dppo.errors import UserError
-    from megatron_dppo.mcore.compat.transformer_engine import has_transformer_engine
+    from megatron_dppo.mcore.transformer_engine import has_transformer_engine
 
     try:
         return "works" if has_transformer_engine() else "not installed"

@@ -24,12 +24,12 @@ from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.policy.update import Updater
-from megatron_dppo.rollout.server import Generation, ServerInfo
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
 from megatron_dppo.weights.probe import compute_readings
 from megatron_dppo.weights.probe_requests import ProbeError, ProbeExpectation, ProbeResponse
 from megatron_dppo.weights.verdict import ProbeResult, verify_response
 from megatron_dppo_doctor.doctor.self_test import SelfTestCheck
+from megatron_dppo_engines.server import Generation, ServerInfo
 
 NUM_EXPERTS = 8
 NUM_RESPONSES = 4

@@ -71,7 +71,7 @@ def run_checks(platform: Platform) -> Iterator[SelfTestCheck]:
     yield from check_collectives(platform)
     yield from check_head(platform)
     # Megatron is imported last: collectives and head are checked even where its import fails.
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo_doctor.doctor.self_test_model import check_model

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_dppo.engines.serving.checks import (
+from megatron_dppo.errors import ServerError
+from megatron_dppo_engines.serving.checks import (
     IDLE,
     ServerRequirements,
     fetch_json,
@@ -16,7 +17,6 @@ from megatron_dppo.engines.serving.checks import (
     identify_server,
     is_healthy,
 )
-from megatron_dppo.errors import ServerError
 
 _TIMEOUT_SECONDS = 10.0
 _PROGRAM_NAMES: dict[Literal["sglang", "vllm"], str] = {"sglang": "SGLang", "vllm": "vLLM"}

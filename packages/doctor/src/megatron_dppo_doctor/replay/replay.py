@@ -178,7 +178,7 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # Before the first import of Megatron.
-    from megatron_dppo.mcore.compat.shims import apply_shims
+    from megatron_dppo.mcore.shims import apply_shims
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup

@@ -1,1 +1,0 @@
-"""Shims that let released versions of Megatron Core run without CUDA, apex or Transformer Engine."""

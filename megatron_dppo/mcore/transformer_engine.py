@@ -1,0 +1,127 @@
+"""Detection of Transformer Engine, and checks of its limits."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import Module
+
+from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.errors import ConfigError, UserError
+
+
+def has_transformer_engine() -> bool:
+    """Return True if Transformer Engine works; called on CUDA only.
+
+    It is imported, because an installation can lack its torch part or be built for another torch. Megatron would notice
+    only when it builds the first layer.
+
+    Raises:
+        UserError: It is installed and cannot be imported.
+    """
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    # Its checks and the dynamic loader can raise any exception.
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
+            return False
+        raise UserError(
+            f"Transformer Engine is installed but cannot be used ({type(error).__name__}: {error}). Found: "
+            f"{_versions()}. It must be built for this torch and CUDA. Fix: pip install --no-build-isolation "
+            "'transformer-engine[pytorch]', or remove it with pip uninstall transformer-engine transformer-engine-cu12 "
+            "transformer-engine-cu13 transformer-engine-torch to train on plain torch layers"
+        ) from error
+    return True
+
+
+def check_attention_support(
+    dtype: str,
+    context_parallel_size: int,
+    *,
+    transformer_engine: bool,
+    windows: bool = False,
+    cp_comm_type: Any = None,
+) -> None:
+    """Check that Transformer Engine has an attention kernel for this model.
+
+    Args:
+        dtype: ``model.dtype``.
+        context_parallel_size: Context-parallel size of the layout.
+        transformer_engine: True if the model is built of Transformer Engine's layers.
+        windows: True if some layers have a sliding window or attention sinks.
+        cp_comm_type: ``model.transformer.cp_comm_type``.
+
+    Raises:
+        ConfigError: fp32 with context parallelism: Transformer Engine's fused kernels do not support fp32, and its
+            unfused one does not support context parallelism. Or windows or sinks with context parallelism by another
+            exchange than all-to-all over heads (transformer_engine/pytorch/attention/dot_product_attention/utils.py,
+            context_parallel.py).
+    """
+    if transformer_engine and dtype == "fp32" and context_parallel_size > 1:
+        raise ConfigError(
+            f"model.dtype = 'fp32' with context_parallel_size = {context_parallel_size}: Transformer Engine has no "
+            "attention for it (its fused kernels take no fp32, the unfused one no context parallelism). "
+            "Use model.dtype = 'bf16', or context_parallel_size = 1"
+        )
+    if transformer_engine and windows and context_parallel_size > 1 and cp_comm_type != "a2a":
+        raise ConfigError(
+            f"context_parallel_size = {context_parallel_size} and model.transformer.cp_comm_type = {cp_comm_type!r} "
+            "with a model that has sliding windows or attention sinks: Transformer Engine computes them only with an "
+            "all-to-all over heads. Set model.transformer.cp_comm_type = 'a2a', or context_parallel_size = 1"
+        )
+
+
+_SPLIT = re.compile(r"\.softmax_offset$|\.experts\.linear_fc[12]\.(weight|bias)\d+$")
+"""Attention sinks, and experts, whose biases have no tensor parallelism: each rank counts its own."""
+_REPLICATED = re.compile(r"\.linear_(q|kv)_down_proj\.weight$")
+"""Down projections of latent attention: each tensor-parallel rank has all of them."""
+
+
+def correct_tensor_parallel_marks(model: Module) -> None:
+    """Mark parameters as split over tensor parallelism, or as replicated, where Megatron's marks are wrong.
+
+    Reason: the gradient norm counts a marked parameter on each tensor-parallel rank, any other on the first rank
+        alone. With Transformer Engine's layers attention sinks and experts have no mark, and the replicated down
+        projections of latent attention have one.
+    Affected: Megatron Core 0.16.1 (experts with Transformer Engine 2.20.2); sinks to 0.19.2.
+    Delete when: Megatron marks them right.
+    """
+    for name, parameter in model.named_parameters():
+        is_replicated = _REPLICATED.search(name) is not None
+        if is_replicated or _SPLIT.search(name):
+            parameter.tensor_model_parallel = not is_replicated  # type: ignore[attr-defined]
+
+
+def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
+    """Check, without Transformer Engine, that no optimizer needs its Adam.
+
+    Args:
+        optimizers: Optimizer configurations by the name of their section.
+
+    Raises:
+        ConfigError: A precision-aware optimizer is on the GPU.
+    """
+    for name, optimizer in optimizers.items():
+        if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
+            raise ConfigError(
+                f"{name}.use_precision_aware_optimizer = true: on the GPU that is Transformer Engine's Adam, and there "
+                f"is none here. Install transformer-engine, or set {name}.optimizer_cpu_offload = true"
+            )
+
+
+def _versions() -> str:
+    import torch
+
+    names = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
+    versions = []
+    for name in names:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    versions = versions or ["transformer_engine of unknown version"]
+    return ", ".join([*versions, f"torch {torch.__version__}", f"CUDA {torch.version.cuda or 'none'}"])

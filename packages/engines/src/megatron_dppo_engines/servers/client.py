@@ -1,0 +1,102 @@
+"""The part of a server's client that SGLang and vLLM have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from megatron_dppo_engines.errors import ServerError
+from megatron_dppo_engines.server import GenerateRequest, Generation
+from megatron_dppo_engines.servers.fields import read_tokenize_response
+from megatron_dppo_engines.servers.http import Deadlines, HttpClient
+from megatron_dppo_engines.servers.updates import ADAPTER, FolderUpdates
+
+_ADMIN_CONNECTIONS = 8
+
+
+class ServerClient(FolderUpdates):
+    """HTTP connections to one server, and the calls that both engines have.
+
+    Args:
+        url: ``http://host:port``.
+        api_key: The server's ``--api-key``.
+        admin_api_key: Key for control calls; None if it is ``api_key``.
+        deadlines: Deadline of each kind of call.
+        adapter: True if requests are for the adapter of ``update_adapter``; False for the base weights.
+        keep_admin_alive: Reuse the connections for control calls.
+    """
+
+    _liveness_path: str
+    """Path of a GET that is cheap for the server."""
+    _no_tokenizer_statuses: tuple[int, ...]
+    """HTTP statuses of ``/tokenize`` on a server without a tokenizer, or without this call."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        admin_api_key: str | None = None,
+        deadlines: Deadlines | None,
+        adapter: bool,
+        keep_admin_alive: bool = True,
+    ) -> None:
+        self._adapter = ADAPTER if adapter else None
+        self._deadlines = deadlines or Deadlines()
+        connect_timeout = self._deadlines.connect
+        self._http = HttpClient(url, api_key=api_key, connect_timeout=connect_timeout)
+        # Control calls have separate connections: they must not wait behind hundreds of responses.
+        self._admin = HttpClient(
+            url,
+            api_key=admin_api_key or api_key,
+            connections=_ADMIN_CONNECTIONS,
+            connect_timeout=connect_timeout,
+            keep_alive=keep_admin_alive,
+        )
+        self.url = self._http.url
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue a sequence."""
+
+    async def health(self) -> bool:
+        """Return True if the server responds and, unless this client paused it, can generate."""
+        try:
+            await self._admin.get(self._health_path(), timeout=self._deadlines.health)
+        except ServerError:
+            return False
+        return True
+
+    def _health_path(self) -> str:
+        return "/health"
+
+    async def alive(self) -> bool:
+        """Return True if the HTTP process responds, however busy the engine is."""
+        try:
+            await self._admin.check(self._liveness_path, self._deadlines)
+        except ServerError:
+            return False
+        return True
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """Return the server's tokens of a text; None if it has no tokenizer, or lacks this call."""
+        body = {"prompt": text, "add_special_tokens": False}
+        try:
+            response = await self._http.post("/tokenize", body, timeout=self._deadlines.control, repeat=True)
+        except ServerError as error:
+            if error.status in self._no_tokenizer_statuses:
+                return None
+            raise
+        return read_tokenize_response(response, self.url + "/tokenize")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+        await self._admin.close()
+
+
+def bucket_to_json(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> dict[str, list[str] | list[list[int]]]:
+    """Return the fields that describe the tensors of a flattened bucket; both engines use the same ones."""
+    return {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}

@@ -1,0 +1,1 @@
+"""Released Megatron Core on a CPU. Call ``shims.apply_shims`` before anything imports ``megatron.core``."""

@@ -1,0 +1,74 @@
+"""Shims for Megatron's optimizer offloading (``HybridDeviceOptimizer``)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_dppo_megatron_cpu.torch_proxy import host_copies
+
+
+def copy_without_cuda() -> None:
+    """Let ``HybridDeviceOptimizer`` copy parameters without CUDA.
+
+    Reason: it checks ``is_cuda`` of each tensor, and pins its copy.
+    Affected: Megatron Core 0.16.1 to 0.19.2 on CPU.
+    Delete when: Megatron takes the device from its process groups instead of torch.cuda.
+    """
+    groups = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> Any:
+        with host_copies():
+            return groups(self, offload_fraction)
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = get_sub_optimizer_param_groups
+
+
+def copy_shards_only() -> None:
+    """Skip the copies that the distributed optimizer replaces right after.
+
+    Reason: the optimizer is built twice, first on all weights of the rank and then on its shards. The first build
+        copies all weights to the host.
+    Affected: Megatron Core 0.16.1 to 0.19.2.
+    Delete when: the distributed optimizer builds the only HybridDeviceOptimizer.
+    """
+    copy = HybridDeviceOptimizer._init_sub_optimizers
+
+    def init_sub_optimizers(self: Any) -> None:
+        # The first build has nn.Parameters; the shards of the second one are plain tensors.
+        if not any(isinstance(p, torch.nn.Parameter) for group in self.param_groups for p in group["params"]):
+            copy(self)
+
+    HybridDeviceOptimizer._init_sub_optimizers = init_sub_optimizers
+
+
+def accept_fp32_weights() -> None:
+    """Let the optimizer offload models of another dtype that have weights in fp32, such as decays.
+
+    Reason: the shards of such weights are views with a gradient, which no optimizer of torch accepts. Those that stay
+        on the device are not updated: their gradients are in ``decoupled_grad``, which is read for other dtypes only.
+    Affected: Megatron Core 0.16.1 to 0.19.2.
+    Delete when: HybridDeviceOptimizer trains weights in fp32.
+    """
+    build = DistributedOptimizer._build_model_and_main_param_groups
+
+    def build_model_and_main_param_groups(ranges: Any, buffers: Any, groups: Any, config: OptimizerConfig) -> Any:
+        with torch.no_grad() if config.optimizer_cpu_offload else nullcontext():
+            return build(ranges, buffers, groups, config)
+
+    DistributedOptimizer._build_model_and_main_param_groups = staticmethod(build_model_and_main_param_groups)
+    set_grads = HybridDeviceOptimizer._set_sub_optimizer_grads
+
+    def set_sub_optimizer_grads(self: Any) -> None:
+        set_grads(self)
+        for group in self.gpu_optimizer.param_groups if self.gpu_optimizer is not None else ():
+            for parameter in group["params"]:
+                if parameter not in self.fp32_param_to_orig_param:
+                    parameter.grad = parameter.decoupled_grad
+
+    HybridDeviceOptimizer._set_sub_optimizer_grads = set_sub_optimizer_grads
