@@ -19,7 +19,7 @@ from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
-from megatron_dppo.types.token_columns import columns_on_request, requested_columns
+from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.sampling_sums import RankSums
 from megatron_dppo_engines.server import InferenceServer
 from megatron_dppo_engines.servers.contract import Contract, checked
@@ -42,7 +42,6 @@ def build_contract(hf_config: Any, tokenizer: Any) -> Contract:
         vocab_size=hf_config.vocab_size,
         end_tokens=tuple(sorted(end_tokens(hf_config, tokenizer))),
         special_tokens=tuple(sorted(getattr(tokenizer, "all_special_ids", ()))),
-        column_limits={name: column.limits for name, column in columns_on_request().items()},
     )
 
 

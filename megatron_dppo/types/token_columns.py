@@ -11,7 +11,6 @@ token is not a column, because its spans cover runs of tokens (``VersionSpan``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo_engines.responses import SamplingMask, SamplingParams, check_sampling_mask
+from megatron_dppo_engines.responses import COLUMN_LIMITS, SamplingMask, SamplingParams, check_sampling_mask
 from megatron_dppo_engines.routes import MISSING_EXPERT
 
 TokenRows = Tensor | SamplingMask
@@ -67,11 +66,6 @@ class TokenColumn:
     requested_row_shape: Callable[[SamplingParams], tuple[int, ...] | None] | None = None
     """Function that returns the shape of a row if the parameters request the column, else None. Without a function the
     column is always present, or requested by other means (routes)."""
-    is_on_request: bool = False
-    """True if ``SamplingParams.columns`` requests the column by its name in a response: one float32 a token. The loss
-    that reads the column requests it."""
-    limits: tuple[float, float] = (-math.inf, math.inf)
-    """Smallest and largest correct value of a column on request. Values that are not finite are always refused."""
     is_optional: bool = True
     """True if training samples may lack it."""
     is_packed: bool = True
@@ -91,6 +85,11 @@ class TokenColumn:
 
     # Requests.
 
+    @property
+    def is_on_request(self) -> bool:
+        """True if ``SamplingParams.columns`` requests the column by its name in a response, because a loss reads it."""
+        return self.response in COLUMN_LIMITS
+
     def requested_shape(self, params: SamplingParams) -> tuple[int, ...] | None:
         """Return the shape of a row if ``params`` request the column, else None."""
         if self.is_on_request:
@@ -99,8 +98,10 @@ class TokenColumn:
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
         """Return ``count`` correct values of a column on request, for a check before a run."""
-        low = max(self.limits[0], min(0.0, self.limits[1]) - 1)
-        high = min(self.limits[1], low + 1)
+        assert self.response is not None
+        lowest, highest = COLUMN_LIMITS[self.response]
+        low = max(lowest, min(0.0, highest) - 1)
+        high = min(highest, low + 1)
         return low + (high - low) * torch.rand(count, generator=generator)
 
     # Rows of one response.

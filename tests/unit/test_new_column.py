@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from source_folders import PACKAGES, SOURCES
+from source_folders import PACKAGES, TRAINER
 
 ROOT = Path(__file__).parents[2]
 COLUMN = """ROLLOUT_ENTROPIES = TokenColumn(
@@ -24,8 +24,6 @@ COLUMN = """ROLLOUT_ENTROPIES = TokenColumn(
     dtype=torch.float32,
     alignment=Alignment.RESPONSE,
     fill=0.0,
-    is_on_request=True,
-    limits=(0.0, math.inf),
     is_loss_only=True,
 )
 """
@@ -75,7 +73,9 @@ ADDITIONS = {
     },
     "megatron_dppo_engines/responses.py": {
         "    topk_token_ids: Tensor | None = None\n": "    entropies: Tensor | None = None\n"
-        "    topk_token_ids: Tensor | None = None\n"
+        "    topk_token_ids: Tensor | None = None\n",
+        "COLUMN_LIMITS: dict[str, tuple[float, float]] = {}": "COLUMN_LIMITS: dict[str, tuple[float, float]] = "
+        '{"entropies": (0.0, float("inf"))}',
     },
     "types/samples.py": {
         "    reference_logprobs: Tensor | None = None\n": "    rollout_entropies: Tensor | None = None\n"
@@ -105,23 +105,22 @@ import json, math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 import torch
 import megatron_dppo
 import megatron_dppo as md
 assert Path(megatron_dppo.__file__).is_relative_to(Path.cwd())
 from megatron_dppo.data.training_samples import RowShape, pack, to_samples
-from megatron_dppo_engines.servers.contract import check_frame
-from megatron_dppo.engines.server_engine import build_contract
+from megatron_dppo_engines.servers.contract import Contract, check_frame
 from megatron_dppo_engines.sglang import wire as sglang
 from megatron_dppo_engines.vllm import wire as vllm
-from megatron_dppo.errors import ContractViolation, FunctionError
+from megatron_dppo.errors import FunctionError
+from megatron_dppo_engines.errors import ContractViolation
 from megatron_dppo.losses.user_check import check_user_functions, made_up_inputs
 from megatron_dppo.setup.engines import rollout_sampling_params
-from megatron_dppo.types import Rollout, RolloutGroup, SamplingParams
+from megatron_dppo.types import Rollout, RolloutGroup
 from tests.unit.configs import config
-import test_sglang, test_vllm
 from tests.unit.engines import test_local_engine
+import test_sglang, test_vllm
 
 assert "rollout_entropies" in md.LossConfig(name="entropic").required_inputs
 assert rollout_sampling_params(config(loss={"name": "entropic"})).columns == ("entropies",)
@@ -205,7 +204,7 @@ length = len(answer["choices"][0]["token_ids"])
 answer["choices"][0]["entropies"] = [0.25] * length
 assert vllm.decode_generation(answer, wanted_vllm, "http://b").entropies.tolist() == [0.25] * length
 
-contract = build_contract(SimpleNamespace(vocab_size=1 << 20, eos_token_id=None), SimpleNamespace(eos_token_id=1 << 19))
+contract = Contract(vocab_size=1 << 20, end_tokens=(1 << 19,))
 read = replace(read, echo=None)
 check_frame(read, wanted, contract, "http://a")
 for asked, changed, text in (
@@ -233,10 +232,10 @@ def test_a_column_takes_the_files_that_the_page_names_and_no_other(tmp_path: Pat
     table = page[page.index("## A column of tokens") : page.index("## A family of models")]
     named = re.findall(r"^\| \d+ \| `([a-z_/]+\.py)`", table, re.MULTILINE)
     assert sorted(named) == sorted(file for file in ADDITIONS if not file.startswith("losses/"))
-    for name in ("megatron_dppo", "megatron_dppo_engines"):
-        shutil.copytree(SOURCES[name], tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (TRAINER, PACKAGES["megatron_dppo_engines"]):
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, changes in ADDITIONS.items():
-        file = tmp_path / name if name.startswith("megatron_dppo_engines/") else tmp_path / "megatron_dppo" / name
+        file = tmp_path / (name if name.startswith("megatron_dppo_engines") else f"megatron_dppo/{name}")
         text = file.read_text() if file.exists() else ""
         for before, after in changes.items():
             assert before in text

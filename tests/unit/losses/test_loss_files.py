@@ -11,12 +11,14 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import megatron_dppo as md
+from megatron_dppo import losses
 from megatron_dppo.config.io import dump_toml, validate
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_classes, loss_names
@@ -72,6 +74,26 @@ def test_a_loss_needs_only_the_inputs_that_it_declares(name: str) -> None:
     declared |= {"statistics"} if config.update_statistics() else set()
     fields = {key: value for key, value in vars(inputs).items() if key not in optional - declared}
     assert torch.equal(policy_loss(LossInputs(**fields), config).loss_sum, expected)
+
+
+def test_every_class_with_a_name_of_its_own_is_a_loss() -> None:
+    """Files are found by their text, since those that losses share import torch."""
+    with_names = set()
+    for file in FILES:
+        module = import_module(f"megatron_dppo.losses.{file}")
+        kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, LossConfig)]
+        with_names |= {
+            k for k in kinds if k.__module__ == module.__name__ and get_args(k.model_fields["name"].annotation)
+        }
+    assert with_names == set(loss_classes().values()) and len(with_names) > 15
+
+
+def test_the_names_of_the_package_are_those_of_its_one_list() -> None:
+    for name in losses.__all__:
+        value = getattr(losses, name)
+        assert not isinstance(value, ModuleType), "a module of this name would hide it"
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'. It has: BatchTokens, .*policy_loss"):
+        _ = losses.nothing  # type: ignore[attr-defined]
 
 
 def test_configurations_are_read_without_torch() -> None:

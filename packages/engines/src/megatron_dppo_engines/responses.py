@@ -147,7 +147,7 @@ class SamplingParams:
     return_sampling_mask: bool = False
     """Also return the ids that the filters allowed at each token."""
     columns: tuple[str, ...] = ()
-    """Further columns of the response to return, with one number for each token."""
+    """Further columns to return, named as in ``COLUMN_LIMITS``."""
 
     def __post_init__(self) -> None:
         # JSON between processes has lists.
@@ -157,6 +157,11 @@ class SamplingParams:
     def has_filters(self) -> bool:
         """True if a filter excludes some ids."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+COLUMN_LIMITS: dict[str, tuple[float, float]] = {}
+"""Columns that a request names in ``SamplingParams.columns``, by their field of ``ResponseColumns``: one float32 a
+token, with its smallest and largest correct value. A value that is not finite is always refused."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,15 +6,15 @@ the trainer can check that the log-probabilities are those of the policy: see ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo_engines.errors import ContractViolation
-from megatron_dppo_engines.responses import FinishReason
+from megatron_dppo_engines.responses import COLUMN_LIMITS, FinishReason
 from megatron_dppo_engines.route_checks import check_routes
 from megatron_dppo_engines.sampling_sums import rank_sums
 from megatron_dppo_engines.server import GenerateCall, GenerateRequest, Generation, InferenceServer
@@ -47,8 +47,6 @@ class Contract:
     row of logits and send them without loss: measured ones are equal to the bit. A log-softmax computed as
     ``logit - logsumexp`` has the error of a logit of some hundreds in float32, about 3e-5, whatever dtype the logits
     had."""
-    column_limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Smallest and largest correct value of each column that ``SamplingParams.columns`` can request."""
 
 
 class SamplingMaskCheck:
@@ -334,7 +332,7 @@ class _ResponseCheck:
         self._check_topk_columns()
 
     def _check_columns_on_request(self) -> None:
-        for name, (low, high) in self._contract.column_limits.items():
+        for name, (low, high) in COLUMN_LIMITS.items():
             rows = getattr(self._generation, name)
             if name not in self._request.params.columns:
                 if rows is not None:
