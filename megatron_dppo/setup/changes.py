@@ -3,7 +3,7 @@
 Every key is of one kind. ``results``: the results of the run depend on the key, so a change needs
 ``checkpoint.accept_changes``. ``free``: the key decides where, how fast or how safely the run works; a change is
 printed. ``fixed``: ``resume.run_identity`` compares the key, and no flag allows a change. A change is ``repaired`` if
-its key has a user function whose failures stopped the run (``run/failed_functions.py``); it is printed.
+its key has a user function whose failures stopped the run (``setup/failed_functions.py``); it is printed.
 
 A path is the same if it leads to the same file, or to a copy of it: where the files are is no part of a run. What the
 files hold is: a file with other content is a change of the key that names it.

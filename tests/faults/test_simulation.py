@@ -12,6 +12,7 @@ from itertools import chain, product
 
 import pytest
 
+from source_folders import SOURCES
 from tests.faults.mutants.__main__ import ROOT
 from tests.faults.mutants.patches import PATCHES
 from tests.faults.simulation.faults import ALL_SPOILS, BY_HAND, SPOILS, TWO_LIVES, Fault, Plan, draw
@@ -105,7 +106,8 @@ def test_a_seed_gives_the_same_events_in_another_process() -> None:
 
 def test_each_change_of_the_package_fits_its_file_and_a_sample_is_found() -> None:
     for patch in PATCHES:
-        text = (ROOT / "megatron_dppo" / patch.path).read_text()
+        package, _, path = patch.path.partition("/")
+        text = (SOURCES[package] / path).read_text()
         assert text.count(patch.old) == 1 and patch.old != patch.new, patch.name
     command = [sys.executable, "-m", "tests.faults.mutants", "--count", "100", "--every", "13", "--skip", "2"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -12,9 +12,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from megatron_dppo.mcore.compat import transformer_engine
 from packaging.requirements import Requirement
 
+from megatron_dppo.mcore import transformer_engine
 from megatron_dppo_doctor.doctor.combinations import find_bad_combinations
 from megatron_dppo_doctor.doctor.machine import MachineFacts
 from test_doctor import BAD, GOOD

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from tests.faults.mutants.patches import PATCHES, Patch
+from tools.source_folders import ROOT, SOURCES
 
-ROOT = Path(__file__).resolve().parents[3]
 CONTROL_COUNT = 60
 """Schedules of the unchanged package that have to pass first."""
 
@@ -35,7 +35,7 @@ def find_failure(patch: Patch, folder: Path, count: int, processes: int) -> str:
         ValueError: the text to change is not in the file once.
         RuntimeError: the simulation did not run to its end.
     """
-    file = folder / "megatron_dppo" / patch.path
+    file = folder / patch.path
     text = file.read_text()
     if text.count(patch.old) != 1:
         raise ValueError(f"{patch.name}: {patch.path} has its text {text.count(patch.old)} times: {patch.old!r}")
@@ -53,10 +53,11 @@ def simulate(name: str, folder: Path, first: int, count: int, processes: int) ->
         RuntimeError: the simulation did not run to its end.
     """
     command = [sys.executable, "-m", "tests.faults.simulation", "--until-failure", "--first", str(first)]
+    path = os.pathsep.join([str(folder), str(ROOT / "packages/engines/tests")])
     result = subprocess.run(
         [*command, "--count", str(count), "--processes", str(processes)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -80,8 +81,8 @@ def main() -> int:
     survived = 0
     with tempfile.TemporaryDirectory(prefix="megatron_dppo-mutants-") as name:
         folder = Path(name)
-        for part in ("megatron_dppo", "tests"):
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in (*SOURCES.values(), ROOT / "tests"):
+            shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__"))
         # A simulation that fails by itself would count every change as found.
         if failure := simulate("unchanged", folder, 0, CONTROL_COUNT, options.processes):
             print(f"the unchanged package fails: {failure}")
