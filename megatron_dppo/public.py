@@ -44,7 +44,8 @@ def check_call(inputs: LossInputs, config: LossConfig) -> None:
 
     Raises:
         TypeError: A name in place of the configuration, or a list in place of a tensor.
-        ValueError: Log-probabilities that are integers, detached, NaN or above 0, or advantages that are not finite.
+        ValueError: Log-probabilities that are integers, detached, NaN or above 0, advantages that are not finite, or a
+            mask that is not boolean.
     """
     if isinstance(config, str):
         raise TypeError(f"Expected a LossConfig, got the name {config!r}. Fix: pass LossConfig(name={config!r}).")
@@ -60,6 +61,8 @@ def check_call(inputs: LossInputs, config: LossConfig) -> None:
         column = getattr(inputs, name)
         if column is not None and not column.is_floating_point():
             raise ValueError(f"Expected log-probabilities as {name}, got {column.dtype}. Fix: pass floats, in nats.")
+    if inputs.loss_mask.dtype != torch.bool:
+        raise ValueError(f"Expected a boolean loss_mask, got {inputs.loss_mask.dtype}. Fix: loss_mask.bool().")
     if torch.is_grad_enabled() and not inputs.logprobs.requires_grad:
         raise ValueError(
             "Expected logprobs with a gradient, got a detached tensor, which trains nothing. Fix: pass log pi without "

@@ -42,6 +42,10 @@ WRONG = {
     "integers": ({"logprobs": torch.tensor([-1, -2, -3])}, r"as logprobs, got torch\.int64"),
     "integer anchor": ({"rollout_logprobs": torch.tensor([-1, -2, -3])}, r"as rollout_logprobs, got torch\.int64"),
     "detached": ({"logprobs": PROBABILITIES.log()}, "got a detached tensor, which trains nothing"),
+    "mask of floats": (
+        {"loss_mask": torch.ones(PROBABILITIES.shape)},
+        r"got torch\.float32\. Fix: loss_mask\.bool",
+    ),
     "NaN": ({"logprobs": torch.tensor([-1.0, torch.nan, -1.0]).requires_grad_()}, "as logprobs, got NaN"),
     "NaN advantage": ({"advantages": torch.tensor([1.0, torch.nan, 0.0])}, "Expected finite advantages"),
     "infinite advantage": ({"advantages": torch.tensor([1.0, torch.inf, 0.0])}, "Expected finite advantages"),
