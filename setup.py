@@ -78,7 +78,7 @@ def readme() -> str:
 
 def offered() -> dict[str, dict[str, str]]:
     """Return what the trainer and the packages beside it offer, by group of entry points."""
-    commands = ("convert", "eval", "generate", "help", "restarts", "serve", "train")
+    commands = ("eval", "generate", "help", "restarts", "serve", "train")
     groups = {"megatron_dppo.commands": {name: f"megatron_dppo.commands.{name}" for name in commands}}
     for package in PACKAGES:
         for group, points in package["project"].get("entry-points", {}).items():

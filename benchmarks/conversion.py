@@ -39,7 +39,7 @@ WAYS = ("all ranks write", "rank 0 writes")
 
 def write_source(folder: Path) -> None:
     """Write the source folder with random weights."""
-    from megatron_dppo.convert.hf_folder import save_hf_folder
+    from megatron_dppo.export.hf_folder import save_hf_folder
     from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 
     model = build_hf_model(read_hf_config(folder / "shape"), torch.bfloat16, seed=0)
@@ -52,10 +52,10 @@ def write_source(folder: Path) -> None:
 def worker(folder: Path, rounds: int) -> None:
     """Read and write on one rank, and write its measurements to the folder."""
     from megatron_dppo.config.model import ParallelConfig
-    from megatron_dppo.convert.conversion import open_converter
-    from megatron_dppo.convert.hf_folder import save_hf_folder
+    from megatron_dppo.export.hf_folder import save_hf_folder
     from megatron_dppo.hf.folder import drain
     from megatron_dppo.hf.weight_files import FolderWeights
+    from megatron_dppo.run.conversion import open_converter
 
     source = folder / "source"
     parallel = ParallelConfig(expert_model_parallel_size=int(os.environ["WORLD_SIZE"]))

@@ -118,8 +118,8 @@ def masks_table(folder: Path) -> str:
     """
     # Imports torch, which the other tables do without.
     from megatron_dppo.report.steps.files import recorded_steps
-    from megatron_dppo.report.steps.masks import MaskCounts
     from megatron_dppo.report.steps.tokens import read_tokens
+    from megatron_dppo_report.masks import MaskCounts
     from megatron_dppo_report.reported_run import open_run
 
     run, counts = open_run(folder), MaskCounts()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.convert.adapter_folder import save_adapter
-from megatron_dppo.convert.hf_folder import save_hf_folder
+from megatron_dppo.export.adapter_folder import save_adapter
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.files import require_space
 from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.parallel.platform import DTYPES

@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.convert.conversion import open_converter
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.engines.local.engine import LocalEngine
@@ -31,6 +30,7 @@ from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.request_scheduler import sampling_params, sampling_seed
+from megatron_dppo.run.conversion import open_converter
 from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
 from megatron_dppo.setup.engines import (
     build_sampling_engine,

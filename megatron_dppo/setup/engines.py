@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.convert.adapter_folder import adapter_config
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.serving.command import read_api_key, sglang_targets
+from megatron_dppo.export.adapter_folder import adapter_config
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
 from megatron_dppo.process.marker import first_start

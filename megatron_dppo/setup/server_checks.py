@@ -15,10 +15,10 @@ import torch
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.convert.quantization import BLOCK, GROUP, Format, Quantization, find_quantized_names
 from megatron_dppo.engines.serving.command import read_api_key
 from megatron_dppo.engines.serving.environment import TRANSFER_VARIABLES, shares_communicator, transfer_variables
 from megatron_dppo.errors import ConfigError, ServerError, UserError
+from megatron_dppo.export.quantization import BLOCK, GROUP, Format, Quantization, find_quantized_names
 from megatron_dppo.hf.folder import configured_end_tokens, model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.network import is_loopback, source_address

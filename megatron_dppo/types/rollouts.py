@@ -150,7 +150,7 @@ class Completion(ResponseColumns):
     """Counters of the episode. The mean of each is a metric, ``rollout/NAME``."""
     segment_lengths: tuple[int, ...] = ()
     """Tokens of each segment of an agent's episode, in the order in which they began; they add up to R. Empty: the
-    response is one sequence. See ``types.segments``."""
+    response is one sequence. See ``megatron_dppo_agents.segments``."""
     segment_texts: tuple[str, ...] = ()
     """Decoded text of each segment from its first response on."""
     tool_times: tuple[ToolTime, ...] = ()

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from megatron_dppo.convert.quantization import is_never_quantized, is_quantized
+from megatron_dppo.export.quantization import is_never_quantized, is_quantized
 from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import Cut, TensorDigests
 from megatron_dppo_engines.weight_digests import WeightLayout
 

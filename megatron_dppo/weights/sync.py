@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.convert.adapter_folder import copy_to_cpu, write_adapter
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.quantization import Quantization, quantize_stream
 from megatron_dppo.errors import CheckpointError, DiskError, ServerError
+from megatron_dppo.export.adapter_folder import copy_to_cpu, write_adapter
+from megatron_dppo.export.hf_folder import save_hf_folder
+from megatron_dppo.export.quantization import Quantization, quantize_stream
 from megatron_dppo.files import disk_errors
 from megatron_dppo.hf.folder import drain
 from megatron_dppo.weights.attempt import Attempt, SyncResult

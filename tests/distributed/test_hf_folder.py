@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_dppo.convert import hf_folder
-from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import DiskError
+from megatron_dppo.export import hf_folder
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from tests.distributed.spawn import run_distributed
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.convert.hf_folder import save_hf_folder
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.hf.folder import model_shape, stream_model
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.mcore import mapping

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.upcycled_config import Upcycling
-from megatron_dppo.convert.upcycling import upcycle_folder
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.hf.weight_files import FolderWeights
+from megatron_dppo_convert.upcycled_config import Upcycling
+from megatron_dppo_convert.upcycling import upcycle_folder
 from tests.distributed.parity import hf_config, hf_reference
 from tests.e2e.runs import ROOT, environment
 
@@ -110,7 +110,7 @@ MEGATRON_AGAINST_DENSE = """
 import sys
 from pathlib import Path
 from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.convert.conversion import open_converter
+from megatron_dppo.run.conversion import open_converter
 for folder in map(Path, sys.argv[1:]):
     with open_converter(str(folder / "upcycled"), ParallelConfig(), "fp32") as converter:
         converter.load_hf()

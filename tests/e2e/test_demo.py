@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_dppo.commands.convert import CONVERSIONS
+from megatron_dppo_convert.command import CONVERSIONS
 from tests.e2e.runs import ROOT
 from tests.unit.test_doc_blocks import NOT_RUN, blocks
 

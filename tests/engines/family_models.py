@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megatron_dppo.convert.hf_folder import save_hf_folder
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.hf.families import ALIASES
 from megatron_dppo.hf.folder import WeightStream, build_hf_model, stream_model
 from tests.distributed.families import TINY, family_config, in_float64

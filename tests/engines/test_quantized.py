@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.quantization import FORMATS, Quantization
+from megatron_dppo.export.hf_folder import save_hf_folder
+from megatron_dppo.export.quantization import FORMATS, Quantization
 from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.weights.attempt import SyncResult
 from megatron_dppo.weights.sync import WeightSync

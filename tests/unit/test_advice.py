@@ -115,7 +115,6 @@ OF_OTHERS = {
 """Flags that texts give for other programs."""
 FILES_OF_COMMANDS = {"commands/inference.py": ("eval", "generate"), "commands/dry_run.py": ("train",)}
 FILES_OF_COMMANDS |= {"commands/train.py": ("train",), "run/offline.py": ("eval", "generate", "serve")}
-FILES_OF_COMMANDS |= {"convert/quantized_folder.py": ("convert",), "convert/upcycled_config.py": ("convert",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/demo.py": ("demo",), "megatron_dppo_lab/demo_command.py": ("demo",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_report/": ("report", "diagnose"), "report/findings.py": ("generate",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/example": ("examples",)}

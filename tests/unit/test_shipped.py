@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_dppo.commands.convert import CONVERSIONS
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.files import shipped_folder
+from megatron_dppo_convert.command import CONVERSIONS
 from source_folders import LIBRARIES, PACKAGES, SOURCES
 
 ROOT = Path(__file__).parents[2]

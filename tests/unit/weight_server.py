@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
-from megatron_dppo.convert.quantization import Quantization
 from megatron_dppo.errors import ServerError
+from megatron_dppo.export.quantization import Quantization
 from megatron_dppo.weights.ipc import MemorySharing
 from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo_engines.server import ServerInfo

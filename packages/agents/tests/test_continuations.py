@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_dppo.types import Completion, FinishReason, VersionSpan
-from megatron_dppo.types.segments import join_segments
 from megatron_dppo_agents.conversations import _continue_text, _restore_thoughts
+from megatron_dppo_agents.segments import join_segments
 
 
 class Template:

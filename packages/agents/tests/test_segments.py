@@ -45,10 +45,10 @@ from megatron_dppo.types import (
     SamplingParams,
     TrainingSample,
 )
-from megatron_dppo.types.segments import join_segments
 from megatron_dppo_agents.agent_request import CallError
 from megatron_dppo_agents.conversations import order_tool_results
 from megatron_dppo_agents.runner import AgentTask
+from megatron_dppo_agents.segments import join_segments
 from test_agents import chat, post, user
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish

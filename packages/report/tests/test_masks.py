@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dppo.report.steps.masks import MaskCounts, token_kinds
 from megatron_dppo.report.steps.tokens import StepTokens
+from megatron_dppo_report.masks import MaskCounts, token_kinds
 from megatron_dppo_report.reported_run import other_masks
 
 TEXTS = {0: "<end>", 1: " 42", 2: "word", 3: "\\boxed{", 4: " = ", 5: "é", 6: "x1"}

@@ -15,7 +15,6 @@ from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.losses import BatchTotals
 from megatron_dppo.policy.packed import PackedBatch
 from megatron_dppo.report.steps.files import StepMeta, write_step
-from megatron_dppo.report.steps.masks import MaskCounts
 from megatron_dppo.report.steps.tokens import UNKNOWN_AGE, read_tokens
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.run.recording import StepRecord
@@ -30,6 +29,7 @@ from megatron_dppo.types import (
     VersionSpan,
     token_ages,
 )
+from megatron_dppo_report.masks import MaskCounts
 from megatron_dppo_report.steps import step_view
 
 VERSION = 9

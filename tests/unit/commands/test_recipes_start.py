@@ -21,8 +21,8 @@ import pytest
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.convert.upcycled_config import Upcycling, upcycled_config
 from megatron_dppo.hf.folder import read_hf_config
+from megatron_dppo_convert.upcycled_config import Upcycling, upcycled_config
 from megatron_dppo_lab.smollm2 import MIXTURE
 from tests.unit.published_folders import (
     published_config,

@@ -20,9 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from megatron_dppo.config.model import LoraTarget
-from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.hf.families import FAMILIES, Family, adapter_modules, check_adapter_targets, get_family
 from megatron_dppo.hf.families.family import Published
 from megatron_dppo.hf.folder import (

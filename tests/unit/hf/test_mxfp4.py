@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, read_hf_config, stream_folder, stream_model
 from megatron_dppo.hf.mxfp4 import dequantize
 from megatron_dppo.hf.weight_files import FolderWeights

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.hf.config_keys import check_config_keys
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import (

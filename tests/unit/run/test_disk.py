@@ -22,8 +22,8 @@ from megatron_dppo import files as disk
 from megatron_dppo.commands.eval import add_arguments
 from megatron_dppo.commands.eval import run as run_eval
 from megatron_dppo.commands.reported import report_error
-from megatron_dppo.convert.hf_folder import save_hf_folder
 from megatron_dppo.errors import ConfigError, DiskError, UserError
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.files import disk_errors, format_bytes, require_space, write_synced
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.report.metrics import MetricsWriter

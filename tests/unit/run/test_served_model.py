@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.io import load_config
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.quantization import Quantization, quantize_stream
 from megatron_dppo.errors import CheckpointError, ConfigError
+from megatron_dppo.export.hf_folder import save_hf_folder
+from megatron_dppo.export.quantization import Quantization, quantize_stream
 from megatron_dppo.hf.folder import build_hf_model, stream_model
 from megatron_dppo.run.guard import FirstUpdateGuard
 from megatron_dppo.setup import engines

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.convert.conversion import _read_lora_config
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.files import read_regular_file
 from megatron_dppo.mcore.checkpoint.folder import read_state
 from megatron_dppo.process.marker import MARKER, read_marker
 from megatron_dppo.report.trackers import IDS, run_id
+from megatron_dppo.run.conversion import _read_lora_config
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.setup.run_folder import _move_aside
 from megatron_dppo.setup.starts import read_starts

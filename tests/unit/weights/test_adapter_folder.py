@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.convert.adapter_folder import (
+from megatron_dppo.export.adapter_folder import (
     adapter_config,
     describe_peft_problem,
     fuse_experts,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.convert.quantization import Quantization, quantize_stream
+from megatron_dppo.export.quantization import Quantization, quantize_stream
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.proof import SyncProof, WeightProofs

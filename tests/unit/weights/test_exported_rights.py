@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.convert.adapter_folder import write_adapter
-from megatron_dppo.convert.hf_folder import save_hf_folder
+from megatron_dppo.export.adapter_folder import write_adapter
+from megatron_dppo.export.hf_folder import save_hf_folder
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 

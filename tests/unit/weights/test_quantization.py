@@ -13,20 +13,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_dppo.commands.convert import quantized_format
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.quantization import (
+from megatron_dppo.errors import CheckpointError
+from megatron_dppo.export.hf_folder import save_hf_folder
+from megatron_dppo.export.quantization import (
     Quantization,
     find_quantized_names,
     fp8_blocks,
     int4_groups,
     quantize_stream,
 )
-from megatron_dppo.convert.quantized_folder import quantize_folder
-from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import build_hf_model, stream_model, weight_shapes
 from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_convert.command import quantized_format
+from megatron_dppo_convert.quantized_folder import quantize_folder
 from tests.distributed.families import TINY, family_config
 
 ROUTED = re.compile(r".*experts\.\d+\.\w+\.weight")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.convert.quantization import Quantization, fp8_blocks, quantize_stream
+from megatron_dppo.export.quantization import Quantization, fp8_blocks, quantize_stream
 from megatron_dppo.weights.digests import StreamDigests
 from megatron_dppo.weights.judge import Proof, ServerRecord
 from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest import PartsDigest, tensor_digest

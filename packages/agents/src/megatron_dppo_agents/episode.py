@@ -18,7 +18,6 @@ from megatron_dppo.rollout.response_text import decode_response, decode_tokens
 from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
-from megatron_dppo.types.segments import join_segments
 from megatron_dppo_agents.agent_request import AgentRequest, CallError, ContextLengthError
 from megatron_dppo_agents.agent_response import AgentResponse, build_response
 from megatron_dppo_agents.call_ids import CallIds
@@ -30,6 +29,7 @@ from megatron_dppo_agents.prepared_call import PreparedCall, count_prompt_tokens
 from megatron_dppo_agents.protocol_record import StoredResponses
 from megatron_dppo_agents.response_reader import ResponseReader
 from megatron_dppo_agents.running_calls import RunningCalls
+from megatron_dppo_agents.segments import join_segments
 from megatron_dppo_agents.template import ChatTemplate
 from megatron_dppo_agents.tool_clock import ToolClock
 

@@ -83,8 +83,8 @@ def mixture_folder(say: Callable[[str], None] = lambda _: None) -> Path:
     Raises:
         UserError, CheckpointError, DiskError: See ``model_folder``.
     """
-    from megatron_dppo.convert.upcycled_config import Upcycling
-    from megatron_dppo.convert.upcycling import upcycle_folder
+    from megatron_dppo_convert.upcycled_config import Upcycling
+    from megatron_dppo_convert.upcycling import upcycle_folder
 
     dense = model_folder(say)
     folder = dense.with_name(f"{dense.name}-moe-{MIXTURE['num_experts']}x{MIXTURE['top_k']}")

@@ -141,7 +141,7 @@ DATA_DEPENDENT_SIZES: Sequence[DataDependentSize] = (
         reason="without token dropping every token is routed to exactly k experts",
     ),
     DataDependentSize(
-        file="mcore/rehearsal.py",
+        file="megatron_dppo_plan/megatron_replacements.py",
         function="dispatch_postprocess",
         operation="aten::masked_select",
         count=lambda frame: int(frame.f_locals["arriving"]),

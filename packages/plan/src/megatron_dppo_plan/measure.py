@@ -16,11 +16,12 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.weight_files import WeightSource
 from megatron_dppo.losses import Objective
-from megatron_dppo.mcore import forward, head, offload, optim, rehearsal, router_replay
+from megatron_dppo.mcore import forward, head, offload, optim, router_replay
 from megatron_dppo.mcore.setup import initialize_megatron
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.types import MicroBatch
+from megatron_dppo_plan import megatron_replacements
 from megatron_dppo_plan.measurement import STATIC, TEACHER, UpdateMeasurement
 from megatron_dppo_plan.meter import HOST, Meter
 
@@ -116,7 +117,7 @@ def phases(meter: Meter) -> Iterator[None]:
         (optim.Optimizer, "step", "update"),
         (dist, "all_gather_object", _OBJECT_EXCHANGE),
         (torch.optim.Adam, "step", HOST),  # also AdamW's; only an offloaded optimizer uses torch's Adam
-        *rehearsal.schedule_phases(),
+        *megatron_replacements.schedule_phases(),
         *((owner, name, HOST) for owner, name in offload.HOST_ALLOCATIONS),
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in targets]

@@ -62,11 +62,11 @@ def rehearse(
     platform = Platform.detect(force_cpu=True)
     from megatron_dppo.losses import policy_objective
     from megatron_dppo.mcore.model import padded_vocab_size
-    from megatron_dppo.mcore.rehearsal import Assumptions
     from megatron_dppo_plan.arithmetic import optimizer_bytes
     from megatron_dppo_plan.assumed_values import AssumedValues
     from megatron_dppo_plan.measure import measure_update, trainer_builder
     from megatron_dppo_plan.measurement import scale_optimizer
+    from megatron_dppo_plan.megatron_replacements import Assumptions
     from megatron_dppo_plan.meter import Meter
     from megatron_dppo_plan.models import sample_rows
     from megatron_dppo_plan.replacements import replace_for_rehearsal

@@ -1,6 +1,6 @@
 """Replacements in this package and in torch for a rehearsal, each with its reason.
 
-Those in Megatron are in ``mcore/rehearsal.py``. Assumed values are in ``assumed_values.py``.
+Those in Megatron are in ``megatron_replacements.py``. Assumed values are in ``assumed_values.py``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_dppo.head import columns, loss, row_kernels, row_plan, stats
 from megatron_dppo.mcore import delta_net, forward
 from megatron_dppo.mcore.bridge import Bridge
-from megatron_dppo.mcore.rehearsal import REPLACEMENTS as MEGATRON
-from megatron_dppo.mcore.rehearsal import Assumptions, Replacement
 from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo_megatron_cpu import grouped_gemm
 from megatron_dppo_megatron_cpu.attention import SDPACoreAttention
 from megatron_dppo_megatron_cpu.torch_proxy import is_on_device
 from megatron_dppo_plan.attention_kernels import Sinks, counted_keys
 from megatron_dppo_plan.delta_kernels import REHEARSED_KERNELS
+from megatron_dppo_plan.megatron_replacements import REPLACEMENTS as MEGATRON
+from megatron_dppo_plan.megatron_replacements import Assumptions, Replacement
 
 
 def replace_for_rehearsal(assumptions: Assumptions, *, as_gpu: bool) -> None:

@@ -20,10 +20,10 @@ from megatron_dppo.files import disk_errors, read_regular_file, write_synced
 from megatron_dppo.report.findings import findings
 from megatron_dppo.report.records import Record, read_metrics
 from megatron_dppo.report.steps.files import recorded_steps
-from megatron_dppo.report.steps.masks import MaskCounts, OtherMasks
 from megatron_dppo.report.steps.tokens import Decode, read_tokens
 from megatron_dppo_report.agents import FailureCounts, agent_view
 from megatron_dppo_report.charts import build_charts, remaining_charts
+from megatron_dppo_report.masks import MaskCounts, OtherMasks
 from megatron_dppo_report.steps import Budget, step_view
 
 FILE = "report.html"

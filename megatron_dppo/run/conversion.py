@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_dppo.config.layout import Layout, pipeline_split, resolve_parallel
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.quantization import Quantization
 from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.export.hf_folder import save_hf_folder
+from megatron_dppo.export.quantization import Quantization
 from megatron_dppo.hf.folder import is_mtp_weight, model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform

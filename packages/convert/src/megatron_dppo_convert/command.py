@@ -18,7 +18,7 @@ from megatron_dppo.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from megatron_dppo.config.model import ParallelConfig
-    from megatron_dppo.convert.quantization import Format
+    from megatron_dppo.export.quantization import Format
 
 HELP = "convert weights: Hugging Face, Megatron, adapters, mixtures of experts, FP8"
 HAS_OVERRIDES = False
@@ -117,7 +117,7 @@ def quantized_format(text: str) -> Format:
     Raises:
         argparse.ArgumentTypeError: Unknown or removed format. The message names a replacement.
     """
-    from megatron_dppo.convert.quantization import FORMATS
+    from megatron_dppo.export.quantization import FORMATS
 
     if text in FORMATS:
         return text
@@ -136,7 +136,7 @@ def _add_hf_to_megatron(parser: argparse.ArgumentParser) -> None:
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> int:
-    from megatron_dppo.convert.conversion import open_converter
+    from megatron_dppo.run.conversion import open_converter
 
     with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
         converter.load_hf()
@@ -159,9 +159,9 @@ def _add_megatron_to_hf(parser: argparse.ArgumentParser) -> None:
 
 
 def _megatron_to_hf(options: argparse.Namespace) -> int:
-    from megatron_dppo.convert.conversion import open_converter
-    from megatron_dppo.convert.quantization import Quantization
+    from megatron_dppo.export.quantization import Quantization
     from megatron_dppo.parallel.platform import DTYPES
+    from megatron_dppo.run.conversion import open_converter
 
     target = _new_folder(options.out_folder)
     quantization = Quantization(options.quantize) if options.quantize else None
@@ -178,7 +178,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 
 
 def _adapter(options: argparse.Namespace) -> int:
-    from megatron_dppo.convert.adapter_folder import fuse_adapter
+    from megatron_dppo.export.adapter_folder import fuse_adapter
 
     fuse_adapter(options.adapter, _new_folder(options.out))
     print(f"wrote {options.out}")
@@ -197,8 +197,8 @@ def _add_upcycle(parser: argparse.ArgumentParser) -> None:
 
 
 def _upcycle(options: argparse.Namespace) -> int:
-    from megatron_dppo.convert.upcycled_config import Upcycling
-    from megatron_dppo.convert.upcycling import upcycle_folder
+    from megatron_dppo_convert.upcycled_config import Upcycling
+    from megatron_dppo_convert.upcycling import upcycle_folder
 
     settings = Upcycling(num_experts=options.experts, top_k=options.top_k, noise=options.noise, seed=options.seed)
     model = upcycle_folder(options.dense, options.out, settings)
@@ -222,8 +222,8 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    from megatron_dppo.convert.quantized_folder import quantize_folder
     from megatron_dppo.parallel.platform import DTYPES
+    from megatron_dppo_convert.quantized_folder import quantize_folder
 
     target = _new_folder(options.out_folder)
     count = quantize_folder(Path(options.in_folder), target, options.format, DTYPES[options.dtype])
@@ -239,7 +239,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from megatron_dppo.convert.conversion import open_converter
+    from megatron_dppo.run.conversion import open_converter
 
     with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
         if options.checkpoint is None:

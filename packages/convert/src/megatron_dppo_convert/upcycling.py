@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.upcycled_config import Upcycling, upcycled_config
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.files import require_space
 from megatron_dppo.hf.folder import model_shape, read_hf_config, weight_shapes
 from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
+from megatron_dppo_convert.upcycled_config import Upcycling, upcycled_config
 
 INIT_STD = 0.02
 """Standard deviation of weights that the dense model does not have."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.convert.hf_folder import save_hf_folder
-from megatron_dppo.convert.quantization import Format, Quantization
 from megatron_dppo.errors import CheckpointError
+from megatron_dppo.export.hf_folder import save_hf_folder
+from megatron_dppo.export.quantization import Format, Quantization
 from megatron_dppo.hf.folder import model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
 

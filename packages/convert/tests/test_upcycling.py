@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.commands.main import main
-from megatron_dppo.convert import upcycling
-from megatron_dppo.convert.upcycled_config import TARGETS, Upcycling
-from megatron_dppo.convert.upcycling import upcycle_folder
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import build_hf_model, model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
+from megatron_dppo_convert import upcycling
+from megatron_dppo_convert.upcycled_config import TARGETS, Upcycling
+from megatron_dppo_convert.upcycling import upcycle_folder
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = ROOT / "examples/chain_sum/model"

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_dppo.convert.quantization import Quantization, is_quantized, quantize_stream
 from megatron_dppo.errors import CheckpointError, DiskError
+from megatron_dppo.export.quantization import Quantization, is_quantized, quantize_stream
 from megatron_dppo.files import disk_errors, fsync, usual_rights
 from megatron_dppo.hf.families.fused_experts import INTERLEAVED
 from megatron_dppo.hf.folder import (

@@ -1,1 +1,0 @@
-"""Folders of Hugging Face from and for a policy: export, adapters, conversion, quantization, upcycling."""

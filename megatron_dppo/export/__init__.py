@@ -1,0 +1,1 @@
+"""Hugging Face folders of a policy: weights, adapters, quantized copies."""

@@ -1,0 +1,1 @@
+"""Conversions of weights by the command line: folders, adapters, mixtures of experts, quantized copies."""
