@@ -24,7 +24,7 @@ END
         # is installed by one, is not found.
         "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
             >"$("$work/$library/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/trainer.pth"
-        ! "$work/$library/bin/python" -c 'import megatron_dppo' 2>/dev/null
+        "$work/$library/bin/python" -c 'import megatron_dppo' 2>/dev/null && exit 1
         requirements=()
     fi
     "${pip[@]}" pytest "${requirements[@]}" 2> >(grep -v '^WARNING: Location' >&2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_dppo.errors import UserError
 from megatron_dppo.mcore.extensions import replace_load_inline
 from megatron_dppo.mcore.transformer_engine import has_transformer_engine
@@ -20,11 +22,12 @@ _BUILDS = Shim(
 )
 
 
-def apply_shims(platform: Platform) -> bool:
+def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core", "megatron.bridge")) -> bool:
     """Apply the shims that this platform needs, before anything imports ``megatron.core``; a second call does nothing.
 
     Args:
         platform: Device of this process.
+        packages: Dotted prefixes of the packages whose modules get the CPU proxy of torch.
 
     Returns:
         True if this call applied the shims.
@@ -35,7 +38,10 @@ def apply_shims(platform: Platform) -> bool:
     """
     try:
         return shims.apply_shims(
-            is_cuda=platform.is_cuda, has_te=platform.is_cuda and has_transformer_engine(), more=[_BUILDS]
+            is_cuda=platform.is_cuda,
+            has_te=platform.is_cuda and has_transformer_engine(),
+            packages=packages,
+            more=[_BUILDS],
         )
     except shims.UnsupportedMegatronError as error:
         raise UserError(str(error)) from error

@@ -90,7 +90,10 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "process": ({"config", "errors", "files", "mcore", "report"}, {"torch"}),
     "setup": (BASE | {"losses", "types", "parallel", "mcore", "policy", "process"} | WINGS | {ENGINES}, {"torch"}),
-    "run": (BASE | CORE - {"head"} | WINGS | {"process", "setup", ANSWERS, ENGINES}, {"safetensors", "torch"}),
+    "run": (
+        BASE | CORE - {"head"} | WINGS | {"process", "setup", ANSWERS, ENGINES},
+        {"safetensors", "torch", "transformers"},
+    ),
     "commands": (BASE | CORE | WINGS | {"process", "setup", "run", "__version__", ENGINES}, {"torch", "transformers"}),
     "train": ({"commands"}, set()),
     # Packages beside the trainer. Libraries, of which the first three lie below the trainer:
