@@ -36,7 +36,7 @@ PACKAGES = [tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(R
 SOURCES = {source.name: source for source in sorted(ROOT.glob("packages/*/src/megatron_dppo_*"))}
 """Their folders by the name of the import."""
 BASE = ["torch>=2.6", "pydantic>=2.10"]
-"""What `import megatron_dppo` and the losses need."""
+"""Requirements of `import megatron_dppo` and of the losses."""
 TRAIN = [
     # Its selective recomputation compiles a C++ extension (mcore/extensions.py).
     "ninja; python_version >= '3.12'",

@@ -6,9 +6,10 @@ import os
 
 from megatron_dppo.mcore.shims import apply_shims
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo_megatron_cpu.shims import PACKAGES
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-apply_shims(Platform.detect(force_cpu=True), packages=("megatron.core", "megatron.bridge", "mbridge"))
+apply_shims(Platform.detect(force_cpu=True), packages=(*PACKAGES, "mbridge"))
 
 import megatron_dppo.mcore.setup  # noqa: E402
 import megatron_dppo.policy.trainer  # noqa: E402

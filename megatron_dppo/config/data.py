@@ -114,15 +114,18 @@ class DataConfig(Section):
     @property
     def names(self) -> dict[str, str]:
         """Name of each source of ``train`` and ``eval``, which messages, metrics and ``[data.sources]`` use."""
-        train = [self.train] if isinstance(self.train, str) else self.train
         named = self.eval if isinstance(self.eval, dict) else {"": self.eval}
-        return name_sources([*train, *(source for source in named.values() if source is not None)])
+        return name_sources([*self._train_sources, *(source for source in named.values() if source is not None)])
 
     @property
     def source_names(self) -> list[str]:
         """Names of the sources of ``train``, in order."""
-        listed = [self.train] if isinstance(self.train, str) else self.train
-        return [self.names[source] for source in listed]
+        names = self.names
+        return [names[source] for source in self._train_sources]
+
+    @property
+    def _train_sources(self) -> list[str]:
+        return [self.train] if isinstance(self.train, str) else self.train
 
     @property
     def weights(self) -> dict[str, float]:

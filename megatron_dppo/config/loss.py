@@ -257,6 +257,10 @@ class LossConfig(Section):
         """
         return {}
 
+    def declared_statistics(self) -> dict[str, Statistic]:
+        """Return the statistics of step and update together, by name."""
+        return {**self.step_statistics(), **self.update_statistics()}
+
     def resolved_defaults(self) -> dict[str, object]:
         """Return the value in effect for each key whose ``None`` stands for a default of the loss."""
         return {

@@ -56,7 +56,7 @@ def batch_statistics(inputs: LossInputs, config: LossConfig) -> dict[str, float]
         >>> {name: round(x, 3) for name, x in batch_statistics(inputs, LossConfig(name="m2po")).items()}
         {'largest_square': 0.198}
     """
-    declared = {**config.step_statistics(), **config.update_statistics()}
+    declared = config.declared_statistics()
     if not declared:
         return {}
     assert inputs.rollout_logprobs is not None

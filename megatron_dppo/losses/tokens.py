@@ -176,7 +176,7 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
             if name == "rollout_logprobs":
                 what = "is anchored on the rollout policy's own log-probabilities"
             raise ValueError(f"the loss {config.name!r} {what}, but {name} is None; {advice}")
-    for name in {**config.step_statistics(), **config.update_statistics()}:
+    for name in config.declared_statistics():
         if name not in inputs.statistics:
             raise ValueError(
                 f"the loss {config.name!r} needs statistics[{name!r}], a number of the whole batch, but it is missing. "

@@ -9,7 +9,7 @@ from megatron_dppo.mcore.extensions import replace_load_inline
 from megatron_dppo.mcore.transformer_engine import has_transformer_engine
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo_megatron_cpu import shims
-from megatron_dppo_megatron_cpu.shims import Shim
+from megatron_dppo_megatron_cpu.shims import PACKAGES, Shim
 
 _BUILDS = Shim(
     replace_load_inline,
@@ -22,7 +22,7 @@ _BUILDS = Shim(
 )
 
 
-def apply_shims(platform: Platform, packages: Sequence[str] = ("megatron.core", "megatron.bridge")) -> bool:
+def apply_shims(platform: Platform, packages: Sequence[str] = PACKAGES) -> bool:
     """Apply the shims that this platform needs, before anything imports ``megatron.core``; a second call does nothing.
 
     Args:

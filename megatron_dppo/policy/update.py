@@ -224,8 +224,8 @@ class Updater:
         Args:
             samples: Samples of this rank.
         """
-        declared = {**self._loss.step_statistics(), **self._loss.update_statistics()}
-        return policy_objective(self._loss, statistics=self._statistics(samples, declared))
+        statistics = self._statistics(samples, self._loss.declared_statistics())
+        return policy_objective(self._loss, statistics=statistics)
 
     def _statistics(self, samples: Sequence[TrainingSample], declared: Mapping[str, Statistic]) -> dict[str, float]:
         """Return numbers of the loss tokens of all data-parallel ranks, by name; a collective.

@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.faults.mutants.patches import PATCHES, Patch
 from tools.source_folders import ROOT, SOURCES
 
+_HELPERS = "packages/engines/tests"
+"""Where ``tests/__init__.py`` finds modules of the simulation."""
 CONTROL_COUNT = 60
 """Schedules of the unchanged package that have to pass first."""
 
@@ -53,11 +55,10 @@ def simulate(name: str, folder: Path, first: int, count: int, processes: int) ->
         RuntimeError: the simulation did not run to its end.
     """
     command = [sys.executable, "-m", "tests.faults.simulation", "--until-failure", "--first", str(first)]
-    path = os.pathsep.join([str(folder), str(ROOT / "packages/engines/tests")])
     result = subprocess.run(
         [*command, "--count", str(count), "--processes", str(processes)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -83,6 +84,7 @@ def main() -> int:
         folder = Path(name)
         for part in (*SOURCES.values(), ROOT / "tests"):
             shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / _HELPERS, folder / _HELPERS, ignore=shutil.ignore_patterns("__pycache__"))
         # A simulation that fails by itself would count every change as found.
         if failure := simulate("unchanged", folder, 0, CONTROL_COUNT, options.processes):
             print(f"the unchanged package fails: {failure}")

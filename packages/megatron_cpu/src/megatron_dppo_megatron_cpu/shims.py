@@ -22,6 +22,8 @@ from megatron_dppo_megatron_cpu.fused_adam import FusedAdam
 from megatron_dppo_megatron_cpu.gloo import silence_megatron, skip_single_rank_collectives, support_uneven_splits
 from megatron_dppo_megatron_cpu.torch_proxy import bind_proxy, cuda_type_names
 
+PACKAGES = ("megatron.core", "megatron.bridge")
+"""Packages whose modules get the CPU proxy of torch."""
 OLDEST, NEWEST_EXCLUSIVE = (0, 16, 1), (0, 20, 0)
 _applied = False
 
@@ -68,7 +70,7 @@ def apply_shims(
     *,
     is_cuda: bool,
     has_te: bool = False,
-    packages: Sequence[str] = ("megatron.core", "megatron.bridge"),
+    packages: Sequence[str] = PACKAGES,
     more: Sequence[Shim] = (),
 ) -> bool:
     """Apply the shims that this device needs; a second call does nothing.

@@ -85,8 +85,8 @@ def rehearse(
         shard_width = padded_vocab_size(hf_config.vocab_size, layout.tp) // layout.tp
         make_targets = partial(make_teacher_targets, config, teacher.hidden_size, local_tokens, shard_width)
     # The numbers of the batch are assumed: no weight has a value here.
-    declared = {**config.loss.step_statistics(), **config.loss.update_statistics()}
-    objective = policy_objective(config.loss, statistics=dict.fromkeys(declared, 1.0))
+    statistics = dict.fromkeys(config.loss.declared_statistics(), 1.0)
+    objective = policy_objective(config.loss, statistics=statistics)
     with FakeTensorMode(allow_non_fake_inputs=True), AssumedValues():
         measured = measure_update(build, batches, objective, Meter(time_of), make_targets)
     if bytes_per_parameter is None:

@@ -113,7 +113,7 @@ def read_loss(name: str, config: Mapping[str, float | str]) -> RequestLoss:
         loss = LossConfig(**keys)
     except (ValidationError, ValueError) as error:
         raise RequestError(f"loss_fn_config of {name!r}: {_first_problem(error)}") from error
-    statistics = loss.step_statistics().keys() | loss.update_statistics().keys()
+    statistics = loss.declared_statistics().keys()
     if missing := sorted(loss.required_inputs - _SENT_INPUTS | statistics):
         raise RequestError(f"loss_fn = {name!r} needs {', '.join(missing)}, which a request of this API does not carry")
     if loss.aggregation is not None:
