@@ -97,7 +97,7 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("layouts", "tests/distributed/test_families.py", tested_layouts),
     ("LoRA", "tests/distributed/test_lora.py", lora),
     ("router replay", "tests/distributed/test_router_replay.py", replay),
-    ("FP8 and INT4 rollouts", "tests/unit/weights/test_quantization.py", quantized),
+    ("FP8 and INT4 rollouts", "tests/unit/export/test_quantization.py", quantized),
     ("servers", "tests/engines/test_families.py", servers),
     ("LoRA on servers", "tests/engines/test_adapters.py", served_adapters),
     ("published sizes", "tests/unit/hf/test_families.py", sizes),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo.commands.main import train_main
 from tests.e2e.runs import CONFIG, flags, train
 from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
-from tests.unit.run.test_served_models import served
+from tests.unit.setup.test_served_models import served
 
 pytestmark = pytest.mark.e2e
 

@@ -26,7 +26,7 @@ from tests.engines.proxy import Proxy
 from tests.engines.servers import TOOLS, Engine, SharedEngine, start_vllm
 from tests.engines.test_sync_proof import other_folder
 from tests.engines.tiny import END, SPECIAL, VOCAB, byte_tokenizer
-from tests.unit.weights.test_quantization import qwen3_moe
+from tests.unit.export.test_quantization import qwen3_moe
 
 
 def model(seed: int) -> Any:

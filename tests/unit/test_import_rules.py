@@ -25,7 +25,7 @@ _TORCH_DISTRIBUTED = {
     "report",
     "mcore",
     "policy",
-    "convert",
+    "export",
     "weights",
     "process",
     "setup",

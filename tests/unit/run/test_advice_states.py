@@ -14,7 +14,7 @@ from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.setup.run_folder import MARKER, OLD, check_output_dir
 from megatron_dppo.setup.starts import STARTS, read_starts
-from tests.unit.run.test_run_folder import config_in, fill_run, no_scheduler, start
+from tests.unit.setup.test_run_folder import config_in, fill_run, no_scheduler, start
 
 __all__ = ["no_scheduler"]
 

@@ -22,9 +22,9 @@ from megatron_dppo.setup.server_checks import check_served_model, served_quantiz
 from megatron_dppo.weights.sync import WeightSync
 from tests.unit.configs import config as config_of
 from tests.unit.configs import server_plans
-from tests.unit.run.test_preflight_servers import problems_of, servers, sglang, vllm  # noqa: F401
+from tests.unit.export.test_quantization import qwen3_moe
+from tests.unit.setup.test_preflight_servers import problems_of, servers, sglang, vllm  # noqa: F401
 from tests.unit.weight_server import FakeServer, make
-from tests.unit.weights.test_quantization import qwen3_moe
 
 
 def weights(seed: int) -> dict[str, Tensor]:
