@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from megatron_dppo.config.section import Section
-from megatron_dppo_engines.serving.checks import WeightSyncMethod
+from megatron_dppo_engines.serving import WeightSyncMethod
 
 
 class ServersConfig(Section):

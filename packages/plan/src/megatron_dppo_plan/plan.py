@@ -134,7 +134,7 @@ class Plan:
     @property
     def fits_host(self) -> bool:
         """True if a node's host memory suffices for the run."""
-        return self.step.host <= self.machine.host_memory
+        return self.step.fits_host(self.machine)
 
     @property
     def is_tight(self) -> bool:

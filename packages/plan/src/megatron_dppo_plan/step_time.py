@@ -191,6 +191,10 @@ class StepPlan:
         """Seconds before the job's limit at which Slurm has to signal, in whole minutes: ``--signal`` of all pages."""
         return max(LAUNCH_SIGNAL_SECONDS, math.ceil(self.stop_seconds / 60) * 60)
 
+    def fits_host(self, machine: GpuNode) -> bool:
+        """Return True if a node's host memory suffices."""
+        return self.host <= machine.host_memory
+
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours of the run, without evaluations and saves."""

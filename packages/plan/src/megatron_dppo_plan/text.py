@@ -327,7 +327,7 @@ def format_step(step: StepPlan, plan: Plan) -> list[str]:
     checkpoint = plan.config.checkpoint
     best = " and the best one" if checkpoint.keep_best else ""
     room = f"{format_gib(plan.machine.host_memory)} GiB"
-    warning = f" MORE than the {room} of a {plan.machine.name} node" if not plan.fits_host else ""
+    warning = f" MORE than the {room} of a {plan.machine.name} node" if not step.fits_host(plan.machine) else ""
     return [
         _step_line(step, plan),
         _run_line(step),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_dppo_engines.errors import ServerError
+from megatron_dppo_engines.serving import WeightSyncMethod
 from megatron_dppo_engines.serving.collectives import (
     CollectiveVersions,
     assumed_versions,
@@ -19,9 +20,6 @@ from megatron_dppo_engines.serving.collectives import (
     interpreter_versions,
     parse_versions,
 )
-
-WeightSyncMethod = Literal["distributed", "ipc", "disk", "adapter"]
-"""Ways of new weights to a server."""
 
 # Without proxies: servers are on this machine or on the cluster, where a proxy for the internet cannot reach them.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
