@@ -24,7 +24,10 @@ END
         # is installed by one, is not found.
         "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
             >"$("$work/$library/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/trainer.pth"
-        "$work/$library/bin/python" -c 'import megatron_dppo' 2>/dev/null && exit 1
+        if "$work/$library/bin/python" -I -c 'import megatron_dppo' 2>/dev/null; then
+            echo "the trainer can be imported in the environment of packages/$library, which is to be without it" >&2
+            exit 1
+        fi
         requirements=()
     fi
     "${pip[@]}" pytest "${requirements[@]}" 2> >(grep -v '^WARNING: Location' >&2)

@@ -6,4 +6,4 @@ from typing import Literal
 VLLM_EXTENSION = Path(__file__).parent / "vllm_extension"
 """Folder that vLLM servers load; it imports vLLM, which the package itself does not."""
 WeightSyncMethod = Literal["distributed", "ipc", "disk", "adapter"]
-"""How new weights get to a server."""
+"""Transport of new weights to a server."""
