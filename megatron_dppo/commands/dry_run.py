@@ -11,7 +11,7 @@ from megatron_dppo.commands.preview import RewardTrial, model_lines, preview_lin
 from megatron_dppo.config.describe import resolved_defaults
 from megatron_dppo.config.io import LoadedConfig, dump_toml, invalid_config
 from megatron_dppo.config.layout import format_layout, unchecked_layout
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.report.printable import printable
 from megatron_dppo.setup.contents import read_contents
@@ -36,7 +36,7 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
         problems.add(ConfigError(text))
     if loaded.config is None:
         raise invalid_config(path, loaded.problems)
-    size = _default_world_size(loaded.config) if world_size is None else world_size
+    size = _default_world_size(loaded.config.parallel) if world_size is None else world_size
     if size < 1:
         raise ConfigError(f"--world-size {size}: expected a number of processes, at least 1")
     rank = int(os.environ.get("RANK", "0"))
@@ -49,7 +49,7 @@ def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, v
         from megatron_dppo.setup.served_models import read_served_models
 
         contents = read_contents(start.config.model_dump(mode="json")).contents
-        served = read_served_models(start.config).models
+        served = read_served_models(start.config.distillation, start.config.reward).models
         resume_point = problems.attempt(find_resume_point, start.config, start.inputs, contents, served)
     trial = None
     if rank == 0:
@@ -105,11 +105,10 @@ def _resume_lines(point: ResumePoint) -> list[str]:
     return [f"resume   from {point.checkpoint}", *skipped, *changes]
 
 
-def _default_world_size(config: Config) -> int:
+def _default_world_size(parallel: ParallelConfig) -> int:
     """Return WORLD_SIZE, or the least common multiple of the sizes of all groups."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
     expert = parallel.expert_model_parallel_size
     # The same rule as in config/layout.py.

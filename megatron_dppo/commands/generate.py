@@ -46,7 +46,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if options.prompt is not None:
             # The single prompt goes through the data pipeline of files, so that chat template and limits apply.
             source = f"{folder}/prompt.jsonl"
-            is_chat, reason = single_prompt_template(offline_config(options.target, overrides), options.model)
+            config = offline_config(options.target, overrides)
+            is_chat, reason = single_prompt_template(config.data, options.model or config.model.path)
             print(f"prompt   {'with the chat template' if is_chat else 'as plain text'}: {reason}", flush=True)
             key_overrides = ["--data.prompt_key", "prompt", "--data.label_key", ""]
             key_overrides += ["--data.apply_chat_template", str(is_chat).lower()]

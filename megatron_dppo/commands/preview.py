@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_dppo.config.model import LoraConfig, ModelConfig
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import RewardError, UserError
 from megatron_dppo.files import format_bytes
@@ -35,7 +38,7 @@ class RewardTrial(NamedTuple):
 def preview_lines(config: Config, inputs: Inputs) -> Iterator[str]:
     """Yield data, epochs and a prompt of a run whose data could be read."""
     yield inputs.data_summary
-    yield epochs_line(config, inputs)
+    yield epochs_line(config.run, config.rollout, inputs)
     yield from local_engine_lines(config, inputs)
     prompt = inputs.train_prompts[0]
     yield f"prompt   {_shorten(prompt.text)} (label {_shorten(prompt.label, 60)})"
@@ -44,22 +47,22 @@ def preview_lines(config: Config, inputs: Inputs) -> Iterator[str]:
 
 def model_lines(config: Config, model: ModelInputs) -> Iterator[str]:
     """Yield the number of parameters, when the run saves them, and the disk space that it takes."""
-    yield _parameters(config, model)
+    yield _parameters(config.model, config.lora, model)
     yield from checkpoint_lines(config, model)
 
 
-def _parameters(config: Config, model: ModelInputs) -> str:
-    trained = num_trained_parameters(config, model)
-    adapters = "" if trained == model.num_parameters else f", {trained:,} of them in adapters are trained"
-    total = model.num_parameters + (trained if adapters else 0)
-    family = model_shape(model.hf_config).family
-    return f"model    {total:,} parameters ({family}, {config.model.dtype}){adapters}; {config.model.path}"
+def _parameters(model: ModelConfig, lora: LoraConfig, inputs: ModelInputs) -> str:
+    trained = num_trained_parameters(lora, inputs)
+    adapters = "" if trained == inputs.num_parameters else f", {trained:,} of them in adapters are trained"
+    total = inputs.num_parameters + (trained if adapters else 0)
+    family = model_shape(inputs.hf_config).family
+    return f"model    {total:,} parameters ({family}, {model.dtype}){adapters}; {model.path}"
 
 
-def epochs_line(config: Config, data: DataSets) -> str:
+def epochs_line(run: RunConfig, rollout: RolloutConfig, data: DataSets) -> str:
     """Return how often a run goes over its prompts."""
     prompts = data.train_prompts
-    used = config.run.num_steps * config.rollout.prompts_per_step
+    used = run.num_steps * rollout.prompts_per_step
     passes = f"{used / len(prompts):.3g} passes over {len(prompts):,}"
     if prompts.mix is not None:
         mix = prompts.mix
@@ -69,7 +72,7 @@ def epochs_line(config: Config, data: DataSets) -> str:
             for name, size in prompts.sizes.items()
         )
     return (
-        f"epochs   {config.run.num_steps} steps x {config.rollout.prompts_per_step} prompts = {used:,} prompts = "
+        f"epochs   {run.num_steps} steps x {rollout.prompts_per_step} prompts = {used:,} prompts = "
         f"{passes}; the longest prompt has {prompts.longest} tokens"
     )
 
@@ -80,7 +83,9 @@ def local_engine_lines(config: Config, inputs: Inputs) -> Iterator[str]:
     # An agent's or a function's later turns begin with all earlier ones.
     if config.rollout.generate is not None or config.agent.is_set:
         longest += config.rollout.max_new_tokens
-    memory = LocalEngineMemory.from_config(config, inputs.hf_config, inputs.num_parameters, inputs.layout, longest)
+    memory = LocalEngineMemory.from_config(
+        config.rollout, config.data, inputs.hf_config, inputs.num_parameters, inputs.layout, longest
+    )
     if memory.weights:
         yield (
             f"sampling the local engine takes {format_bytes(memory.weights)} of weights and up to "
@@ -164,8 +169,8 @@ def checkpoint_lines(config: Config, inputs: ModelInputs) -> Iterator[str]:
             times.append(f"at steps {', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''}")
     times.append(f"at the end (step {config.run.num_steps}) and at SIGTERM")
     yield f"saves    {'; '.join(times)}. A kill costs the steps since the last one"
-    size = checkpoint_bytes(config, inputs)
-    most = max_checkpoints(config)
+    size = checkpoint_bytes(config.model, config.lora, inputs)
+    most = max_checkpoints(config.checkpoint, config.run.num_steps)
     yield (
         f"disk     {format_bytes(size)} a checkpoint, at most {most} at a time = {format_bytes(most * size)}; "
         f"the whole run {format_bytes(run_bytes(config, inputs))} in {config.run.output_dir}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
+    from megatron_dppo.config.rollout import RolloutConfig
     from megatron_dppo.engines.serving.nodes import ServerNode
 
 HELP = "start the inference servers of a run"
@@ -85,9 +85,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if config.model.transformer:  # Otherwise this command needs no torch, which takes seconds to import.
         from megatron_dppo.setup.preflight import check_flags
 
-        check_flags(config)
+        check_flags(config.model, config.train)
     if options.print_mode:
-        print(_mode(config))
+        print(_mode(config.rollout))
         return 0
     if options.print_rank_variables:
         for name, value in rank_variables(config.rollout, os.environ).items():
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(count_nodes(config.rollout.engine, getattr(config.rollout, config.rollout.engine)))
         return 0
     if config.rollout.servers.urls:
-        return _attach(config, options.urls_file)
+        return _attach(config.rollout, options.urls_file)
     check_model_folder(config.model.path, "model.path")
     if config.rollout.servers.model is not None:
         check_model_folder(config.rollout.servers.model, "rollout.servers.model")
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     visible = visible_gpus(os.environ)
     node = _server_node(options)
     plans = plan_servers(config.rollout, server, os.environ, visible, options.skip_gpus, node)
-    network = _network_variables(config, node)
+    network = _network_variables(config.rollout, node)
     plans = [replace(plan, env=plan.env | network) for plan in plans]
     if options.dry_run:
         for plan in plans:
@@ -153,7 +153,7 @@ def _server_node(options: argparse.Namespace) -> ServerNode | None:
     return ServerNode(rank=options.node_rank, address=options.dist_init_addr)
 
 
-def _network_variables(config: Config, node: ServerNode | None) -> dict[str, str]:
+def _network_variables(rollout: RolloutConfig, node: ServerNode | None) -> dict[str, str]:
     """Return the variables of the network of ``rollout.servers.host``.
 
     They name its interface, for the group of trainer and servers, and this node's address in a vLLM server over nodes.
@@ -161,37 +161,37 @@ def _network_variables(config: Config, node: ServerNode | None) -> dict[str, str
     from megatron_dppo.engines.serving.environment import shares_communicator
     from megatron_dppo.parallel.network import find_interface, interface_variables, is_loopback, source_address
 
-    source = source_address(config.rollout.servers.host)
+    source = source_address(rollout.servers.host)
     if source is None or is_loopback(source):
         return {}
     variables = {}
-    if node is not None and config.rollout.engine == "vllm" and "VLLM_HOST_IP" not in os.environ:
+    if node is not None and rollout.engine == "vllm" and "VLLM_HOST_IP" not in os.environ:
         # vLLM would take the address of the route to the internet.
         variables["VLLM_HOST_IP"] = source
-    if shares_communicator(config.rollout):
+    if shares_communicator(rollout):
         variables |= interface_variables(find_interface(source), os.environ)
     return variables
 
 
-def _attach(config: Config, urls_file: Path | None) -> int:
+def _attach(rollout: RolloutConfig, urls_file: Path | None) -> int:
     from megatron_dppo.engines.serving.command import read_api_key
     from megatron_dppo_engines.serving.checks import describe_server
 
-    servers = config.rollout.servers
+    servers = rollout.servers
     key = read_api_key(servers.api_key_env, os.environ, "rollout.servers.api_key_env")
     admin = read_api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
     for url in servers.urls:
-        _log(describe_server(url, config.rollout.engine, admin or key))
+        _log(describe_server(url, rollout.engine, admin or key))
     _write_urls(urls_file, servers.urls)
     return 0
 
 
-def _mode(config: Config) -> str:
-    if config.rollout.engine == "local":
+def _mode(rollout: RolloutConfig) -> str:
+    if rollout.engine == "local":
         return "none"
-    if config.rollout.servers.urls:
+    if rollout.servers.urls:
         return "attach"
-    return "colocated" if config.rollout.servers.colocated else "start"
+    return "colocated" if rollout.servers.colocated else "start"
 
 
 def _write_urls(file: Path | None, urls: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ def check_sections(config: Config) -> None:
     _check_recorded_routes(config.train)
     _check_sync_time(config.rollout, config.run)
     _check_overlong(config.reward, config.rollout)
-    _check_reward_sources(config)
+    _check_reward_sources(config.data, config.reward)
     _check_sources(config)
     _check_mini_batches(config.rollout, config.train)
     _check_reference(config.model, is_needed=config.needs_reference or config.loss.has_text)
@@ -295,8 +295,8 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def _check_reward_sources(config: Config) -> None:
-    functions, data = config.reward.functions, config.data
+def _check_reward_sources(data: DataConfig, reward: RewardConfig) -> None:
+    functions = reward.functions
     known = list(data.names.values())
     for name, function in functions.items():
         for source in function.sources:

@@ -32,7 +32,7 @@ def check_signal(config: Config) -> None:
     _check_credit(config.agent, config.train, config.reward)
     _check_agent_parts(config.agent, config.reward)
     _check_reward_parts(config)
-    _check_greedy_baseline(config)
+    _check_greedy_baseline(config.reward, config.train)
     _check_layer_noise(config.loss, config.train)
 
 
@@ -174,12 +174,12 @@ def _check_reward_parts(config: Config) -> None:
         )
 
 
-def _check_greedy_baseline(config: Config) -> None:
-    if config.train.advantage != "remax":
+def _check_greedy_baseline(reward: RewardConfig, train: TrainConfig) -> None:
+    if train.advantage != "remax":
         return
-    if config.reward.kl_coef:
+    if reward.kl_coef:
         raise ValueError(
-            f"train.advantage = 'remax' with reward.kl_coef = {config.reward.kl_coef}: the greedy response, whose "
+            f"train.advantage = 'remax' with reward.kl_coef = {reward.kl_coef}: the greedy response, whose "
             "reward is subtracted, would need a penalty of its own. Use loss.kl_coef for a penalty in the loss"
         )
 

@@ -142,7 +142,9 @@ class Checkpoints:
         except DiskError as error:
             self._say(f"warning  no checkpoint by time: {error}")
             return
-        part_bytes = checkpoint_bytes(self._config, self._inputs) // self._inputs.layout.world_size
+        part_bytes = (
+            checkpoint_bytes(self._config.model, self._config.lora, self._inputs) // self._inputs.layout.world_size
+        )
         # A save is a collective, so all ranks must decide alike.
         fits = all(all_gather_objects(has_memory_for_copies(part_bytes), self._trainer.groups.world))
         self.save(state, evaluator, in_background=fits)
@@ -185,8 +187,8 @@ class Checkpoints:
             "best": state.best,
             "evaluation_due": evaluator.is_running,
             "stream": self._stream.state().to_json(),
-            "identity": run_identity(config, self._inputs),
-            "layout": layout_identity(config, self._inputs),
+            "identity": run_identity(config.lora, config.run.seed, self._inputs),
+            "layout": layout_identity(config.model, config.parallel, self._inputs),
             "config": config.model_dump(mode="json"),
             "cwd": os.getcwd(),
             "digests": self._digests,
@@ -243,7 +245,7 @@ class Checkpoints:
             # The best checkpoint of another run is not in this folder.
             best=tuple(record["best"]) if record["best"] and not point.is_fork else None,
             evaluation_due=record["evaluation_due"],
-            guard=GuardState.from_config(self._config),
+            guard=GuardState.from_config(self._config.rollout, self._config.train),
         )
         # Checkpoints of earlier versions have no such state; the noise of another run is not this run's.
         if record.get("guard") and not point.is_fork:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_dppo.config.model import LoraConfig, ModelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.export.adapter_folder import save_adapter
 from megatron_dppo.export.hf_folder import save_hf_folder
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 
-def export_hf(trainer: PolicyTrainer, inputs: Inputs, config: Config, target: Path, dtype: torch.dtype) -> None:
+def export_hf(trainer: PolicyTrainer, inputs: Inputs, model: ModelConfig, target: Path, dtype: torch.dtype) -> None:
     """Write the current weights, adapters merged, as a Hugging Face folder; a collective, each rank writes some files.
 
     Raises:
@@ -27,17 +28,17 @@ def export_hf(trainer: PolicyTrainer, inputs: Inputs, config: Config, target: Pa
     """
     num_bytes = inputs.num_parameters * dtype.itemsize
     run_on_leader(lambda: require_space(target, num_bytes, "the export"), trainer.groups.world)
-    save_hf_folder(target, config.model.path, trainer.export_weights(), dtype, group=trainer.groups.world)
+    save_hf_folder(target, model.path, trainer.export_weights(), dtype, group=trainer.groups.world)
 
 
-def export_adapter(trainer: PolicyTrainer, config: Config, target: Path) -> None:
+def export_adapter(trainer: PolicyTrainer, lora: LoraConfig, model: ModelConfig, target: Path) -> None:
     """Write the adapters as a folder for PEFT (a collective).
 
     Raises:
         DiskError: On all ranks, if the folder cannot be written.
     """
-    base = str(Path(config.model.path).absolute())
-    save_adapter(target, trainer.export_adapters(), config.lora, base, group=trainer.groups.world)
+    base = str(Path(model.path).absolute())
+    save_adapter(target, trainer.export_adapters(), lora, base, group=trainer.groups.world)
 
 
 def export_results(trainer: PolicyTrainer, inputs: Inputs, config: Config) -> None:
@@ -48,6 +49,6 @@ def export_results(trainer: PolicyTrainer, inputs: Inputs, config: Config) -> No
     """
     folder = Path(config.run.output_dir)
     if config.checkpoint.export_hf:
-        export_hf(trainer, inputs, config, folder / "hf", DTYPES[config.model.dtype])
+        export_hf(trainer, inputs, config.model, folder / "hf", DTYPES[config.model.dtype])
     if config.lora.rank:
-        export_adapter(trainer, config, folder / "hf-adapter")
+        export_adapter(trainer, config.lora, config.model, folder / "hf-adapter")

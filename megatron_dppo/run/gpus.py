@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.parallel.objects import run_on_leader
 from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.setup.engines import connect_servers
@@ -123,11 +123,11 @@ class SharedGpus:
         self._publisher.exclude(servers)
 
 
-def build_gpus(config: Config, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:
+def build_gpus(rollout: RolloutConfig, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:
     """Return the GPU sharing that ``rollout.servers.colocated`` selects."""
     from megatron_dppo.weights.publish import ServerPublisher
 
-    if not config.rollout.servers.colocated:
+    if not rollout.servers.colocated:
         return DedicatedGpus(publisher)
     assert isinstance(publisher, ServerPublisher)
     return SharedGpus(trainer, publisher)
@@ -141,25 +141,25 @@ def exclude_servers(gpus: Gpus, guard: GuardState) -> list[str]:
     return [f"{url} is not used any more in this run: {problem}" for url, problem in excluded.items()]
 
 
-def free_gpus(config: Config, world: dist.ProcessGroup | None) -> list[str]:
+def free_gpus(rollout: RolloutConfig, world: dist.ProcessGroup | None) -> list[str]:
     """Let colocated servers release their GPU memory before the policy is built. A collective.
 
     They hold it after their start, and after a trainer was killed.
 
     Args:
-        config: Configuration of the run.
+        rollout: ``[rollout]``.
         world: CPU group of all ranks.
 
     Returns:
         Messages for the user.
     """
-    if not config.rollout.servers.colocated:
+    if not rollout.servers.colocated:
         return []
 
     async def release() -> list[str]:
-        servers = connect_servers(config)  # new clients: those of the run belong to other event loops
+        servers = connect_servers(rollout)  # new clients: those of the run belong to other event loops
         try:
-            return await release_all(servers, config.rollout.weight_sync.attempts)
+            return await release_all(servers, rollout.weight_sync.attempts)
         finally:
             for server in servers:
                 await server.close()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dppo.config.distillation import DistillationConfig
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
@@ -33,13 +35,12 @@ class GuardState:
     _reported: set[str] = field(default_factory=set)
 
     @classmethod
-    def from_config(cls, config: Config) -> GuardState:
+    def from_config(cls, rollout: RolloutConfig, train: TrainConfig) -> GuardState:
         """Return the state at the start of a run."""
-        rollout = config.rollout
         num_servers = 1 if rollout.engine == "local" else len(rollout.servers.resolved_urls)
         # With filters the trainer's entropy and the server's candidates are of different sets of ids.
-        is_comparable = not (rollout.perturbation.is_active or rollout.has_filters or config.train.layer_noise.std)
-        is_tested = config.train.sampling_test and is_comparable
+        is_comparable = not (rollout.perturbation.is_active or rollout.has_filters or train.layer_noise.std)
+        is_tested = train.sampling_test and is_comparable
         return cls(
             history=GuardHistory(evidence=GuardEvidence(num_servers)),
             sampling=SamplingTest(num_servers) if is_tested else None,
@@ -79,7 +80,7 @@ class GuardState:
         """
         if self.sampling is not None:
             self._test_sampling(self.sampling, groups, collected, ranks)
-        shares = _step_shares(config, groups, collected)
+        shares = _step_shares(config.train, config.distillation, groups, collected)
         return FirstUpdateGuard.from_config(
             config.train,
             config.rollout,
@@ -153,15 +154,15 @@ def leaves_loss(rollout: Rollout, train: TrainConfig, *, has_teacher: bool) -> b
     return has_no_signal or (train.mask_truncated and rollout.completion.finish_reason == FinishReason.LENGTH)
 
 
-def _step_shares(config: Config, groups: ParallelGroups, collected: CollectedRollouts) -> dict[str, float]:
+def _step_shares(
+    train: TrainConfig, distillation: DistillationConfig, groups: ParallelGroups, collected: CollectedRollouts
+) -> dict[str, float]:
     """Return shares of this step's rollouts over all ranks, and the age of the oldest token."""
     num_left_out = sum(collected.dropped_groups.get(reason, 0) for reason in DropReason) + collected.num_carried
     num_groups = len(collected.groups)
-    has_teacher = config.distillation.is_enabled
+    has_teacher = distillation.is_enabled
     left_out = [
-        leaves_loss(rollout, config.train, has_teacher=has_teacher)
-        for group in collected.groups
-        for rollout in group.rollouts
+        leaves_loss(rollout, train, has_teacher=has_teacher) for group in collected.groups for rollout in group.rollouts
     ]
     local = {
         "nonfinite": count_nonfinite_tokens(collected.groups),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
@@ -73,18 +74,17 @@ def offline_config(target: Path, overrides: Sequence[str]) -> Config:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this command runs in one process; start it without torchrun")
     config = load_run_config(target, overrides) if target.is_dir() else load_config(target, overrides)
-    check_flags(config)
+    check_flags(config.model, config.train)
     return config
 
 
-def single_prompt_template(config: Config, model: Path | None) -> tuple[bool, str]:
+def single_prompt_template(data: DataConfig, model: str | Path) -> tuple[bool, str]:
     """Return True if a single prompt goes through the chat template, as the prompts of ``data.train`` do, and why.
 
     Args:
-        config: Result of ``offline_config``.
-        model: Hugging Face folder whose tokenizer is used. None uses ``model.path``.
+        data: ``[data]``.
+        model: Hugging Face folder whose tokenizer is used.
     """
-    data = config.data
     if data.apply_chat_template is not None:
         return data.apply_chat_template, f"data.apply_chat_template = {str(data.apply_chat_template).lower()}"
     if data.system_prompt is not None or data.chat_template_kwargs:
@@ -99,7 +99,7 @@ def single_prompt_template(config: Config, model: Path | None) -> tuple[bool, st
         )
     if isinstance(row.prompt, list):
         return True, "the prompts of data.train are chat messages"
-    if row.is_problem and load_tokenizer(model or config.model.path).chat_template:
+    if row.is_problem and load_tokenizer(model).chat_template:
         return True, "data.train has bare problems, and the tokenizer has a chat template"
     return False, "the prompts of data.train are plain text"
 
@@ -125,8 +125,8 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
     now = first_start(run or Path(config.run.output_dir))
     prompts = PromptReader(config, tokenizer, hf_config.max_position_embeddings, now)
     resources = ExitStack()
-    servers, function = connect_servers(config), resources.enter_context(open_generate_function(config))
-    engine = build_sampling_engine(config, hf_config, tokenizer, platform.device, servers, function)
+    servers, function = connect_servers(config.rollout), resources.enter_context(open_generate_function(config))
+    engine = build_sampling_engine(config.rollout, hf_config, tokenizer, platform.device, servers, function)
     try:
         if run is not None and model is None:
             name = _load_checkpoint(config, engine, hf_config, platform.device, run, step)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.process.stop_signal import Stopped, StopSignal
 from megatron_dppo.process.time_limit import TimeLimit
@@ -45,7 +47,7 @@ class SavePlan:
         is_stopping = stop.requested()
         reason: TrainingStopped | Stopped | None = None
         if state.skipped_in_a_row >= config.train.max_skipped_updates:
-            reason = _stuck_error(state.skipped_in_a_row, config)
+            reason = _stuck_error(state.skipped_in_a_row, config.run, config.train)
         elif failures := failures_error(state.step, metrics, config):
             reason = failures
         elif is_stopping:
@@ -86,12 +88,12 @@ def failures_error(step: int, metrics: Mapping[str, float], config: Config) -> T
     return None
 
 
-def _stuck_error(skipped: int, config: Config) -> TrainingStopped:
+def _stuck_error(skipped: int, run: RunConfig, train: TrainConfig) -> TrainingStopped:
     """Return the error of a run whose updates are all skipped."""
-    metrics = Path(config.run.output_dir) / "metrics.jsonl"
+    metrics = Path(run.output_dir) / "metrics.jsonl"
     return TrainingStopped(
         f"the gradient was not finite in {skipped} updates in a row (train.max_skipped_updates = "
-        f"{config.train.max_skipped_updates}). None of them was applied, and the weights were saved. Check "
+        f"{train.max_skipped_updates}). None of them was applied, and the weights were saved. Check "
         f"train/ratio_max, train/prob_rise_max and train/grad_norm in {metrics}. Usual causes: rollout "
         "log-probabilities that do not fit the weights, a learning rate that is too high (to resume with a lower one: "
         "--optimizer.lr VALUE --allow-changed optimizer.lr), or overflow"

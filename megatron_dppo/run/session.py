@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.layout import format_layout
 from megatron_dppo.config.optimizer import OptimizerConfig
+from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import count_gpus_per_server, server_options
 from megatron_dppo.engines.serving.environment import server_network, transfer_variables
@@ -204,21 +205,21 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         open_run = parts.enter_context(open_folder(config))
         for note in open_run.notes:
             console.print(note)
-        servers = connect_servers(config)
+        servers = connect_servers(config.rollout)
         scorer = open_scorer(config)
         parts.callback(scorer.close)
         # Read before anything is built from the files.
         contents = read_contents(config.model_dump(mode="json")) if start.rank == 0 else ReadContents({}, ())
-        served = read_served_models(config) if start.rank == 0 else ReadServedModels({}, ())
+        served = read_served_models(config.distillation, config.reward) if start.rank == 0 else ReadServedModels({}, ())
         point = find_resume_point(config, inputs, contents.contents, served.models)
         notes = [*start.notes, *contents.notes, *served.notes]
         lines = [format_layout(inputs.layout, config.batch), inputs.data_summary, *notes]
         console.print("\n".join(lines))
 
         # Model-parallel groups, the policy, and the engine that samples with its weights.
-        groups = build_groups(config, inputs, platform, world)
+        groups = build_groups(config.run, inputs, platform, world)
         trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
-        engine = build_engine(config, inputs, trainer, platform, servers, function)
+        engine = build_engine(config.rollout, config.train, inputs, trainer, platform, servers, function)
         publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
         stream = _build_stream(config, inputs, groups, trainer, engine, scorer)
         if not is_leader(groups.replica):
@@ -235,7 +236,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             engine=engine,
             teacher=teacher,
             stream=stream,
-            gpus=build_gpus(config, trainer, publisher),
+            gpus=build_gpus(config.rollout, trainer, publisher),
             evaluator=Evaluator(
                 config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank
             ),
@@ -255,7 +256,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
             ),
             resume_point=point,
             contents=contents.contents,
-            state=RunState(guard=GuardState.from_config(config)),
+            state=RunState(guard=GuardState.from_config(config.rollout, config.train)),
             lock=open_run.lock,
         )
         parts.callback(session.records.close)
@@ -311,16 +312,16 @@ def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, 
     )
 
 
-def build_groups(config: Config, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
+def build_groups(run: RunConfig, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
     """Initialize Megatron with the layout, seed and timeouts of the run; a collective of all ranks."""
     from megatron_dppo.mcore.setup import initialize_megatron
 
     return initialize_megatron(
         inputs.layout,
         platform,
-        seed=config.run.seed,
-        timeout_minutes=config.run.timeout_minutes,
-        wait_minutes=config.run.wait_minutes,
+        seed=run.seed,
+        timeout_minutes=run.timeout_minutes,
+        wait_minutes=run.wait_minutes,
         world=world,
     )
 
@@ -396,7 +397,7 @@ def _build_stream(
         rank_columns=rank_columns,
         leads=is_leader(groups.replica),
         reward_parts=list(config.reward.part_weights) if config.train.advantage == "gdpo" else (),
-        greedy=greedy_sampling_params(config) if config.train.advantage == "remax" else None,
+        greedy=greedy_sampling_params(config.rollout, config.run.seed) if config.train.advantage == "remax" else None,
     )
 
 
@@ -422,7 +423,7 @@ def _build_policy(
     from megatron_dppo.mcore.setup import seed_random_states
 
     # Colocated servers give up their GPU memory before a model is built.
-    for note in free_gpus(config, groups.world):
+    for note in free_gpus(config.rollout, groups.world):
         console.print(f"servers  {note}")
     base = _base_folder(config)
     warmup = warmup_from_config(config)
@@ -450,7 +451,7 @@ def _build_policy(
         )
         console.finish()
         # The marker is written after the weights: an interrupted export is repeated.
-        export_hf(trainer, inputs, config, base, torch.float32)
+        export_hf(trainer, inputs, config.model, base, torch.float32)
         run_on_leader(lambda: _mark_warm(base, warmup, checkpoints) if dist.get_rank() == 0 else None, groups.world)
         if stop.requested():
             raise Stopped(f"by {stop.name} after the warm-up. Rerun the same command to train the warmed-up model")

@@ -123,7 +123,7 @@ def update_policy(
         recorder=None if record is None else record.watch,
         equal_segments=config.agent.segment_weight == "segments",
     )
-    state = GuardState.from_config(config) if guard_state is None else guard_state
+    state = GuardState.from_config(config.rollout, config.train) if guard_state is None else guard_state
     guard = state.begin_step(config, trainer.groups, collected, ranks or {})
     samples = [without_servers(sample, state.excluded) for sample in samples]
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.perturbation import Perturbation
@@ -77,29 +78,29 @@ def rollout_sampling_params(config: Config) -> SamplingParams:
     )
 
 
-def greedy_sampling_params(config: Config) -> SamplingParams:
+def greedy_sampling_params(rollout: RolloutConfig, seed: int) -> SamplingParams:
     """Return the sampling parameters of the greedy responses of ReMax: no filters, and no columns for training."""
-    return SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, seed=config.run.seed)
+    return SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=0.0, seed=seed)
 
 
-def connect_servers(config: Config) -> list[InferenceServer]:
+def connect_servers(rollout: RolloutConfig) -> list[InferenceServer]:
     """Return a client for each server of the run, without sending anything. Empty for the local engine.
 
     Raises:
         ConfigError: An API key is missing, or a URL is invalid.
     """
-    if config.rollout.engine == "local":
+    if rollout.engine == "local":
         return []
-    servers, key = config.rollout.servers, _key(config)
-    common: dict[str, Any] = {"api_key": key, "deadlines": _deadlines(config), "adapter": _by_adapter(config)}
+    servers, key = rollout.servers, _key(rollout)
+    common: dict[str, Any] = {"api_key": key, "deadlines": _deadlines(rollout), "adapter": _by_adapter(rollout)}
     admin = read_api_key(servers.admin_api_key_env, os.environ, "rollout.servers.admin_api_key_env")
-    if config.rollout.engine == "vllm":
+    if rollout.engine == "vllm":
         return [VLLMServer(url, **common) for url in servers.resolved_urls]
     return [SGLangServer(url, admin_api_key=admin, **common) for url in servers.resolved_urls]
 
 
-def _by_adapter(config: Config) -> bool:
-    return config.rollout.weight_sync.method == "adapter"
+def _by_adapter(rollout: RolloutConfig) -> bool:
+    return rollout.weight_sync.method == "adapter"
 
 
 def _served_adapter(config: Config) -> dict[str, Any]:
@@ -110,28 +111,28 @@ def _served_adapter(config: Config) -> dict[str, Any]:
     return settings
 
 
-def _deadlines(config: Config) -> Deadlines:
-    return Deadlines(generate=config.rollout.servers.timeout_seconds, update=config.rollout.weight_sync.timeout_seconds)
+def _deadlines(rollout: RolloutConfig) -> Deadlines:
+    return Deadlines(generate=rollout.servers.timeout_seconds, update=rollout.weight_sync.timeout_seconds)
 
 
-def _key(config: Config) -> str | None:
-    return read_api_key(config.rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
+def _key(rollout: RolloutConfig) -> str | None:
+    return read_api_key(rollout.servers.api_key_env, os.environ, "rollout.servers.api_key_env")
 
 
 def _client_processes(
-    config: Config, hf_config: Any, tokenizer: Any, servers: Sequence[InferenceServer]
+    rollout: RolloutConfig, hf_config: Any, tokenizer: Any, servers: Sequence[InferenceServer]
 ) -> ClientProcesses | None:
     """Return the processes that send requests; None if the trainer sends them itself."""
-    count = config.rollout.servers.client_processes
-    if not count or config.rollout.engine == "local":
+    count = rollout.servers.client_processes
+    if not count or rollout.engine == "local":
         return None
     settings = ClientProcessSettings(
-        engine=config.rollout.engine,
+        engine=rollout.engine,
         urls=[server.url for server in servers],
-        api_key=_key(config),
-        deadlines=_deadlines(config),
+        api_key=_key(rollout),
+        deadlines=_deadlines(rollout),
         contract=build_contract(hf_config, tokenizer),
-        adapter=_by_adapter(config),
+        adapter=_by_adapter(rollout),
     )
     return ClientProcesses(count, settings)
 
@@ -163,7 +164,8 @@ def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
 
 
 def build_engine(
-    config: Config,
+    rollout: RolloutConfig,
+    train: TrainConfig,
     inputs: Inputs,
     trainer: PolicyTrainer,
     platform: Platform,
@@ -173,7 +175,8 @@ def build_engine(
     """Return the engine that samples for this rank.
 
     Args:
-        config: Configuration of the run.
+        rollout: ``[rollout]``.
+        train: ``[train]``.
         inputs: Tokenizer and sizes of the model.
         trainer: Policy of this rank.
         platform: Platform of the local engine.
@@ -184,17 +187,17 @@ def build_engine(
         None on ranks that receive their rollouts from the leader of their replica. With ``rollout.batch_invariant`` all
         ranks of a replica sample together, and every rank has an engine.
     """
-    if config.rollout.batch_invariant:
-        return BatchInvariantEngine(trainer, inputs.hf_config, inputs.tokenizer, config.train.micro_batch_tokens)
+    if rollout.batch_invariant:
+        return BatchInvariantEngine(trainer, inputs.hf_config, inputs.tokenizer, train.micro_batch_tokens)
     if not is_leader(trainer.groups.replica):
         return None
     model = (inputs.hf_config, inputs.tokenizer)
     ranks = (trainer.dp_rank, trainer.layout.dp)
-    return build_sampling_engine(config, *model, platform.device, servers, function, ranks=ranks)
+    return build_sampling_engine(rollout, *model, platform.device, servers, function, ranks=ranks)
 
 
 def build_sampling_engine(
-    config: Config,
+    rollout: RolloutConfig,
     hf_config: Any,
     tokenizer: Any,
     device: torch.device,
@@ -206,7 +209,7 @@ def build_sampling_engine(
     """Return an engine that has no weights yet and needs no trainer.
 
     Args:
-        config: Configuration of the run.
+        rollout: ``[rollout]``.
         hf_config: Transformers configuration of the model.
         tokenizer: Tokenizer of the model.
         device: Device of the local engine.
@@ -214,27 +217,27 @@ def build_sampling_engine(
         function: Result of ``open_generate_function``.
         ranks: Data-parallel index of this rank, and number of ranks that send requests to the servers.
     """
-    if config.rollout.engine == "local":
+    if rollout.engine == "local":
         return LocalEngine(
             hf_config,
             tokenizer,
-            dtype=DTYPES[config.rollout.dtype],
+            dtype=DTYPES[rollout.dtype],
             device=device,
             function=function,
-            perturbation=Perturbation(**config.rollout.perturbation.model_dump()),
+            perturbation=Perturbation(**rollout.perturbation.model_dump()),
         )
-    spread = _request_spread(config.rollout, len(servers), *ranks)
+    spread = _request_spread(rollout, len(servers), *ranks)
     return ServerEngine(
         servers,
         tokenizer,
         hf_config,
         max_in_flight=spread.max_in_flight,
-        health_seconds=config.rollout.servers.health_seconds,
-        unavailable_timeout_seconds=config.rollout.servers.unavailable_timeout_seconds,
+        health_seconds=rollout.servers.health_seconds,
+        unavailable_timeout_seconds=rollout.servers.unavailable_timeout_seconds,
         first=spread.first,
         siblings_per_server=spread.siblings_per_server,
         function=function,
-        client_processes=_client_processes(config, hf_config, tokenizer, servers),
+        client_processes=_client_processes(rollout, hf_config, tokenizer, servers),
     )
 
 
@@ -263,7 +266,7 @@ def build_weight_sync(
     """
     settings = config.rollout.weight_sync
     return WeightSync(
-        connect_servers(config),
+        connect_servers(config.rollout),
         settings,
         model_folder=Path(config.rollout.servers.model or config.model.path),
         weights_folder=Path(settings.folder or Path(config.run.output_dir) / "weights"),
@@ -271,8 +274,8 @@ def build_weight_sync(
         device=device,
         tied=hf_config.tie_word_embeddings,
         sharing=sharing,
-        adapter=_served_adapter(config) if _by_adapter(config) else None,
-        quantization=served_quantization(config),
+        adapter=_served_adapter(config) if _by_adapter(config.rollout) else None,
+        quantization=served_quantization(config.rollout),
     )
 
 
@@ -308,7 +311,7 @@ def build_publisher(
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
     adapters = None
-    if _by_adapter(config):
+    if _by_adapter(config.rollout):
         proves_base = config.rollout.weight_sync.checksum_every > 0
         adapters = AdapterProof(trainer, sync, probe, proves_base=proves_base)
     return ServerPublisher(

@@ -17,6 +17,9 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.layout import Layout, ModelShape, resolve_layout
+from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.prompts import PromptDataset, load_rows
@@ -228,7 +231,7 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
             )
         )
     problems.attempt(config.train.layer_noise.layers, hf_config.num_hidden_layers)
-    for problem in family_problems(config, shape):
+    for problem in family_problems(config.rollout, config.lora, shape):
         problems.add(problem)
     if config.lora.rank:
         problems.attempt(check_adapter_targets, config.lora.target_modules, shape)
@@ -259,40 +262,40 @@ def _check_vocabulary(path: str, tokenizer: Any, hf_config: Any) -> None:
         )
 
 
-def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+def family_problems(rollout: RolloutConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[ConfigError]:
     """Yield settings that models of this family do not support."""
-    perturbation = config.rollout.perturbation
+    perturbation = rollout.perturbation
     for key, value, has_it, reason in (
         (
             "rollout.batch_invariant",
-            config.rollout.batch_invariant,
+            rollout.batch_invariant,
             shape.has_latent_attention,
             "its attention kernel is for grouped queries; use false",
         ),
         (
             "rollout.batch_invariant",
-            config.rollout.batch_invariant,
+            rollout.batch_invariant,
             shape.linear is not None,
             "linear attention has no batch-invariant kernel; use false",
         ),
         (
             "rollout.batch_invariant",
-            config.rollout.batch_invariant,
+            rollout.batch_invariant,
             bool(shape.window_layers) or shape.has_attention_sinks,
             "its attention kernel has neither windows nor sinks; use false",
         ),
         (
             "rollout.engine",
-            config.rollout.engine,
+            rollout.engine,
             # SGLang has windows for gpt-oss, the family with sinks.
-            config.rollout.engine == "sglang" and bool(shape.window_layers) and not shape.has_attention_sinks,
+            rollout.engine == "sglang" and bool(shape.window_layers) and not shape.has_attention_sinks,
             "SGLang computes its layers without their sliding window; use 'vllm' or 'local'",
         ),
         (
             "rollout.engine",
-            config.rollout.engine,
+            rollout.engine,
             # Its loader copies past the ones that a reload counts (gpt_oss.py, line 1220; layerwise.py, line 266).
-            config.rollout.engine == "vllm" and shape.has_attention_sinks,
+            rollout.engine == "vllm" and shape.has_attention_sinks,
             "vLLM 0.32 keeps the old experts and sinks of such a model in an update; use 'sglang' or 'local'",
         ),
         (
@@ -310,10 +313,10 @@ def family_problems(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     ):
         if value and has_it:
             yield ConfigError(f"{key} = {value!r} with a model of type {shape.family!r}: {reason}")
-    experts = {"gate_proj", "up_proj", "down_proj"} & set(config.lora.target_modules)
-    if config.lora.rank and experts and get_family(shape).fused_experts.is_interleaved:
+    experts = {"gate_proj", "up_proj", "down_proj"} & set(lora.target_modules)
+    if lora.rank and experts and get_family(shape).fused_experts.is_interleaved:
         yield ConfigError(
-            f"lora.target_modules = {config.lora.target_modules!r} with a model of type {shape.family!r}: adapters of "
+            f"lora.target_modules = {lora.target_modules!r} with a model of type {shape.family!r}: adapters of "
             "one projection of its experts have no form that PEFT or servers load. Use q_proj, k_proj, v_proj, o_proj"
         )
 
@@ -337,7 +340,7 @@ class PromptReader:
         self._config = config
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._now = now or _template_time(config)
+        self._now = now or _template_time(config.run)
         self.summary: list[str] = []
 
     def read(
@@ -429,11 +432,11 @@ class PromptReader:
         return data
 
 
-def _template_time(config: Config) -> datetime:
+def _template_time(run: RunConfig) -> datetime:
     # Imported here: the module reads checkpoints, and so loads Megatron.
     from megatron_dppo.setup.run_folder import template_time
 
-    return template_time(config)
+    return template_time(run)
 
 
 def _check_reference(path: str, expected: ModelShape) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.layout import Layout
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.engines.local.batches import BatchMemory
 from megatron_dppo.parallel.platform import DTYPES
 
@@ -20,18 +21,24 @@ class LocalEngineMemory(NamedTuple):
 
     @classmethod
     def from_config(
-        cls, config: Config, hf_config: Any, parameters: int, layout: Layout, longest_prompt: int | None = None
+        cls,
+        rollout: RolloutConfig,
+        data: DataConfig,
+        hf_config: Any,
+        parameters: int,
+        layout: Layout,
+        longest_prompt: int | None = None,
     ) -> LocalEngineMemory:
         """Return the memory that the local engine takes beside training.
 
         Args:
-            config: Configuration of the run.
+            rollout: ``[rollout]``.
+            data: ``[data]``.
             hf_config: Transformers config of the model.
             parameters: Parameters of the model.
             layout: Layout of the run.
             longest_prompt: Tokens of the longest prompt. None takes ``data.max_prompt_tokens``.
         """
-        rollout = config.rollout
         if rollout.engine != "local" or rollout.batch_invariant:
             return cls(0, 0)
         size = DTYPES[rollout.dtype].itemsize
@@ -39,7 +46,7 @@ class LocalEngineMemory(NamedTuple):
         values = BatchMemory.from_config(hf_config).max_batch_values(
             rows=prompts * rollout.samples_per_prompt,
             prompts=prompts,
-            width=longest_prompt or config.data.max_prompt_tokens,
+            width=longest_prompt or data.max_prompt_tokens,
             limit=rollout.max_new_tokens,
         )
         return cls(parameters * size, values * size)

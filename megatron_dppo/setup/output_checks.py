@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_dppo.config.model import LoraConfig, ModelConfig
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.run import CheckpointConfig, RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import existing_parent, folder_bytes, require_space
@@ -23,11 +26,11 @@ _LOGS = 10_000_000
 """Bytes of metrics, samples and curves."""
 
 
-def output_problems(config: Config) -> Iterator[UserError]:
+def output_problems(run: RunConfig, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield problems of ``run.output_dir`` and of the folder of ``rollout.weight_sync``."""
-    folders = {"run.output_dir": config.run.output_dir}
-    if config.rollout.weight_sync.folder is not None:
-        folders["rollout.weight_sync.folder"] = config.rollout.weight_sync.folder
+    folders = {"run.output_dir": run.output_dir}
+    if rollout.weight_sync.folder is not None:
+        folders["rollout.weight_sync.folder"] = rollout.weight_sync.folder
     for key, text in folders.items():
         if problem := _find_folder_problem(Path(text)):
             yield ConfigError(f"{key} = {text!r}: {problem}")
@@ -48,46 +51,44 @@ def _find_folder_problem(folder: Path) -> str | None:
     return None
 
 
-def weights_bytes(config: Config, inputs: ModelInputs) -> int:
+def weights_bytes(model: ModelConfig, inputs: ModelInputs) -> int:
     """Return the bytes of the weights in the dtype of training."""
-    return inputs.num_parameters * DTYPES[config.model.dtype].itemsize
+    return inputs.num_parameters * DTYPES[model.dtype].itemsize
 
 
-def checkpoint_bytes(config: Config, inputs: ModelInputs) -> int:
+def checkpoint_bytes(model: ModelConfig, lora: LoraConfig, inputs: ModelInputs) -> int:
     """Estimate the bytes of one checkpoint: trained parameters, their fp32 copy and two moments."""
-    return num_trained_parameters(config, inputs) * (DTYPES[config.model.dtype].itemsize + _OPTIMIZER_BYTES)
+    return num_trained_parameters(lora, inputs) * (DTYPES[model.dtype].itemsize + _OPTIMIZER_BYTES)
 
 
-def num_trained_parameters(config: Config, inputs: ModelInputs) -> int:
+def num_trained_parameters(lora: LoraConfig, inputs: ModelInputs) -> int:
     """Return the number of parameters that training changes."""
-    if not config.lora.rank:
+    if not lora.rank:
         return inputs.num_parameters
-    return sum(adapter_sizes(weight_shapes(inputs.hf_config), config.lora).values())
+    return sum(adapter_sizes(weight_shapes(inputs.hf_config), lora).values())
 
 
 def estimate_save_bytes(config: Config, inputs: ModelInputs) -> int:
     """Return the bytes that the next checkpoint needs: the size of the largest one, or an estimate before the first."""
     folder = checkpoints_folder(Path(config.run.output_dir))
     sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}
-    return max(sizes.values(), default=checkpoint_bytes(config, inputs))
+    return max(sizes.values(), default=checkpoint_bytes(config.model, config.lora, inputs))
 
 
-def max_checkpoints(config: Config) -> int:
+def max_checkpoints(checkpoint: CheckpointConfig, num_steps: int) -> int:
     """Return the most checkpoints that exist at a time, with those by time."""
-    checkpoint = config.checkpoint
     if checkpoint.save_every_minutes is None:
-        return _num_required_checkpoints(config)
+        return _num_required_checkpoints(checkpoint, num_steps)
     # A checkpoint by time may follow each step.
-    return min(config.run.num_steps, checkpoint.keep + 1) + checkpoint.keep_best
+    return min(num_steps, checkpoint.keep + 1) + checkpoint.keep_best
 
 
-def _num_required_checkpoints(config: Config) -> int:
+def _num_required_checkpoints(checkpoint: CheckpointConfig, num_steps: int) -> int:
     """Return the most checkpoints at a time without those by time, which are skipped if there is no space."""
-    checkpoint = config.checkpoint
     # The oldest checkpoint is deleted only when the next one is complete: one more than ``keep`` exist meanwhile.
     count = 1
     if checkpoint.save_every:
-        count = min(math.ceil(config.run.num_steps / checkpoint.save_every), checkpoint.keep + 1)
+        count = min(math.ceil(num_steps / checkpoint.save_every), checkpoint.keep + 1)
     return count + checkpoint.keep_best
 
 
@@ -95,14 +96,18 @@ def run_bytes(config: Config, inputs: ModelInputs) -> int:
     """Estimate the peak disk usage of a run in bytes."""
     parameters = inputs.num_parameters
     checkpoint = config.checkpoint
-    total = _num_required_checkpoints(config) * checkpoint_bytes(config, inputs) + _LOGS
+    total = (
+        _num_required_checkpoints(config.checkpoint, config.run.num_steps)
+        * checkpoint_bytes(config.model, config.lora, inputs)
+        + _LOGS
+    )
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
-    total += weights_bytes(config, inputs) * checkpoint.export_hf
-    total += num_trained_parameters(config, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
+    total += weights_bytes(config.model, inputs) * checkpoint.export_hf
+    total += num_trained_parameters(config.lora, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
         total += 2 * parameters * DTYPES[config.rollout.dtype].itemsize
     if config.rollout.weight_sync.method == "adapter":
-        total += 2 * num_trained_parameters(config, inputs) * DTYPES[config.rollout.dtype].itemsize
+        total += 2 * num_trained_parameters(config.lora, inputs) * DTYPES[config.rollout.dtype].itemsize
     if config.log.rollouts_every:
         total += config.run.num_steps // config.log.rollouts_every * rollout_bytes(config, inputs)
     return total

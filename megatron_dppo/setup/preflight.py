@@ -16,7 +16,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.layout import Layout
+from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.data.chat_template import prints_tools
 from megatron_dppo.data.formats import format_note
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
@@ -95,7 +97,7 @@ def _teacher(start: Start) -> Iterable[UserError]:
 
 
 def _teacher_servers(start: Start) -> Iterable[UserError]:
-    servers = teacher_servers(start.config)
+    servers = teacher_servers(start.config.distillation)
     if servers is None:
         return ()
     if start.dry_run and (stopped := find_stopped(servers.urls)):
@@ -175,19 +177,19 @@ def _reward(start: Start) -> Iterable[UserError]:
     return ()
 
 
-def check_flags(config: Config) -> None:
+def check_flags(model: ModelConfig, train: TrainConfig) -> None:
     """Check that Megatron has the flags of ``model.transformer``.
 
     Raises:
         ConfigError: A flag does not exist.
     """
-    if config.model.transformer:
+    if model.transformer:
         from megatron_dppo.mcore.shims import apply_shims
 
         apply_shims(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))))
         from megatron_dppo.mcore.overrides import checked_overrides
 
-        checked_overrides(config.model.transformer, router_replay=config.train.router_replay != "off")
+        checked_overrides(model.transformer, router_replay=train.router_replay != "off")
 
 
 def _megatron(start: Start) -> Iterable[UserError]:
@@ -201,7 +203,7 @@ def _megatron(start: Start) -> Iterable[UserError]:
     from megatron_dppo.mcore.trial_build import check_build
 
     config, replay = start.config, start.config.train.router_replay != "off"
-    check_flags(config)
+    check_flags(config.model, config.train)
     if start.model is not None:
         hf_config, layout = start.model.hf_config, start.model.layout
         is_bridged = config.model.provider == "megatron-bridge"
@@ -258,11 +260,11 @@ def _schedule(start: Start) -> Iterable[UserError]:
 
 
 def _output(start: Start) -> Iterable[UserError]:
-    problems = list(output_problems(start.config))
+    problems = list(output_problems(start.config.run, start.config.rollout))
     if problems:
         return problems
     check_output_dir(start.config)
-    if entries := foreign_files(start.config):
+    if entries := foreign_files(start.config.run):
         shown = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
         folder = start.config.run.output_dir
         start.notes.append(f"note     {folder} is no run and not empty ({shown}): the run writes beside these files")
@@ -270,7 +272,7 @@ def _output(start: Start) -> Iterable[UserError]:
 
 
 def _served_model(start: Start) -> Iterable[UserError]:
-    check_served_model(start.config)
+    check_served_model(start.config.rollout, start.config.model)
     return ()
 
 
@@ -301,7 +303,7 @@ def _not_running(name: str, stopped: Sequence[str], count: int, fix: str) -> str
 
 
 def _sync_host(start: Start) -> Iterable[UserError]:
-    problem = find_sync_host_problem(start.config)
+    problem = find_sync_host_problem(start.config.rollout)
     if problem is not None and start.dry_run:
         # A dry run may be on another machine than rank 0.
         start.notes.append(f"warning  {problem}")
@@ -310,7 +312,7 @@ def _sync_host(start: Start) -> Iterable[UserError]:
 
 
 def _servers(start: Start) -> Iterable[UserError]:
-    connect_servers(start.config)  # checks the API keys and the form of the URLs
+    connect_servers(start.config.rollout)  # checks the API keys and the form of the URLs
     stopped: list[str] = []
     if start.dry_run and start.config.rollout.engine != "local":
         urls = start.config.rollout.servers.resolved_urls

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_dppo.config.layout import layer_split
+from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megatron_dppo.config.run import CheckpointConfig
 from megatron_dppo.config.run_state import find_schema_problem
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
@@ -65,28 +67,28 @@ class ResumePoint:
     """Models behind URLs that the run used so far."""
 
 
-def run_identity(config: Config, inputs: Inputs) -> dict[str, Any]:
+def run_identity(lora: LoraConfig, seed: int, inputs: Inputs) -> dict[str, Any]:
     """Return the values that a checkpoint must share with a run, on any layout."""
     hf_config = inputs.hf_config
-    lora = {"lora": [config.lora.rank, sorted(config.lora.target_modules)]} if config.lora.rank else {}
+    adapters = {"lora": [lora.rank, sorted(lora.target_modules)]} if lora.rank else {}
     identity = {
-        "model": {**asdict(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings), **lora},
-        "seed": config.run.seed,
+        "model": {**asdict(model_shape(hf_config)), "tied": bool(hf_config.tie_word_embeddings), **adapters},
+        "seed": seed,
         "prompts": inputs.train_prompts.fingerprint(),
     }
     # The value that a checkpoint reads back, which has lists for tuples.
     return cast(dict[str, Any], json.loads(json.dumps(identity)))
 
 
-def layout_identity(config: Config, inputs: ModelInputs) -> dict[str, Any]:
+def layout_identity(model: ModelConfig, parallel: ParallelConfig, inputs: ModelInputs) -> dict[str, Any]:
     """Return the properties of a layout that a checkpoint is written on."""
-    split = layer_split(config.model.transformer)
+    split = layer_split(model.transformer)
     return {
         "layout": f"{inputs.layout}{_SPLIT}{json.dumps(split)}" if split else str(inputs.layout),
         "world_size": inputs.layout.world_size,
         "has_expert_parallelism": inputs.layout.ep > 1,
         "virtual_pipeline_size": inputs.layout.vpp,
-        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "use_distributed_optimizer": parallel.use_distributed_optimizer,
     }
 
 
@@ -131,13 +133,13 @@ def find_resume_point(
     chosen, skipped_checkpoints = find_usable_checkpoint(folder, accept_unverified=config.checkpoint.accept_unverified)
     is_fork = chosen is None and config.checkpoint.fork_from is not None
     if is_fork:
-        chosen = _fork_point(config)
+        chosen = _fork_point(config.checkpoint)
     if chosen is None:
         return None
     state = read_state(chosen)
 
     # Model, seed and data: a fork may have another seed and other data.
-    identity = run_identity(config, inputs)
+    identity = run_identity(config.lora, config.run.seed, inputs)
     differing = [key for key, value in identity.items() if state["identity"][key] != value]
     if refused := [key for key in differing if key == "model" or not is_fork]:
         key = refused[0]
@@ -150,7 +152,7 @@ def find_resume_point(
         )
 
     # Layout: any that Megatron can reshard to.
-    current = layout_identity(config, inputs)
+    current = layout_identity(config.model, config.parallel, inputs)
     saved = state["layout"]
     same_layout = current["layout"] == saved["layout"] and current["world_size"] == saved["world_size"]
     if inputs.layout.vpp > 1 and current["layout"].partition(_SPLIT)[2] != saved["layout"].partition(_SPLIT)[2]:
@@ -222,23 +224,23 @@ def _world() -> ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _fork_point(config: Config) -> Path:
+def _fork_point(checkpoint: CheckpointConfig) -> Path:
     """Return the checkpoint of another run that this one starts from.
 
     Raises:
         CheckpointError: It is not a checkpoint, or it is damaged.
     """
-    path = str(config.checkpoint.fork_from)
-    checkpoint = Path(path)
-    if not checkpoint.is_dir():
+    path = str(checkpoint.fork_from)
+    folder = Path(path)
+    if not folder.is_dir():
         raise CheckpointError(
             f"checkpoint.fork_from = {path!r} is not a folder; expected a checkpoint of a run, as in "
             "RUN/checkpoints/step_000020"
         )
-    problem = _find_problem(checkpoint, accept_unverified=config.checkpoint.accept_unverified)
+    problem = _find_problem(folder, accept_unverified=checkpoint.accept_unverified)
     if problem is not None:
         raise CheckpointError(f"checkpoint.fork_from = {path!r} cannot be used: {problem.reason}")
-    return checkpoint
+    return folder
 
 
 CANNOT_RESHARD = {

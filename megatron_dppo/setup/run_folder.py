@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dppo.config.run import CheckpointConfig, RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import folder_bytes
@@ -104,7 +105,7 @@ def open_folder(config: Config) -> Iterator[OpenFolder]:
             check_output_dir(config)
             folder.mkdir(parents=True, exist_ok=True)
             lock.append(FolderLock(folder))
-            notes = _prepare(folder, config)
+            notes = _prepare(folder, config.run, config.checkpoint)
         except OSError as error:
             raise ConfigError(f"run.output_dir = {str(folder)!r} cannot be used: {error}") from error
         return [f"lock     {lock[0].note}", *notes] if lock[0].note else notes
@@ -153,9 +154,9 @@ def check_output_dir(config: Config) -> None:
         )
 
 
-def foreign_files(config: Config) -> list[str]:
+def foreign_files(run: RunConfig) -> list[str]:
     """Return the entries of an output folder in which no run began; empty if a run did, or there is no folder."""
-    folder = Path(config.run.output_dir)
+    folder = Path(run.output_dir)
     if not folder.is_dir() or (folder / MARKER).exists():
         return []
     return sorted(entry.name for entry in folder.iterdir())
@@ -190,7 +191,7 @@ def _has_states(folder: Path) -> bool:
     return any(checkpoints_folder(folder).glob("step_*/state.json"))
 
 
-def _prepare(folder: Path, config: Config) -> list[str]:
+def _prepare(folder: Path, run: RunConfig, checkpoint: CheckpointConfig) -> list[str]:
     """Write the marker, move an old run aside if the configuration says so, and return messages for the user."""
     notes: list[str] = []
     marker = read_marker(folder)
@@ -202,12 +203,12 @@ def _prepare(folder: Path, config: Config) -> list[str]:
         write_marker(folder, new_marker())
     elif marker.moving_to:
         notes.append(_move_aside(folder, marker))  # finishes the move of a start that was killed
-    elif config.run.overwrite and any(os.path.lexists(folder / name) for name in RUN_FILES):
+    elif run.overwrite and any(os.path.lexists(folder / name) for name in RUN_FILES):
         if reason := _reason_to_resume(folder, marker):
             notes.append(f"resume   run.overwrite = true is ignored: {reason}")
         else:
             notes.append(_move_aside(folder, marker))
-    if config.checkpoint.resume == "never" and checkpoints(checkpoints_folder(folder)):
+    if checkpoint.resume == "never" and checkpoints(checkpoints_folder(folder)):
         raise ConfigError(
             f"{folder} already holds a run and checkpoint.resume = 'never'; choose another run.output_dir, or set "
             "run.overwrite = true to move that run aside"
@@ -228,10 +229,10 @@ def set_metrics_aside(folder: Path) -> None:
     metrics.rename(target)
 
 
-def template_time(config: Config) -> datetime:
+def template_time(run: RunConfig) -> datetime:
     """Return the date that the chat template of a start sees: that of the run's first start."""
-    folder = Path(config.run.output_dir)
-    if not config.run.overwrite:
+    folder = Path(run.output_dir)
+    if not run.overwrite:
         return first_start(folder)
     try:
         marker = read_marker(folder)

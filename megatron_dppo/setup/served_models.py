@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron_dppo.config.distillation import DistillationConfig
+from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, ServerOptions, read_options
-from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ServerError, UserError
 from megatron_dppo.setup.changes import SERVED_WEIGHTS, ServedModels
 from megatron_dppo_engines.servers.http import Deadlines, HttpClient
@@ -54,15 +55,16 @@ class ReadServedModels(NamedTuple):
     """One message for each key whose servers do not say which model they serve."""
 
 
-def read_served_models(config: Config) -> ReadServedModels:
+def read_served_models(distillation: DistillationConfig, reward: RewardConfig) -> ReadServedModels:
     """Ask every teacher, judge and reward model that the configuration names for its model. Nothing is sampled.
 
     Args:
-        config: Configuration of the run.
+        distillation: ``[distillation]``.
+        reward: ``[reward]``.
     """
     models = {}
     notes = []
-    for servers in _find_servers(config):
+    for servers in _find_servers(distillation, reward):
         fields = asyncio.run(_describe_all(servers))
         if fields:
             models[servers.key] = fields
@@ -75,15 +77,15 @@ def read_served_models(config: Config) -> ReadServedModels:
     return ReadServedModels(models, tuple(notes))
 
 
-def _find_servers(config: Config) -> Iterator[_Servers]:
-    teacher = config.distillation
-    if teacher.teacher_urls:
-        yield _Servers("distillation.teacher_urls", teacher.teacher_urls, "", _read_key(teacher.teacher_api_key_env))
-    rewards: dict[str, Any] = {"reward": config.reward}
-    rewards |= {f"reward.functions.{name}": each for name, each in config.reward.functions.items()}
-    for table, reward in rewards.items():
-        if reward.function in BUILT_IN_REWARDS and reward.options:
-            options = read_options(reward.function, reward.options)
+def _find_servers(distillation: DistillationConfig, reward: RewardConfig) -> Iterator[_Servers]:
+    if distillation.teacher_urls:
+        key = _read_key(distillation.teacher_api_key_env)
+        yield _Servers("distillation.teacher_urls", distillation.teacher_urls, "", key)
+    rewards: dict[str, Any] = {"reward": reward}
+    rewards |= {f"reward.functions.{name}": each for name, each in reward.functions.items()}
+    for table, settings in rewards.items():
+        if settings.function in BUILT_IN_REWARDS and settings.options:
+            options = read_options(settings.function, settings.options)
             if isinstance(options, ServerOptions):
                 model = str(getattr(options, "model", ""))
                 yield _Servers(f"{table}.options.url", options.urls, model, _read_key(options.api_key_env))

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import read_api_key
@@ -93,15 +94,15 @@ def check_servers(
     )
 
 
-def find_sync_host_problem(config: Config) -> str | None:
+def find_sync_host_problem(rollout: RolloutConfig) -> str | None:
     """Return why servers cannot reach rank 0, which runs here, at ``rollout.weight_sync.host``; None if they may.
 
     They need it for the method ``distributed`` only.
     """
-    if not shares_communicator(config.rollout):
+    if not shares_communicator(rollout):
         return None
-    host = config.rollout.weight_sync.host
-    remote = [url for url in config.rollout.servers.resolved_urls if not is_local(url)]
+    host = rollout.weight_sync.host
+    remote = [url for url in rollout.servers.resolved_urls if not is_local(url)]
     try:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -190,13 +191,13 @@ _INT4 = {
 _COMPARED_KEYS = ("vocab_size", "hidden_size", "tie_word_embeddings", "architectures")
 
 
-def served_quantization(config: Config) -> Quantization | None:
+def served_quantization(rollout: RolloutConfig) -> Quantization | None:
     """Return the quantization of ``rollout.servers.model``. None if the servers have the model's own weights.
 
     Raises:
         ConfigError: The folder is missing, is not quantized, or has an unsupported format.
     """
-    path = config.rollout.servers.model
+    path = rollout.servers.model
     if path is None:
         return None
     folder = Path(path)
@@ -214,16 +215,16 @@ def served_quantization(config: Config) -> Quantization | None:
     return Quantization(weight_format, quantized_names)
 
 
-def check_served_model(config: Config) -> None:
+def check_served_model(rollout: RolloutConfig, model: ModelConfig) -> None:
     """Check that ``rollout.servers.model`` is a copy of the model in a supported quantization.
 
     Raises:
         ConfigError: It is another model, or its quantization is not supported.
     """
-    path = config.rollout.servers.model
-    if served_quantization(config) is None or path is None:
+    path = rollout.servers.model
+    if served_quantization(rollout) is None or path is None:
         return
-    trained = read_hf_config(config.model.path)
+    trained = read_hf_config(model.path)
     served = read_hf_config(path, "rollout.servers.model")
     del served.quantization_config  # model_shape rejects quantized models, which cannot be trained
     differences = [
@@ -236,7 +237,7 @@ def check_served_model(config: Config) -> None:
         differences.append(f"eos_token_id {ends[0]}, {ends[1]}")
     if differences or model_shape(trained) != model_shape(served):
         raise ConfigError(
-            f"rollout.servers.model = {path!r} is another model than model.path = {config.model.path!r} "
+            f"rollout.servers.model = {path!r} is another model than model.path = {model.path!r} "
             f"({', '.join(differences) or 'their layers or experts differ'}); make a quantized copy of model.path "
             "with megatron-dppo convert quantize"
         )

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.layout import pipeline_split, resolve_parallel
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.serving.command import read_api_key
@@ -43,27 +45,26 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
     return problems.errors
 
 
-def teacher_servers(config: Config, *, rank: int = 0, ranks: int = 1) -> TeacherServers | None:
+def teacher_servers(distillation: DistillationConfig, *, rank: int = 0, ranks: int = 1) -> TeacherServers | None:
     """Return the teacher servers of ``distillation.teacher_urls``. None without URLs.
 
     Args:
-        config: Configuration of the run.
+        distillation: ``[distillation]``.
         rank: Data-parallel index. The ranks start with servers that are evenly spaced.
         ranks: Data-parallel size.
 
     Raises:
         ConfigError: The API key is not in the environment.
     """
-    chosen = config.distillation
-    if not chosen.teacher_urls:
+    if not distillation.teacher_urls:
         return None
     return TeacherServers(
-        chosen.teacher_urls,
-        chosen.teacher_engine,
-        api_key=read_api_key(chosen.teacher_api_key_env, os.environ, "distillation.teacher_api_key_env"),
-        timeout_seconds=chosen.teacher_timeout_seconds,
-        max_in_flight=chosen.teacher_max_in_flight,
-        first=rank * len(chosen.teacher_urls) // ranks,
+        distillation.teacher_urls,
+        distillation.teacher_engine,
+        api_key=read_api_key(distillation.teacher_api_key_env, os.environ, "distillation.teacher_api_key_env"),
+        timeout_seconds=distillation.teacher_timeout_seconds,
+        max_in_flight=distillation.teacher_max_in_flight,
+        first=rank * len(distillation.teacher_urls) // ranks,
     )
 
 
@@ -74,7 +75,7 @@ def _check(path: str, config: Config, policy: ModelInputs, problems: ErrorCollec
     hf_config = read_hf_config(path)
     problems.attempt(_check_vocabulary, name, hf_config, policy)
     problems.attempt(_check_tokenizer, name, path, policy.tokenizer)
-    problems.attempt(_check_layout, name, hf_config, config, policy)
+    problems.attempt(_check_layout, name, hf_config, config.parallel, policy)
     problems.attempt(get_family(hf_config).rope, hf_config)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     longest = min(longest, policy.hf_config.max_position_embeddings)
@@ -112,8 +113,8 @@ def _check_tokenizer(name: str, path: str, policy: Any) -> None:
         )
 
 
-def _check_layout(name: str, hf_config: Any, config: Config, policy: ModelInputs) -> None:
-    shape, parallel = model_shape(hf_config), config.parallel
+def _check_layout(name: str, hf_config: Any, parallel: ParallelConfig, policy: ModelInputs) -> None:
+    shape = model_shape(hf_config)
     if not shape.num_experts:  # a dense teacher is replicated over the ranks that split the policy's experts
         dense: dict[str, Any] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
         parallel = parallel.model_copy(update=dense)
@@ -130,7 +131,7 @@ def build_teacher(
     """Return the teacher of ``[distillation]``. None without distillation."""
     path = config.distillation.teacher_path
     if path is None:
-        return teacher_servers(config, rank=dist.get_rank(groups.dp), ranks=inputs.layout.dp)
+        return teacher_servers(config.distillation, rank=dist.get_rank(groups.dp), ranks=inputs.layout.dp)
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
     return MegatronTeacher(

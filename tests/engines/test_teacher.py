@@ -42,7 +42,8 @@ def check(engine: Engine, kind: Literal["sglang", "vllm"], model: Reference) -> 
 def describe(engine: Engine) -> Mapping[str, Sequence[str]]:
     """Return what a resume compares of the teacher."""
     teacher = {"coef": 0.1, "divergence": "sampled", "teacher_urls": [engine.url], "teacher_engine": engine.kind}
-    return read_served_models(config(distillation=teacher)).models["distillation.teacher_urls"]
+    settings = config(distillation=teacher)
+    return read_served_models(settings.distillation, settings.reward).models["distillation.teacher_urls"]
 
 
 def digests(engine: Engine) -> list[str]:

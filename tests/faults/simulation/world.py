@@ -194,8 +194,10 @@ class _Run:
         for record in (self.trained, self.left_out):
             for step in [s for s in record if s >= saved.step]:
                 del record[step]
-        self._released(lambda: free_gpus(config, None))
-        engine = build_engine(config, _INPUTS, trainer, _PLATFORM, connect_servers(config), None)
+        self._released(lambda: free_gpus(config.rollout, None))
+        engine = build_engine(
+            config.rollout, config.train, _INPUTS, trainer, _PLATFORM, connect_servers(config.rollout), None
+        )
         publisher = build_publisher(config, _INPUTS, trainer, engine, _PLATFORM, self._sharing())
         publisher._sync._broadcasts._transport = self.broadcasts
         publisher._probe._expected["enough_tokens"] = 1  # one answer says enough where all numbers are exact
@@ -204,7 +206,7 @@ class _Run:
         if saved.stream is not None:
             stream.restore(saved.stream, saved.contents)
         self.held = invariants.held_tokens(saved.contents)
-        gpus = build_gpus(config, trainer, publisher)
+        gpus = build_gpus(config.rollout, trainer, publisher)
         self._publish(gpus.for_sampling())
         for step in range(saved.step, plan.steps):
             self._step(stream, step, trainer, gpus)

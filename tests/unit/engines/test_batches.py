@@ -175,11 +175,15 @@ def test_plan_and_dry_run_count_a_long_prompt() -> None:
     inner = 2 * max(CONFIG.hidden_size, CONFIG.num_experts_per_tok * CONFIG.moe_intermediate_size)
     distinct = min(rows, prompts)
     expected = distinct * (30 * 30 + 30 * inner) + rows * (30 + new) * cached
-    memory = LocalEngineMemory.from_config(config, CONFIG, 1000, layout, longest_prompt=30)
+    memory = LocalEngineMemory.from_config(config.rollout, config.data, CONFIG, 1000, layout, longest_prompt=30)
     assert memory == (4000, 4 * expected)
     # A batch is at most the bound, but one response cannot be split.
-    assert LocalEngineMemory.from_config(config, CONFIG, 1000, layout, 20_000).batch == 4 * MAX_VALUES
+    assert (
+        LocalEngineMemory.from_config(config.rollout, config.data, CONFIG, 1000, layout, 20_000).batch == 4 * MAX_VALUES
+    )
     alone = (MAX_VALUES + new) * cached + MAX_VALUES * inner
-    assert LocalEngineMemory.from_config(config, CONFIG, 1000, layout, MAX_VALUES).batch == 4 * alone
+    assert (
+        LocalEngineMemory.from_config(config.rollout, config.data, CONFIG, 1000, layout, MAX_VALUES).batch == 4 * alone
+    )
     config = load_config(EXAMPLE.parent / "sglang.toml")
-    assert LocalEngineMemory.from_config(config, CONFIG, 1000, layout) == (0, 0)
+    assert LocalEngineMemory.from_config(config.rollout, config.data, CONFIG, 1000, layout) == (0, 0)

@@ -94,7 +94,7 @@ def test_the_model_is_as_before_after_a_scoring_that_failed() -> None:
 
 def test_a_coarse_state_needs_linear_attention() -> None:
     config = run_config(rollout={"perturbation": {"state_dtype": "bf16"}})
-    assert not list(family_problems(config, model_shape(family_config("qwen3_next"))))
-    (problem,) = family_problems(config, model_shape(family_config("qwen3_moe")))
+    assert not list(family_problems(config.rollout, config.lora, model_shape(family_config("qwen3_next"))))
+    (problem,) = family_problems(config.rollout, config.lora, model_shape(family_config("qwen3_moe")))
     assert isinstance(problem, ConfigError) and "state_dtype = 'bf16'" in str(problem)
     assert "no linear attention" in str(problem)

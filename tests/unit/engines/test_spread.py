@@ -76,7 +76,7 @@ def begin_step(ranks: int, servers: int, prompts: int, siblings: int, **options:
     try:
         for rank in range(ranks):
             engine = build_sampling_engine(
-                settings, HF, FakeTokenizer(), torch.device("cpu"), pool.clients(), None, ranks=(rank, ranks)
+                settings.rollout, HF, FakeTokenizer(), torch.device("cpu"), pool.clients(), None, ranks=(rank, ranks)
             )
             assert isinstance(engine, ServerEngine)
             engines.append(engine)

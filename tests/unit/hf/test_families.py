@@ -400,10 +400,12 @@ def test_latent_attention_caches_latents_and_costs_what_its_matrices_do() -> Non
 )
 def test_what_goes_with_no_model_of_a_family_is_refused(family: str, section: Any, message: str) -> None:
     shape = model_shape(family_config(family))
-    (result,) = family_problems(run_config(**section), shape)
+    config = run_config(**section)
+    plain = run_config()
+    (result,) = family_problems(config.rollout, config.lora, shape)
     assert re.search(message, str(result))
-    assert not list(family_problems(run_config(), shape))
-    assert not list(family_problems(run_config(**section), model_shape(family_config("llama"))))
+    assert not list(family_problems(plain.rollout, plain.lora, shape))
+    assert not list(family_problems(config.rollout, config.lora, model_shape(family_config("llama"))))
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -293,7 +293,7 @@ def test_ranks_score_their_first_sample_on_servers_that_are_evenly_spaced() -> N
         urls = [stub.url for stub in stubs]
         settings = config(distillation={"teacher_urls": urls}, rollout={"engine": "sglang"})
         for rank in range(2):
-            servers = teacher_servers(settings, rank=rank, ranks=2)
+            servers = teacher_servers(settings.distillation, rank=rank, ranks=2)
             assert servers is not None
             servers.logprobs([one])
         assert [len(stub.calls) for stub in stubs] == [1, 0, 1, 0]

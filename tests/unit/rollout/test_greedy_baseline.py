@@ -66,7 +66,7 @@ def make(staleness: int, **rollout: Any) -> Run:
         scorer=PromptScorer(lambda i: i % 3 > 0),
         num_steps=6,
         max_staleness=staleness,
-        greedy=greedy_sampling_params(settings),
+        greedy=greedy_sampling_params(settings.rollout, settings.run.seed),
     )
     return Run(settings, engine, stream)
 

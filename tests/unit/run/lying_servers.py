@@ -147,7 +147,8 @@ def words_of_stop(lie: Lie, dtype: Dtype, *, seed: int = 0, steps: int = 20) -> 
         AssertionError: No step stopped.
     """
     random = np.random.default_rng(seed)
-    state = GuardState.from_config(settings_of(dtype))
+    settings = settings_of(dtype)
+    state = GuardState.from_config(settings.rollout, settings.train)
     truth = honest(random, dtype)
     at = np.arange(len(truth.tokens)), truth.tokens
     state.history.probed[URL] = float(np.abs(np.exp(truth.policy[at]) - np.exp(truth.reported[at])).mean())

@@ -119,7 +119,7 @@ def test_weights_make_a_mix_that_the_dry_run_counts(tmp_path: Path, capsys: pyte
     passes = "600 from a.jsonl (300 passes over 2), 200 from b.jsonl (66.7 passes over 3)"
     assert f"\nepochs   50 steps x 16 prompts = 800 prompts = {passes}; " in printed
     other = example(tmp_path, data.replace("0.25", "0.5"))
-    identities = [run_identity(each, read_inputs(each, 1)) for each in (mixed, other)]
+    identities = [run_identity(each.lora, each.run.seed, read_inputs(each, 1)) for each in (mixed, other)]
     assert identities[0]["prompts"] != identities[1]["prompts"], "a checkpoint of the one cannot continue the other"
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "2+1=", "label": "3"}])
     assert train_main([str(tmp_path / "run.toml"), "--dry-run", *SINGLE]) == 2
@@ -290,6 +290,6 @@ def test_a_checkpoint_must_have_the_same_prompts_and_labels_in_a_file_of_any_nam
         (tmp_path / file).parent.mkdir(exist_ok=True)
         write_jsonl(tmp_path / file, [{**LAYOUTS["slime text"][0], "label": label}])
         configuration = example(tmp_path, f'train = ["{file}"]')
-        identities.append(run_identity(configuration, read_inputs(configuration, 1)))
+        identities.append(run_identity(configuration.lora, configuration.run.seed, read_inputs(configuration, 1)))
     assert identities[0] == identities[1] == json.loads(json.dumps(identities[0]))
     assert identities[0]["prompts"] != identities[2]["prompts"]

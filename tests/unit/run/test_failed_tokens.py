@@ -196,7 +196,7 @@ def test_a_step_without_any_reward_has_no_token() -> None:
 def test_the_surprise_allows_for_their_selection() -> None:
     """A reward may fail on some contents only, so the rest is not a random sample of the policy's tokens."""
     settings = config(rollout={"engine": "sglang", "servers": {"urls": ["http://a"]}, "samples_per_prompt": 3})
-    state = GuardState.from_config(settings)
+    state = GuardState.from_config(settings.rollout, settings.train)
     collected = CollectedRollouts(groups=groups_of(), ages=[0], dropped_groups={}, token_ages={0: 1})
     assert state.begin_step(settings, ParallelGroups(), collected, {}).selection.responses == pytest.approx(4 / 9)
     taught = config(

@@ -31,12 +31,17 @@ def collected(reason: FinishReason = FinishReason.STOP, **more: Any) -> Collecte
     return CollectedRollouts(groups=[group], ages=[0], **values)
 
 
+def new_state(**sections: Any) -> GuardState:
+    settings = config(**sections)
+    return GuardState.from_config(settings.rollout, settings.train)
+
+
 def begin(state: GuardState, ranks: dict[str, RankSums], rollouts: CollectedRollouts | None = None) -> Any:
     return state.begin_step(config(**SERVERS), ParallelGroups(), rollouts or collected(), ranks)
 
 
 def test_a_server_that_fails_the_test_leaves_the_run_once_and_the_last_one_stops_it() -> None:
-    state = GuardState.from_config(config(**SERVERS))
+    state = new_state(**SERVERS)
     begin(state, {"http://a": HONEST, "http://b": GREEDY})
     found = state.take_excluded()
     assert list(found) == ["http://b"] and "greedy decoding" in found["http://b"]
@@ -49,7 +54,7 @@ def test_a_server_that_fails_the_test_leaves_the_run_once_and_the_last_one_stops
 def test_copies_of_the_engine_in_this_process_stop_the_run() -> None:
     repeats = {"": RepeatSums(responses=64.0, repeats=56.0, expected=1e-9)}
     with pytest.raises(TrainingStopped, match="copies: 56 of 64"):
-        begin(GuardState.from_config(config()), {}, collected(repeats=repeats))
+        begin(new_state(), {}, collected(repeats=repeats))
 
 
 @pytest.mark.parametrize(
@@ -63,14 +68,14 @@ def test_copies_of_the_engine_in_this_process_stop_the_run() -> None:
     ids=["copies", "greedy"],
 )
 def test_of_two_alarms_the_one_that_explains_the_other_is_told(ranks: RankSums, words: str) -> None:
-    state = GuardState.from_config(config(**SERVERS))
+    state = new_state(**SERVERS)
     repeats = {"http://a": RepeatSums(responses=64.0, repeats=56.0, expected=1e-9)}
     begin(state, {"http://a": ranks, "http://b": HONEST}, collected(repeats=repeats))
     assert state.excluded["http://a"].startswith(words)
 
 
 def test_checkpoints_without_evidence_by_server_load() -> None:
-    state = GuardState.from_config(config(**SERVERS))
+    state = new_state(**SERVERS)
     older = state.to_json()
     del older["server_evidence"]
     state.restore(older | {"prob_diffs": [0.001]})
@@ -88,22 +93,22 @@ def test_checkpoints_without_evidence_by_server_load() -> None:
     ids=["off", "layer noise", "perturbation", "filters"],
 )
 def test_sampling_is_not_tested_where_it_cannot_be(sections: dict[str, Any]) -> None:
-    assert GuardState.from_config(config(**sections)).sampling is None
+    assert new_state(**sections).sampling is None
 
 
 def test_the_state_survives_a_checkpoint_as_json() -> None:
-    state = GuardState.from_config(config(**SERVERS))
+    state = new_state(**SERVERS)
     state.history.prob_diffs += [0.001, 0.002]
     assert state.sampling is not None
     state.sampling.add_ranks({"http://a": HONEST, "http://b": RankSums(tokens=9.0, shift=-2.0, variance=1.0)})
-    restored = GuardState.from_config(config(**SERVERS))
+    restored = new_state(**SERVERS)
     restored.restore(json.loads(json.dumps(state.to_json())))
     assert restored.to_json() == state.to_json() and restored.sampling is not None
     assert any(restored.sampling.evidence["http://b"]["rank_low"])
 
 
 def test_what_is_left_out_is_counted_for_the_surprise() -> None:
-    state = GuardState.from_config(config(**SERVERS))
+    state = new_state(**SERVERS)
     half = collected(FinishReason.LENGTH, dropped_groups={DropReason.NO_SIGNAL: 1})
     guard = state.begin_step(config(**SERVERS, train={"mask_truncated": True}), ParallelGroups(), half, {})
     assert guard.selection.groups == 0.5 and guard.selection.responses == 1.0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.layout import ModelShape, resolve_layout
+from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.setup.inputs import ModelInputs
 from megatron_dppo.setup.resume import layout_identity, run_identity
@@ -30,7 +31,9 @@ def identity(split: dict[str, Any], layers: int = 7) -> dict[str, Any]:
     made = config(parallel={"pipeline_model_parallel_size": 2}, model={"transformer": split})
     shape = SHAPE if layers == 7 else ModelShape(**{**vars(SHAPE), "num_layers": layers})
     layout = resolve_layout(made.parallel, made.batch, 2, shape, made.model.transformer)
-    return layout_identity(made, ModelInputs(hf_config=None, num_parameters=1, tokenizer=None, layout=layout))
+    return layout_identity(
+        made.model, made.parallel, ModelInputs(hf_config=None, num_parameters=1, tokenizer=None, layout=layout)
+    )
 
 
 def test_another_split_of_the_layers_is_another_layout() -> None:
@@ -53,7 +56,7 @@ def test_the_model_of_a_checkpoint_is_plain_json_for_every_family(family: str) -
         vars(hf_config).update(keys)
         prompts = SimpleNamespace(fingerprint=lambda: "prompts")
         inputs: Any = SimpleNamespace(hf_config=hf_config, train_prompts=prompts)
-        return run_identity(config(), inputs)["model"]
+        return run_identity(LoraConfig(), 1, inputs)["model"]
 
     assert identity() == json.loads(json.dumps(identity())) and identity()["family"] == family
     if identity()["linear"] is not None:

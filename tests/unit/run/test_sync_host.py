@@ -37,7 +37,7 @@ def test_a_loopback_address_is_refused_for_servers_elsewhere(
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda name, *a, **k: lookup("127.0.1.1" if name == "n1" else name, *a, **k)
     )
-    problem = find_sync_host_problem(config(host, LOCAL, REMOTE))
+    problem = find_sync_host_problem(config(host, LOCAL, REMOTE).rollout)
     assert problem is not None and problem.startswith(f"rollout.weight_sync.host = {host!r} {resolved}")
     assert f"loopback address, and {REMOTE} is on another machine. Set it to" in problem
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -49,10 +49,10 @@ def test_a_loopback_address_is_refused_for_servers_elsewhere(
 
 
 def test_what_can_work_is_let_through() -> None:
-    assert find_sync_host_problem(config("127.0.0.1", LOCAL)) is None
-    assert find_sync_host_problem(config("127.0.0.1", REMOTE, method="disk")) is None
-    assert find_sync_host_problem(config("198.51.100.8", REMOTE)) is None
-    assert "no address or known name" in str(find_sync_host_problem(config("no.such.host.invalid", LOCAL)))
+    assert find_sync_host_problem(config("127.0.0.1", LOCAL).rollout) is None
+    assert find_sync_host_problem(config("127.0.0.1", REMOTE, method="disk").rollout) is None
+    assert find_sync_host_problem(config("198.51.100.8", REMOTE).rollout) is None
+    assert "no address or known name" in str(find_sync_host_problem(config("no.such.host.invalid", LOCAL).rollout))
 
 
 def test_a_dry_run_which_may_be_on_another_machine_only_notes_it() -> None:
@@ -75,7 +75,9 @@ def test_servers_use_the_interface_of_their_address(monkeypatch: pytest.MonkeyPa
 
     def variables(host: str, method: str = "distributed", node: ServerNode | None = None) -> dict[str, str]:
         return _network_variables(
-            configs.config(rollout={"engine": "vllm", "servers": {"host": host}, "weight_sync": {"method": method}}),
+            configs.config(
+                rollout={"engine": "vllm", "servers": {"host": host}, "weight_sync": {"method": method}}
+            ).rollout,
             node,
         )
 

@@ -93,13 +93,13 @@ def test_the_first_start_is_recorded_and_found_again(tmp_path: Path, monkeypatch
     tomorrow = datetime(2026, 3, 6, 1, 0, 0)
     monkeypatch.setattr(marker_module, "_process_time", lambda pid: tomorrow)
     assert first_start(tmp_path) == NOON
-    assert template_time(config(run={"output_dir": str(tmp_path)})) == NOON
+    assert template_time(config(run={"output_dir": str(tmp_path)}).run) == NOON
     moved = config(run={"output_dir": str(tmp_path), "overwrite": True})
-    assert template_time(moved) == tomorrow, "that run will be moved aside"
+    assert template_time(moved.run) == tomorrow, "that run will be moved aside"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     write_marker(tmp_path, Marker("id", "SLURM_JOB_ID=7", NOON.strftime("%Y-%m-%d %H:%M:%S")))
-    assert template_time(moved) == NOON, "a requeued job resumes its run"
+    assert template_time(moved.run) == NOON, "a requeued job resumes its run"
     marker = read_marker(tmp_path)
     assert marker is not None
     write_marker(tmp_path, Marker(marker.run_id, marker.submission, marker.created, moving_to="old"))
@@ -151,19 +151,19 @@ def test_a_single_prompt_is_sent_as_those_of_the_run(kind: str, tmp_path: Path) 
     row, expected, reason = ROWS[kind]
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(row) + "\n")
-    is_chat, text = single_prompt_template(config(data={"train": str(data)}, model={"path": str(MODEL)}), None)
+    is_chat, text = single_prompt_template(config(data={"train": str(data)}).data, MODEL)
     assert is_chat is expected and reason in text
     for forced in (True, False):
-        settings = config(data={"train": str(data), "apply_chat_template": forced}, model={"path": str(MODEL)})
-        assert single_prompt_template(settings, None)[0] is forced
+        settings = config(data={"train": str(data), "apply_chat_template": forced})
+        assert single_prompt_template(settings.data, MODEL)[0] is forced
 
 
 def test_a_single_prompt_of_a_run_without_its_data_is_plain_and_says_why(tmp_path: Path) -> None:
     missing = config(data={"train": str(tmp_path / "gone.jsonl")}, model={"path": str(MODEL)})
-    is_chat, text = single_prompt_template(missing, None)
+    is_chat, text = single_prompt_template(missing.data, MODEL)
     assert not is_chat and "gone.jsonl" in text and "--data.apply_chat_template true" in text
     with_system = config(data={"train": "gone.jsonl", "system_prompt": "be brief"}, model={"path": str(MODEL)})
-    assert single_prompt_template(with_system, None)[0]
+    assert single_prompt_template(with_system.data, MODEL)[0]
 
 
 def test_bare_problems_need_the_template_of_the_tokenizer_in_use(tmp_path: Path, tokenizer: Any) -> None:
@@ -172,7 +172,7 @@ def test_bare_problems_need_the_template_of_the_tokenizer_in_use(tmp_path: Path,
     tokenizer.chat_template = "{{ messages[0].content }}="
     tokenizer.save_pretrained(tmp_path / "other")
     settings = config(data={"train": str(data)}, model={"path": str(MODEL)})
-    assert single_prompt_template(settings, tmp_path / "other") == (
+    assert single_prompt_template(settings.data, tmp_path / "other") == (
         True,
         "data.train has bare problems, and the tokenizer has a chat template",
     )

@@ -54,7 +54,7 @@ def test_each_version_is_published_in_the_format_of_the_folder(
     folder: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(folder, form)
-    check_served_model(settings)
+    check_served_model(settings.rollout, settings.model)
     server = FakeServer("a:1")
     monkeypatch.setattr(engines, "connect_servers", lambda _: [server])
     sync = engines.build_weight_sync(settings, qwen3_moe(), torch.device("cpu"))
@@ -159,27 +159,28 @@ def test_folders_with_an_unsupported_quantization_are_rejected(
         (quantization["config_groups"]["group_0"]["weights"] if is_of_group else quantization).update(change)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=problem):
-        served_quantization(config(folder, tmp_path))
+        served_quantization(config(folder, tmp_path).rollout)
 
 
 def test_another_model_missing_weights_and_a_missing_folder_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rollout.servers.model = .*config.json is missing"):
-        served_quantization(config(folder, "nowhere"))
+        served_quantization(config(folder, "nowhere").rollout)
     settings = json.loads((folder / "fp8" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=r"rollout.servers.model = .* has no \*.safetensors weights"):
-        served_quantization(config(folder, tmp_path))
+        served_quantization(config(folder, tmp_path).rollout)
     (folder / "other").mkdir()
+    other = config(folder, "other")
     for file in (folder / "fp8").iterdir():
         (folder / "other" / file.name).write_bytes(file.read_bytes())
     (folder / "other" / "config.json").write_text(json.dumps(settings | {"hidden_size": 512}))
     with pytest.raises(ConfigError, match=r"another model than model.path = .*hidden_size 256, 512"):
-        check_served_model(config(folder, "other"))
+        check_served_model(other.rollout, other.model)
     (folder / "other" / "config.json").write_text(json.dumps(settings))
-    check_served_model(config(folder, "other"))
+    check_served_model(other.rollout, other.model)
     (folder / "other" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 17]}))
     with pytest.raises(ConfigError, match=r"another model than .*eos_token_id \[\], \[2, 17\]"):
-        check_served_model(config(folder, "other"))
+        check_served_model(other.rollout, other.model)
     (preflight_check,) = (check for check in CHECKS if check.name == "the servers' model")
     with pytest.raises(ConfigError, match="another model"):
         preflight_check.find(Start(config(folder, "other"), world_size=1))

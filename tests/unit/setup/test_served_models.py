@@ -14,7 +14,7 @@ import pytest
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.setup.changes import check_changes, find_served_changes
-from megatron_dppo.setup.served_models import read_served_models
+from megatron_dppo.setup.served_models import ReadServedModels, read_served_models
 from tests.unit.configs import config
 
 VLLM = {"/v1/models": {"data": [{"id": "judge", "root": "org/judge", "created": 1}]}, "/version": {"version": "0.32.0"}}
@@ -67,6 +67,10 @@ def judged(url: str | list[str], model: str = "judge", **options: Any) -> Config
     return config(reward={"function": "judge", "options": options})
 
 
+def read_models(settings: Config) -> ReadServedModels:
+    return read_served_models(settings.distillation, settings.reward)
+
+
 def test_every_kind_of_server_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with served(VLLM) as vllm, served(TEI) as tei, served(HOSTED) as hosted, served(sglang("d1")) as teacher:
@@ -82,7 +86,7 @@ def test_every_kind_of_server_is_described(monkeypatch: pytest.MonkeyPatch) -> N
             reward={"function": "", "functions": functions},
             distillation={"coef": 0.1, "divergence": "sampled", "teacher_urls": [teacher], "teacher_engine": "sglang"},
         )
-        read = read_served_models(everything)
+        read = read_models(everything)
     weights = read.models["distillation.teacher_urls"].pop("weights (SGLang 0.5.23, 1 rank)")  # type: ignore[attr-defined]
     assert len(weights[0]) == 64
     assert read.models == {
@@ -109,13 +113,13 @@ def test_another_model_behind_the_same_url_is_refused_and_can_be_accepted(tmp_pa
     responses = sglang("d1")
     with served(responses) as url:
         settings = judged(url, "")
-        before = read_served_models(settings).models
-        assert not find_served_changes(before, read_served_models(settings).models)
+        before = read_models(settings).models
+        assert not find_served_changes(before, read_models(settings).models)
         # With equal weights their place does not matter.
         responses.update(sglang("d1", path="/elsewhere", version="7"))
-        assert not find_served_changes(before, read_served_models(settings).models)
+        assert not find_served_changes(before, read_models(settings).models)
         responses.update(sglang("d2"))
-        (change,) = find_served_changes(before, read_served_models(settings).models)
+        (change,) = find_served_changes(before, read_models(settings).models)
         refused = r"reward\.options\.url: the served model's weights \(SGLang 0\.5\.23, 1 rank\): \w{12} -> \w{12}\n"
         with pytest.raises(CheckpointError, match=refused + r"(.|\n)*--allow-changed reward\.options\.url"):
             check_changes([change], tmp_path, accepted=False)
@@ -123,24 +127,24 @@ def test_another_model_behind_the_same_url_is_refused_and_can_be_accepted(tmp_pa
         # Another number of ranks gives another digest of the same weights; the rest is compared.
         two = [{"parallelism_info": [{"rank": i, "tp_rank": i}], "checksums": {"a": "b"}} for i in range(2)]
         responses["/weights_checker"] = {"success": True, "ranks": two}
-        assert not find_served_changes(before, read_served_models(settings).models)
+        assert not find_served_changes(before, read_models(settings).models)
         # So it is without digests at one of the starts.
         responses["/weights_checker"] = {"success": False}
-        assert not find_served_changes(before, read_served_models(settings).models)
+        assert not find_served_changes(before, read_models(settings).models)
         responses["/server_info"]["revision"] = "r2"
-        (change,) = find_served_changes(before, read_served_models(settings).models)
+        (change,) = find_served_changes(before, read_models(settings).models)
         assert str(change) == "reward.options.url: the served model's revision: r1 -> r2"
 
 
 def test_addresses_and_unreachable_servers_are_no_changes() -> None:
     with served(VLLM) as first, served(json.loads(json.dumps(VLLM))) as second:
-        before = read_served_models(judged([first, second])).models
+        before = read_models(judged([first, second])).models
         assert before == {"reward.options.url": {"name": ["judge"], "path": ["org/judge"]}}
-        assert read_served_models(judged(second)).models == before
-    now = read_served_models(judged([first, second]))
+        assert read_models(judged(second)).models == before
+    now = read_models(judged([first, second]))
     assert now.models == {} and not find_served_changes(before, now.models)
     assert "a resume compares nothing" in now.notes[0]
-    assert read_served_models(config()) == ({}, ())
+    assert read_models(config()) == ({}, ())
 
 
 @pytest.mark.parametrize(
@@ -149,4 +153,4 @@ def test_addresses_and_unreachable_servers_are_no_changes() -> None:
 def test_nonsense_is_no_description(value: Any) -> None:
     paths = ("/v1/models", "/model_info", "/server_info", "/info", "/weights_checker", "/version")
     with served(dict.fromkeys(paths, value)) as url:
-        assert read_served_models(judged(url)).models == {}
+        assert read_models(judged(url)).models == {}

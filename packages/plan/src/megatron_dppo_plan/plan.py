@@ -180,7 +180,7 @@ def make_plan(
     layout = resolve_layout(config.parallel, config.batch, world_size, model.shape, config.model.transformer)
     batch = plan_batch(config, layout, mean_response)
     transfers = plan_transfers(config, model.parameters, model.trained, layout, machine)
-    local_engine = LocalEngineMemory.from_config(config, model.hf_config, model.parameters, layout)
+    local_engine = LocalEngineMemory.from_config(config.rollout, config.data, model.hf_config, model.parameters, layout)
     teacher = model.teacher.hf_config if model.teacher is not None and config.distillation.is_exact else None
     chosen = rank_roles(
         layout,

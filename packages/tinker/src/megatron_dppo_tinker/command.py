@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_dppo_tinker.serve import ServeOptions, check_config, serve
 
     config = load_config(options.config, overrides)
-    check_flags(config)
+    check_flags(config.model, config.train)
     check_config(config)
     served = ServeOptions(
         host=options.host,

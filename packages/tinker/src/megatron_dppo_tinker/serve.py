@@ -124,7 +124,7 @@ def serve(config: Config, options: ServeOptions, report: Callable[[str], None]) 
 
     try:
         setup.start_process_group(platform, config.run.wait_minutes)
-        groups = build_groups(config, inputs, platform, setup.new_host_world(config.run.wait_minutes))
+        groups = build_groups(config.run, inputs, platform, setup.new_host_world(config.run.wait_minutes))
         key, where = read_key(options.key_variable, folder)
         parts = ModelParts(config, inputs, groups, platform)
         name = options.base_model or config.model.path

@@ -88,7 +88,9 @@ class Service:
         self._samplers: dict[str, Sampler] = {}
         self._base = Sampler(None)
         config, inputs = self.parts.config, self.parts.inputs
-        engine = build_sampling_engine(config, inputs.hf_config, inputs.tokenizer, self.parts.platform.device, [], None)
+        engine = build_sampling_engine(
+            config.rollout, inputs.hf_config, inputs.tokenizer, self.parts.platform.device, [], None
+        )
         assert isinstance(engine, LocalEngine)
         self._engine = SamplingEngine(engine, inputs.tokenizer, self._weights)
 

@@ -196,13 +196,13 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
             if damage := find_damage(checkpoint):
                 raise CheckpointError(f"{checkpoint} is damaged: {damage}")
             state = read_state(checkpoint)
-            _check_layout(checkpoint, state["layout"], layout_identity(config, inputs))
-        groups = build_groups(config, inputs, platform, world)
+            _check_layout(checkpoint, state["layout"], layout_identity(config.model, config.parallel, inputs))
+        groups = build_groups(config.run, inputs, platform, world)
         teacher = build_teacher(config, inputs, groups, platform)
         setup.seed_random_states(config.run.seed)
         trainer = build_trainer(config, inputs, groups, platform, "rl")
         if checkpoint is not None:
-            here = layout_identity(config, inputs)
+            here = layout_identity(config.model, config.parallel, inputs)
             same = all(here[key] == state["layout"][key] for key in ("layout", "world_size"))
             trainer.load(checkpoint, same_layout=same)
         yield ReplayedRun(config, trainer, groups, step - 1, teacher)
