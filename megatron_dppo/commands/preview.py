@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig
-from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import RewardError, UserError
@@ -39,7 +40,7 @@ def preview_lines(config: Config, inputs: Inputs) -> Iterator[str]:
     """Yield data, epochs and a prompt of a run whose data could be read."""
     yield inputs.data_summary
     yield epochs_line(config.run, config.rollout, inputs)
-    yield from local_engine_lines(config, inputs)
+    yield from local_engine_lines(config.rollout, config.agent, config.data, inputs)
     prompt = inputs.train_prompts[0]
     yield f"prompt   {_shorten(prompt.text)} (label {_shorten(prompt.label, 60)})"
     yield from overlap_lines(inputs)
@@ -77,14 +78,14 @@ def epochs_line(run: RunConfig, rollout: RolloutConfig, data: DataSets) -> str:
     )
 
 
-def local_engine_lines(config: Config, inputs: Inputs) -> Iterator[str]:
+def local_engine_lines(rollout: RolloutConfig, agent: AgentConfig, data: DataConfig, inputs: Inputs) -> Iterator[str]:
     """Yield the memory of the local engine, which splits a batch that needs more."""
     longest = inputs.train_prompts.longest
     # An agent's or a function's later turns begin with all earlier ones.
-    if config.rollout.generate is not None or config.agent.is_set:
-        longest += config.rollout.max_new_tokens
+    if rollout.generate is not None or agent.is_set:
+        longest += rollout.max_new_tokens
     memory = LocalEngineMemory.from_config(
-        config.rollout, config.data, inputs.hf_config, inputs.num_parameters, inputs.layout, longest
+        rollout, data, inputs.hf_config, inputs.num_parameters, inputs.layout, longest
     )
     if memory.weights:
         yield (

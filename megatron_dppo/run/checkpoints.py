@@ -154,7 +154,7 @@ class Checkpoints:
         run_on_leader(
             lambda: require_space(
                 self.folder,
-                estimate_save_bytes(self._config, self._inputs),
+                estimate_save_bytes(self._config.run, self._config.model, self._config.lora, self._inputs),
                 "a checkpoint",
                 MAKE_ROOM,
             ),

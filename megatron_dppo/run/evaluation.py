@@ -38,11 +38,6 @@ class SampleResponse(TypedDict):
     reward: float
 
 
-def eval_sampling_params(config: Config) -> SamplingParams:
-    """Return the sampling parameters of ``[eval]``."""
-    return sampling_params(config.eval, config.eval_max_new_tokens, config.run.seed)
-
-
 def metrics_by_set(
     set_names: Sequence[str], group_sets: Sequence[str], groups: Sequence[RolloutGroup], n: int
 ) -> dict[str, Metric]:
@@ -188,7 +183,12 @@ class Evaluator:
         # Every dp-th prompt, so that each rank has a part of every set.
         share = all_prompts[self._dp_rank :: self._dp]
         prompts = [prompt for _, prompt in share]
-        draw = self._stream.submit(prompts, config.eval.samples_per_prompt, eval_sampling_params(config), step)
+        draw = self._stream.submit(
+            prompts,
+            config.eval.samples_per_prompt,
+            sampling_params(config.eval, config.eval_max_new_tokens, config.run.seed),
+            step,
+        )
         evaluation = Evaluation(step, share, draw)
         # The last evaluation has no training left to run beside.
         if config.evaluates_beside_training and step < config.run.num_steps:

@@ -32,7 +32,7 @@ from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.rollout.request_scheduler import sampling_params, sampling_seed
 from megatron_dppo.run.conversion import open_converter
-from megatron_dppo.run.evaluation import eval_sampling_params, metrics_by_set
+from megatron_dppo.run.evaluation import metrics_by_set
 from megatron_dppo.setup.engines import (
     build_sampling_engine,
     build_weight_sync,
@@ -238,7 +238,12 @@ def evaluate(offline: Offline) -> OfflineEvaluation:
     scorer = open_scorer(config)
     try:
         all_prompts = [prompt for _, prompt in named_prompts]
-        completions = _sample(offline, all_prompts, num_samples, eval_sampling_params(config))
+        completions = _sample(
+            offline,
+            all_prompts,
+            num_samples,
+            sampling_params(config.eval, config.eval_max_new_tokens, config.run.seed),
+        )
         groups = score_completions(scorer, all_prompts, completions)
     finally:
         scorer.close()

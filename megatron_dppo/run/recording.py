@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config.schema import Config
+from megatron_dppo.config.loss import LossConfig
+from megatron_dppo.config.run import LogConfig, RunConfig
 from megatron_dppo.data.chat import token_texts
 from megatron_dppo.data.training_samples import episode_indices, group_segments
 from megatron_dppo.files import disk_errors
@@ -109,10 +110,18 @@ class StepRecorder:
         tokenizer: Decodes masked tokens for the trackers that show tables.
     """
 
-    def __init__(self, config: Config, trainer: PolicyTrainer, groups: ParallelGroups, tokenizer: Any) -> None:
-        self._every = config.log.rollouts_every
-        self._loss = config.loss.name
-        self._folder = Path(config.run.output_dir)
+    def __init__(
+        self,
+        run: RunConfig,
+        log: LogConfig,
+        loss: LossConfig,
+        trainer: PolicyTrainer,
+        groups: ParallelGroups,
+        tokenizer: Any,
+    ) -> None:
+        self._every = log.rollouts_every
+        self._loss = loss.name
+        self._folder = Path(run.output_dir)
         self._trainer = trainer
         self._groups = groups
         self._tokenizer = tokenizer

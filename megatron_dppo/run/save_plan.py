@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.config.reward import RewardConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
@@ -48,7 +50,7 @@ class SavePlan:
         reason: TrainingStopped | Stopped | None = None
         if state.skipped_in_a_row >= config.train.max_skipped_updates:
             reason = _stuck_error(state.skipped_in_a_row, config.run, config.train)
-        elif failures := failures_error(state.step, metrics, config):
+        elif failures := failures_error(state.step, metrics, config.rollout, config.agent, config.reward):
             reason = failures
         elif is_stopping:
             text = f"by {stop.name} after step {state.step}. Rerun the same command to resume"
@@ -61,27 +63,29 @@ class SavePlan:
         )
 
 
-def failures_error(step: int, metrics: Mapping[str, float], config: Config) -> TrainingStopped | None:
+def failures_error(
+    step: int, metrics: Mapping[str, float], rollout: RolloutConfig, agent: AgentConfig, reward: RewardConfig
+) -> TrainingStopped | None:
     """Return the error of a step in which too many rewards or agents failed, and more than one; None otherwise."""
     agents = metrics.get("rollout/agent/failed_fraction", 0.0)
     # The rewards of failed episodes count as failed, too.
     rewards = metrics["rollout/reward_failed_fraction"] - agents
-    num_rollouts = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    num_rollouts = rollout.prompts_per_step * rollout.samples_per_prompt
 
     def is_too_much(fraction: float, limit: float) -> bool:
         return fraction > limit and fraction * num_rollouts > 1.5
 
-    if is_too_much(rewards, config.reward.max_failed_fraction):
+    if is_too_much(rewards, reward.max_failed_fraction):
         return FunctionsFailed(
             f"{rewards:.0%} of the rewards of step {step} failed, more than reward.max_failed_fraction = "
-            f"{config.reward.max_failed_fraction:g}. The weights were saved. A warning above shows the first error. "
+            f"{reward.max_failed_fraction:g}. The weights were saved. A warning above shows the first error. "
             "Fix the reward and rerun the same command to resume, or raise the limit",
             REWARD_KEYS,
         )
-    if is_too_much(agents, config.agent.max_failed_fraction):
+    if is_too_much(agents, agent.max_failed_fraction):
         return FunctionsFailed(
             f"{agents:.0%} of the agent's episodes of step {step} failed, more than agent.max_failed_fraction = "
-            f"{config.agent.max_failed_fraction:g}. The weights were saved. The line of the step shows the first "
+            f"{agent.max_failed_fraction:g}. The weights were saved. The line of the step shows the first "
             "error. Fix the agent and rerun the same command to resume, or raise the limit",
             AGENT_KEYS,
         )

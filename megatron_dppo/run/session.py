@@ -241,7 +241,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
                 config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank
             ),
             records=Records(config, inputs.layout, groups, console, started),
-            recorder=StepRecorder(config, trainer, groups, inputs.tokenizer),
+            recorder=StepRecorder(config.run, config.log, config.loss, trainer, groups, inputs.tokenizer),
             checkpoints=Checkpoints(
                 config,
                 inputs,
@@ -458,7 +458,7 @@ def _build_policy(
         # The warmed-up model is on disk: until the training begins a signal may end the process at once again.
         stop.deferring = False
     # The teacher is loaded first, while there is no policy beside it on the device.
-    teacher = build_teacher(config, inputs, groups, platform)
+    teacher = build_teacher(config.distillation, config.model, config.rollout.temperature, inputs, groups, platform)
     # A warm-up uses random numbers, a start that finds its result does not. Both continue from the same states.
     seed_random_states(config.run.seed)
     return build_trainer(config, inputs, groups, platform, "rl"), teacher

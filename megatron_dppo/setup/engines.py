@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
@@ -103,11 +104,11 @@ def _by_adapter(rollout: RolloutConfig) -> bool:
     return rollout.weight_sync.method == "adapter"
 
 
-def _served_adapter(config: Config) -> dict[str, Any]:
+def _served_adapter(lora: LoraConfig, rollout: RolloutConfig, base: str) -> dict[str, Any]:
     """Return the adapter's configuration for the servers, which is PEFT's."""
-    settings = adapter_config(config.lora, config.model.path)
-    if config.rollout.engine == "sglang":
-        settings["target_modules"] = sglang_targets(config.lora.target_modules)
+    settings = adapter_config(lora, base)
+    if rollout.engine == "sglang":
+        settings["target_modules"] = sglang_targets(lora.target_modules)
     return settings
 
 
@@ -274,7 +275,9 @@ def build_weight_sync(
         device=device,
         tied=hf_config.tie_word_embeddings,
         sharing=sharing,
-        adapter=_served_adapter(config) if _by_adapter(config.rollout) else None,
+        adapter=_served_adapter(config.lora, config.rollout, config.model.path)
+        if _by_adapter(config.rollout)
+        else None,
         quantization=served_quantization(config.rollout),
     )
 

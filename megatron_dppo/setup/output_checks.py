@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, RunConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import existing_parent, folder_bytes, require_space
 from megatron_dppo.hf.folder import adapter_sizes, routing_shape, weight_shapes
@@ -68,11 +70,11 @@ def num_trained_parameters(lora: LoraConfig, inputs: ModelInputs) -> int:
     return sum(adapter_sizes(weight_shapes(inputs.hf_config), lora).values())
 
 
-def estimate_save_bytes(config: Config, inputs: ModelInputs) -> int:
+def estimate_save_bytes(run: RunConfig, model: ModelConfig, lora: LoraConfig, inputs: ModelInputs) -> int:
     """Return the bytes that the next checkpoint needs: the size of the largest one, or an estimate before the first."""
-    folder = checkpoints_folder(Path(config.run.output_dir))
+    folder = checkpoints_folder(Path(run.output_dir))
     sizes = {path: folder_bytes(path) for path in folder.glob("step_*") if (path / "state.json").is_file()}
-    return max(sizes.values(), default=checkpoint_bytes(config.model, config.lora, inputs))
+    return max(sizes.values(), default=checkpoint_bytes(model, lora, inputs))
 
 
 def max_checkpoints(checkpoint: CheckpointConfig, num_steps: int) -> int:
@@ -109,17 +111,21 @@ def run_bytes(config: Config, inputs: ModelInputs) -> int:
     if config.rollout.weight_sync.method == "adapter":
         total += 2 * num_trained_parameters(config.lora, inputs) * DTYPES[config.rollout.dtype].itemsize
     if config.log.rollouts_every:
-        total += config.run.num_steps // config.log.rollouts_every * rollout_bytes(config, inputs)
+        total += (
+            config.run.num_steps
+            // config.log.rollouts_every
+            * rollout_bytes(config.rollout, config.train, config.loss, inputs)
+        )
     return total
 
 
-def rollout_bytes(config: Config, inputs: ModelInputs) -> int:
+def rollout_bytes(rollout: RolloutConfig, train: TrainConfig, loss: LossConfig, inputs: ModelInputs) -> int:
     """Estimate the most bytes of the recorded samples of one step."""
-    rollout, shape = config.rollout, routing_shape(inputs.hf_config, weights=config.train.router_replay_weights)
+    shape = routing_shape(inputs.hf_config, weights=train.router_replay_weights)
     routes = 0
-    if config.train.needs_engine_routing and shape is not None:
+    if train.needs_engine_routing and shape is not None:
         routes = shape.num_layers * shape.width * shape.dtype.itemsize
-    topk = 8 * (config.loss.topk + 1) if config.loss.is_topk else 0
+    topk = 8 * (loss.topk + 1) if loss.is_topk else 0
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     return estimate_step_bytes(samples, rollout.max_new_tokens, more=topk + routes)
 

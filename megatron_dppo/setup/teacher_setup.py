@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.layout import pipeline_split, resolve_parallel
-from megatron_dppo.config.model import ParallelConfig
+from megatron_dppo.config.model import ModelConfig, ParallelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.serving.command import read_api_key
@@ -126,18 +126,23 @@ def _check_layout(name: str, hf_config: Any, parallel: ParallelConfig, policy: M
 
 
 def build_teacher(
-    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform
+    distillation: DistillationConfig,
+    model: ModelConfig,
+    temperature: float,
+    inputs: ModelInputs,
+    groups: ParallelGroups,
+    platform: Platform,
 ) -> MegatronTeacher | TeacherServers | None:
     """Return the teacher of ``[distillation]``. None without distillation."""
-    path = config.distillation.teacher_path
+    path = distillation.teacher_path
     if path is None:
-        return teacher_servers(config.distillation, rank=dist.get_rank(groups.dp), ranks=inputs.layout.dp)
+        return teacher_servers(distillation, rank=dist.get_rank(groups.dp), ranks=inputs.layout.dp)
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
     return MegatronTeacher(
-        model=config.model,
-        distillation=config.distillation,
-        temperature=config.rollout.temperature,
+        model=model,
+        distillation=distillation,
+        temperature=temperature,
         hf_config=read_hf_config(path),
         weights=FolderWeights(path),
         layout=inputs.layout,

@@ -28,7 +28,7 @@ def test_failed_agents_and_failed_rewards_have_limits_of_their_own(
         rollout={"prompts_per_step": 4, "samples_per_prompt": 4},
     )
     metrics = {"rollout/reward_failed_fraction": rewards, "rollout/agent/failed_fraction": agents}
-    error = failures_error(4, metrics, settings)
+    error = failures_error(4, metrics, settings.rollout, settings.agent, settings.reward)
     assert (error is None) == (words == "") and words in str(error or "")
 
 

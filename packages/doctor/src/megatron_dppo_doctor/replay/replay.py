@@ -198,7 +198,7 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
             state = read_state(checkpoint)
             _check_layout(checkpoint, state["layout"], layout_identity(config.model, config.parallel, inputs))
         groups = build_groups(config.run, inputs, platform, world)
-        teacher = build_teacher(config, inputs, groups, platform)
+        teacher = build_teacher(config.distillation, config.model, config.rollout.temperature, inputs, groups, platform)
         setup.seed_random_states(config.run.seed)
         trainer = build_trainer(config, inputs, groups, platform, "rl")
         if checkpoint is not None:
