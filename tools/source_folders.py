@@ -12,7 +12,7 @@ PACKAGES = {
     if folder.suffix != ".egg-info"
 }
 """Folders of the packages beside the trainer by the name of the import."""
-LIBRARIES = ("answers", "engines", "megatron_cpu", "port")
+LIBRARIES = ("answers", "conversations", "engines", "megatron_cpu", "port")
 """Folders of ``packages/`` that can be used without the trainer."""
 SOURCES = {TRAINER.name: TRAINER, **PACKAGES}
 PYTHON_FILES = tuple(file for folder in SOURCES.values() for file in sorted(folder.rglob("*.py")))

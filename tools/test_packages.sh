@@ -16,7 +16,8 @@ for library in $(PYTHONPATH=tools "$python" -c 'import source_folders; print(*so
     pip=("$work/$library/bin/python" -m pip install -q --disable-pip-version-check)
     mapfile -t requirements < <("$python" - "packages/$library/pyproject.toml" <<'END'
 import sys, tomllib
-print(*(each for each in tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"] if each != "megatron-dppo"), sep="\n")
+dependencies = tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]
+sys.stdout.writelines(f"{each}\n" for each in dependencies if each != "megatron-dppo")
 END
     )
     if [[ ${requirements[*]} == *torch* ]]; then

@@ -9,13 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.chat_template import apply_chat_template, prints_tools, template_problem
-from megatron_dppo.data.conversation import TOOL_COLUMNS
 from megatron_dppo.data.data_rows import DataRow
-from megatron_dppo.data.messages import Messages
 from megatron_dppo.data.tokenizer_trial import try_tokenizer
 from megatron_dppo.errors import CheckpointError, DataError
 from megatron_dppo.files import require_regular_files
+from megatron_dppo_conversations.chat_template import apply_chat_template, prints_tools, template_problem
+from megatron_dppo_conversations.messages import Messages
+from megatron_dppo_conversations.rules import TOOL_COLUMNS
 
 _OURS = (
     "messages",

@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dppo.data import reasoning_gym
-from megatron_dppo.data.conversation import TOOL_COLUMNS, ConversationError, read_row_tools
 from megatron_dppo.data.json_values import number_to_text
-from megatron_dppo.data.messages import (
+from megatron_dppo.data.sources import is_columnar, read_records, require
+from megatron_dppo.data.tasks import TASKS, Split
+from megatron_dppo.errors import DataError
+from megatron_dppo.source_names import TASK
+from megatron_dppo.types import PromptLimits
+from megatron_dppo_conversations.messages import (
     Messages,
     clean_messages,
     media_problem,
@@ -23,11 +27,7 @@ from megatron_dppo.data.messages import (
     missing_prompt_hint,
     parse_messages,
 )
-from megatron_dppo.data.sources import is_columnar, read_records, require
-from megatron_dppo.data.tasks import TASKS, Split
-from megatron_dppo.errors import DataError
-from megatron_dppo.source_names import TASK
-from megatron_dppo.types import PromptLimits
+from megatron_dppo_conversations.rules import TOOL_COLUMNS, ConversationError, read_row_tools
 
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
 """Columns with a bare problem, to which a chat template is applied."""

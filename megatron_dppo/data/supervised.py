@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_dppo.data.messages import media_problem
 from megatron_dppo.data.prompts import PackedList
 from megatron_dppo.data.sources import read_records, require
 from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import DataError
 from megatron_dppo.types import TrainingSample
+from megatron_dppo_conversations.messages import media_problem
 
 Pairs = PackedList[tuple[str, str, str]]
 """(location, prompt, response) of each row."""

@@ -8,11 +8,11 @@ from datetime import datetime
 from typing import Any
 
 from megatron_dppo.config.reward_options import RewardModelOptions
-from megatron_dppo.data.chat_template import apply_chat_template
 from megatron_dppo.errors import RewardError
 from megatron_dppo.rewards.http import BadResponse, RequestBatcher, ScoringServers
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo_answers.thinking import after_thinking
+from megatron_dppo_conversations.chat_template import apply_chat_template
 
 _Question = str | tuple[str, str] | list[int]
 """Text, two texts, or token ids."""

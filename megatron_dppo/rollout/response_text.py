@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_dppo.data.formats import choose_format
 from megatron_dppo_answers.thinking import THINKING_TAGS
+from megatron_dppo_conversations.formats import choose_format
 
 _TAGS = frozenset(tag for pair in THINKING_TAGS for tag in pair) | {"<tool_call>", "</tool_call>"}
 _special_ids: WeakKeyDictionary[Any, dict[frozenset[str], tuple[frozenset[int], frozenset[int]]]] = WeakKeyDictionary()

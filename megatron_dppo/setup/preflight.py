@@ -19,8 +19,6 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.data.chat_template import prints_tools
-from megatron_dppo.data.formats import format_note
 from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.engines.serving.environment import expandable_segments_variable, shares_memory
 from megatron_dppo.errors import ConfigError, ErrorCollector, GenerateError, MultipleErrors, UserError
@@ -39,6 +37,8 @@ from megatron_dppo.setup.run_folder import check_output_dir, foreign_files
 from megatron_dppo.setup.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
 from megatron_dppo.setup.teacher_setup import teacher_problems, teacher_servers
 from megatron_dppo.weights.open_by_pidfd import pidfd_problem
+from megatron_dppo_conversations.chat_template import prints_tools
+from megatron_dppo_conversations.formats import format_note
 
 
 @dataclass

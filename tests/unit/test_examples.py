@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 from http_stub import Call, running
 from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.layout import resolve_layout
-from megatron_dppo.data.formats import choose_format
 from megatron_dppo.rewards import RewardItem
 from megatron_dppo.setup.engines import open_scorer
 from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_conversations.formats import choose_format
 from tests.engines.tiny import SPECIAL, byte_tokenizer
 from tests.unit.configs import QWEN3_30B_A3B, server_plans
 

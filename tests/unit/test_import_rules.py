@@ -35,12 +35,13 @@ _TORCH_DISTRIBUTED = {
 _TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_megatron_cpu", "megatron_dppo_plan"}
 """Packages that talk between ranks."""
 ANSWERS = "megatron_dppo_answers"
+CONVERSATIONS = "megatron_dppo_conversations"
 ENGINES = "megatron_dppo_engines"
 MEGATRON_CPU = "megatron_dppo_megatron_cpu"
 BASE = {"errors", "files", "source_names", "functions", "config", "hf"}
 CORE = {"types", "advantages", "losses", "head", "parallel", "mcore", "policy"}
 WINGS = {"rollout", "engines", "export", "weights", "rewards", "data", "report"}
-ALL = BASE | CORE | WINGS | {"process", "setup", "run", "commands", "__version__", ENGINES, MEGATRON_CPU}
+ALL = BASE | CORE | WINGS | {"process", "setup", "run", "commands", "__version__", CONVERSATIONS, ENGINES, MEGATRON_CPU}
 PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     # package: (packages of ours, packages from elsewhere); a package stands above all that it imports
     "errors": ({ENGINES}, set()),
@@ -56,7 +57,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "files", "source_names", "types", ENGINES},
+        {"errors", "files", "source_names", "types", CONVERSATIONS, ENGINES},
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
     ),
     "report": (
@@ -64,7 +65,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "wandb", "matplotlib", "rich", "accelerate", "pyarrow"},
     ),
     "rewards": (
-        {"config", "data", "errors", "functions", ANSWERS},
+        {"config", "data", "errors", "functions", ANSWERS, CONVERSATIONS},
         {"aiohttp", "numpy", "reasoning_gym", "transformers"},
     ),
     "mcore": (
@@ -72,7 +73,10 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "megatron", "transformer_engine", "fla"},
     ),
     "rollout": (
-        {"config", "data", "errors", "functions", "parallel", "report", "rewards", "types", ANSWERS, ENGINES},
+        {
+            *("config", "data", "errors", "functions", "parallel", "report", "rewards", "types"),
+            *(ANSWERS, CONVERSATIONS, ENGINES),
+        },
         {"numpy", "safetensors", "torch"},
     ),
     "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types", ENGINES}, {"torch"}),
@@ -89,15 +93,19 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"numpy", "torch"},
     ),
     "process": ({"config", "errors", "files", "mcore", "report"}, {"torch"}),
-    "setup": (BASE | {"losses", "types", "parallel", "mcore", "policy", "process"} | WINGS | {ENGINES}, {"torch"}),
+    "setup": (
+        BASE | {"losses", "types", "parallel", "mcore", "policy", "process"} | WINGS | {CONVERSATIONS, ENGINES},
+        {"torch"},
+    ),
     "run": (
         BASE | CORE - {"head"} | WINGS | {"process", "setup", ANSWERS, ENGINES},
         {"safetensors", "torch", "transformers"},
     ),
     "commands": (BASE | CORE | WINGS | {"process", "setup", "run", "__version__", ENGINES}, {"torch", "transformers"}),
     "train": ({"commands"}, set()),
-    # Packages beside the trainer. Libraries, of which the first three lie below the trainer:
+    # Packages beside the trainer. Libraries, of which the first four lie below the trainer:
     ANSWERS: (set(), {"sympy"}),
+    CONVERSATIONS: (set(), set()),
     ENGINES: (set(), {"aiohttp", "numpy", "orjson", "pybase64", "safetensors", "torch"}),
     MEGATRON_CPU: (set(), {"megatron", "numpy", "torch"}),
     "megatron_dppo_port": (
@@ -106,7 +114,10 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     # Companions, which may use the inside of the trainer:
     "megatron_dppo_agents": (
-        {"config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types", ENGINES},
+        {
+            *("config", "data", "engines", "errors", "files", "functions", "report", "rewards", "rollout", "types"),
+            *(CONVERSATIONS, ENGINES),
+        },
         {"aiohttp", "numpy", "orjson", "renderers", "torch", "transformers"},
     ),
     "megatron_dppo_report": (BASE | CORE | WINGS | {"setup", ENGINES}, {"numpy", "torch"}),

@@ -23,7 +23,6 @@ from fake_servers import logprob, routes
 from megatron_dppo.config.io import load_config
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.data.data_rows import DataRow
-from megatron_dppo.data.formats import FORMATS
 from megatron_dppo.data.prompts import PromptDataset
 from megatron_dppo.data.training_samples import to_samples
 from megatron_dppo.errors import ConfigError, GenerateError
@@ -39,6 +38,7 @@ from megatron_dppo_agents.completions_api import read_chat, read_completion
 from megatron_dppo_agents.generate import MAX_FAILURES, AgentFunction
 from megatron_dppo_agents.runner import _ENVIRONMENT, AgentTask, run_with_time_limit
 from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_conversations.formats import FORMATS
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish

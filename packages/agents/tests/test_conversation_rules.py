@@ -13,9 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_dppo.data.chat import ChatOptions
-from megatron_dppo.data.conversation import read_row_calls, read_row_tools
 from megatron_dppo.data.data_rows import iter_rows
-from megatron_dppo.data.formats import FORMATS
 from megatron_dppo.errors import DataError
 from megatron_dppo_agents.agent_request import AgentRequest, CallError
 from megatron_dppo_agents.completions_api import read_chat
@@ -24,6 +22,8 @@ from megatron_dppo_agents.protocol_record import StoredResponses
 from megatron_dppo_agents.response_reader import ResponseReader
 from megatron_dppo_agents.responses_api import read_responses
 from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_conversations.formats import FORMATS
+from megatron_dppo_conversations.rules import read_row_calls, read_row_tools
 from tests.unit.scripted import chat_tokenizer
 
 NOW = datetime(2026, 1, 2)

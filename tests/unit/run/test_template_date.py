@@ -12,7 +12,6 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
-from megatron_dppo.data.chat_template import apply_chat_template
 from megatron_dppo.errors import DataError
 from megatron_dppo.process import marker as marker_module
 from megatron_dppo.process.marker import MARKER, Marker, first_start, new_marker, read_marker, write_marker
@@ -22,6 +21,7 @@ from megatron_dppo.run.offline import single_prompt_template
 from megatron_dppo.setup.inputs import PromptReader
 from megatron_dppo.setup.run_folder import template_time
 from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_conversations.chat_template import apply_chat_template
 from tests.unit.configs import config
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from megatron_dppo.data.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 from megatron_dppo_agents.agent_request import MODEL, CallError
@@ -26,6 +25,7 @@ from megatron_dppo_agents.episode import Episode
 from megatron_dppo_agents.limited_server import LimitedServer
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
 from megatron_dppo_agents.protocols import MESSAGES, PROTOCOLS, Protocol
+from megatron_dppo_conversations.formats.json_values import inflate, parse_json
 
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_dppo.config.container import CONTAINER_TOOLS
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.data.formats import choose_format
 from megatron_dppo.errors import FunctionError, GenerateError
 from megatron_dppo.functions import check_arguments, load_function
 from megatron_dppo.rollout.turns import Turns, check_reward
@@ -39,6 +38,7 @@ from megatron_dppo_agents.runner import (
     run_with_time_limit,
 )
 from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_conversations.formats import choose_format
 
 _NO_LANDLOCK = (
     "agent.isolation: Landlock is unavailable (Linux 5.13 or newer, not disabled by the container), so a "

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_dppo.data.conversation import fold_notes
-from megatron_dppo.data.formats.base import make_tool_call
 from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.protocol_record import Protocol, StoredResponses, named_event
@@ -23,6 +21,8 @@ from megatron_dppo_agents.request_fields import (
     text_of_parts,
     unfollowed_fields,
 )
+from megatron_dppo_conversations.formats.base import make_tool_call
+from megatron_dppo_conversations.rules import fold_notes
 
 _SERVED = frozenset({"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream", "stop_sequences"})
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})

@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_dppo.data.formats import FORMATS, ParsedResponse
-from megatron_dppo.data.formats.base import make_tool_call
 from megatron_dppo.errors import GenerateError
 from megatron_dppo.rollout.stop_strings import StopMatch
 from megatron_dppo_agents.agent_request import AgentRequest, CallError
 from megatron_dppo_agents.response_reader import ResponseReader
+from megatron_dppo_conversations.formats import FORMATS, ParsedResponse
+from megatron_dppo_conversations.formats.base import make_tool_call
 
 
 def load_renderer(name: str, tokenizer: Any) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
-from megatron_dppo.data.conversation import ConversationError, read_tool, read_tool_call
 from megatron_dppo_agents.agent_request import CallError
+from megatron_dppo_conversations.rules import ConversationError, read_tool, read_tool_call
 
 _MAX_MODEL_NAME = 256
 """Maximum length of the model's name, which each chunk of a stream repeats."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dppo.data.formats.base import make_tool_call
 from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
 from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.protocol_record import (
@@ -27,6 +26,7 @@ from megatron_dppo_agents.request_fields import (
     text_of_parts,
     unfollowed_fields,
 )
+from megatron_dppo_conversations.formats.base import make_tool_call
 
 _SERVED = frozenset(
     {

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.data.formats.json_values import parse_json
 from megatron_dppo_agents.episode import Episode
 from megatron_dppo_agents.episode_rewards import AgentRun
+from megatron_dppo_conversations.formats.json_values import parse_json
 
 T = TypeVar("T")
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))

@@ -16,10 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_dppo.data.formats.json_values import inflate, parse_json
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.errors import UserError
 from megatron_dppo_agents.limited_server import LimitedServer
+from megatron_dppo_conversations.formats.json_values import inflate, parse_json
 from megatron_dppo_tinker import bodies
 from megatron_dppo_tinker.bodies import read_body
 from megatron_dppo_tinker.errors import RequestError

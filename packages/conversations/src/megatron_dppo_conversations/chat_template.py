@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_dppo.data.conversation import NOTE_ROLES, fold_notes, with_text_arguments
-from megatron_dppo.data.formats import choose_format
+from megatron_dppo_conversations.formats import choose_format
+from megatron_dppo_conversations.rules import NOTE_ROLES, fold_notes, with_text_arguments
 
 _CODES = "aAwdbBmyYHIpMSfjUWcxXGuVDFTRenthCg"
 """Format codes of ``strftime`` that have a value without a time zone."""

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from megatron_dppo.data.formats.base import make_tool_call
-from megatron_dppo.data.formats.json_values import parse_json
-from megatron_dppo.data.formats.schemas import Tools, ValueSchema, find_function
+from megatron_dppo_conversations.formats.base import make_tool_call
+from megatron_dppo_conversations.formats.json_values import parse_json
+from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, find_function
 
 Message = Mapping[str, Any]
 NOTE_ROLES = ("system", "developer")

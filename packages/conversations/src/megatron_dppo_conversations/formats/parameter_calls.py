@@ -9,14 +9,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.data.formats.base import (
+from megatron_dppo_conversations.formats.base import (
     TaggedFormat,
     make_tool_call,
     skip_space,
     typed_value,
 )
-from megatron_dppo.data.formats.json_values import parse_json
-from megatron_dppo.data.formats.schemas import Tools, parameter_schemas
+from megatron_dppo_conversations.formats.json_values import parse_json
+from megatron_dppo_conversations.formats.schemas import Tools, parameter_schemas
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Each format reads the text of a response (``parse``), knows the special tokens t
 that end a turn, and what its chat template expects of tool calls. ``choose_format`` picks one by the chat template.
 """
 
-from megatron_dppo.data.formats.base import ParsedResponse, ResponseFormat
-from megatron_dppo.data.formats.selection import FORMATS, choose_format, format_note
+from megatron_dppo_conversations.formats.base import ParsedResponse, ResponseFormat
+from megatron_dppo_conversations.formats.selection import FORMATS, choose_format, format_note
 
 __all__ = ["FORMATS", "ParsedResponse", "ResponseFormat", "choose_format", "format_note"]

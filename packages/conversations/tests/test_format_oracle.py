@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.data.formats import FORMATS
+from megatron_dppo_conversations.formats import FORMATS
 
 renderers = pytest.importorskip("renderers", reason="needs the extra [agents]: pip install renderers httpx")
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_dppo.data.formats.json_values import parse_json
-from megatron_dppo.data.formats.schemas import Tools, ValueSchema, has_tool
+from megatron_dppo_conversations.formats.json_values import parse_json
+from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, has_tool
 
 _SPACE = re.compile(r"\s*")
 _CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dppo.data.formats.base import ResponseFormat, TaggedFormat
-from megatron_dppo.data.formats.harmony import HarmonyFormat
-from megatron_dppo.data.formats.json_calls import (
+from megatron_dppo_conversations.formats.base import ResponseFormat, TaggedFormat
+from megatron_dppo_conversations.formats.harmony import HarmonyFormat
+from megatron_dppo_conversations.formats.json_calls import (
     DeepSeekFormat,
     HermesFormat,
     KimiFormat,
     LlamaFormat,
     MistralFormat,
 )
-from megatron_dppo.data.formats.parameter_calls import (
+from megatron_dppo_conversations.formats.parameter_calls import (
     DeepSeekXmlFormat,
     GlmFormat,
     MiniMaxFormat,

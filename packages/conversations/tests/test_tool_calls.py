@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.data.formats import FORMATS
+from megatron_dppo_conversations.formats import FORMATS
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dppo.data.conversation import read_row_calls
-from megatron_dppo.data.formats.schemas import Tools
+from megatron_dppo_conversations.formats.schemas import Tools
+from megatron_dppo_conversations.rules import read_row_calls
 
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")

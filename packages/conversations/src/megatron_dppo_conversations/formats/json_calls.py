@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_dppo.data.formats.base import (
+from megatron_dppo_conversations.formats.base import (
     ParsedResponse,
     TaggedFormat,
     make_tool_call,
     skip_space,
 )
-from megatron_dppo.data.formats.json_values import parse_json_prefix
-from megatron_dppo.data.formats.parameter_calls import read_function
-from megatron_dppo.data.formats.schemas import Tools, has_tool
+from megatron_dppo_conversations.formats.json_values import parse_json_prefix
+from megatron_dppo_conversations.formats.parameter_calls import read_function
+from megatron_dppo_conversations.formats.schemas import Tools, has_tool
 
 
 def read_arguments(text: str, position: int) -> tuple[dict[str, Any] | None, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.data.formats import FORMATS, choose_format, format_note
+from megatron_dppo_conversations.formats import FORMATS, choose_format, format_note
 
 PARAMETERS = {
     "type": "object",

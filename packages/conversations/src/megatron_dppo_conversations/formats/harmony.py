@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from megatron_dppo.data.formats.base import ParsedResponse, make_tool_call
-from megatron_dppo.data.formats.json_values import parse_json
-from megatron_dppo.data.formats.schemas import Tools, has_tool
+from megatron_dppo_conversations.formats.base import ParsedResponse, make_tool_call
+from megatron_dppo_conversations.formats.json_values import parse_json
+from megatron_dppo_conversations.formats.schemas import Tools, has_tool
 
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TAG = re.compile(r"(<\|(?:start|channel|message|end|call|return)\|>)")
