@@ -209,24 +209,24 @@ def measure(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 def run_worker(file: Path, arguments: Sequence[str]) -> int:
     """Train with the measurements around it; one rank of torchrun. Rank 0 appends their records to the file."""
     from megatron_dppo.commands.main import train_main
-    from megatron_dppo.run import loop
     from megatron_dppo.run.checkpoints import Checkpoints
+    from megatron_dppo.run.step import PolicyUpdater, StepBatch
+    from megatron_dppo.types import StepResult
 
     def write(kind: str, values: Mapping[str, Any]) -> None:
         if os.environ["RANK"] == "0":
             with file.open("a") as records:
                 records.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    update = loop.update_policy
+    update = PolicyUpdater.step
 
-    def update_policy(
-        trainer: Any, config: Any, teacher: Any, step: int, groups: Any, samples: Any, *remaining: Any
-    ) -> Any:
-        budget = config.train.micro_batch_tokens
-        write("paired", score_twice(trainer, samples, budget, has_routes=config.train.needs_engine_routing))
-        return update(trainer, config, teacher, step, groups, samples, *remaining)
+    def step(updater: PolicyUpdater, batch: StepBatch, *arguments: Any, **options: Any) -> list[StepResult]:
+        budget = updater.config.train.micro_batch_tokens
+        has_routes = updater.config.train.needs_engine_routing
+        write("paired", score_twice(updater.trainer, batch.samples, budget, has_routes=has_routes))
+        return update(updater, batch, *arguments, **options)
 
-    loop.update_policy = update_policy
+    PolicyUpdater.step = step  # type: ignore[method-assign]
     Checkpoints.is_due = lambda self, state: False  # type: ignore[method-assign]
     measure_probe(write)
     measure_sync(write)

@@ -23,7 +23,7 @@ from megatron_dppo.run.gpus import exclude_servers
 from megatron_dppo.run.run_records import first_agent_error, request_metrics, step_metrics, take_counts, token_ranks
 from megatron_dppo.run.save_plan import SavePlan
 from megatron_dppo.run.session import Session, open_session
-from megatron_dppo.run.step import make_samples, update_policy
+from megatron_dppo.run.step import StepBatch, make_samples
 from megatron_dppo.setup.failed_functions import failed_keys, record_failed_functions
 from megatron_dppo.types import StepResult, TrainingSample
 
@@ -114,18 +114,8 @@ def _step(session: Session, *, is_evaluating: bool) -> dict[str, float]:
     state.guard.history.probed |= gpus.probed
     record = session.recorder.begin(state.step + 1)
     try:
-        results = update_policy(
-            session.trainer,
-            config,
-            session.teacher,
-            state.step,
-            collected,
-            samples,
-            clock,
-            record,
-            guard_state=state.guard,
-            ranks=token_ranks(session.engine),
-        )
+        batch = StepBatch(state.step, collected, samples, token_ranks(session.engine))
+        results = session.updater.step(batch, clock, guard_state=state.guard, record=record)
     except TrainingStopped:
         # The step's metrics will not be logged, and its broken contracts may have the same cause.
         take_counts(session.engine)

@@ -8,27 +8,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.layout import format_layout
-from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.run import RunConfig
+from megatron_dppo.config.run import CheckpointConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import count_gpus_per_server, server_options
 from megatron_dppo.engines.serving.environment import server_network, transfer_variables
-from megatron_dppo.engines.teacher import TeacherServers
-from megatron_dppo.files import disk_errors, require_space
-from megatron_dppo.hf.folder import DictWeights, build_hf_model, stream_model
-from megatron_dppo.hf.weight_files import FolderWeights
-from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader, run_on_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.parallel.rendezvous import join_ranks, open_store
 from megatron_dppo.process.lock import FolderLock
-from megatron_dppo.process.stop_signal import Stopped, StopSignal
+from megatron_dppo.process.stop_signal import StopSignal
 from megatron_dppo.process.watchdog import Watchdog
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import metric_problem, read_metrics, set_damaged_lines_aside
@@ -37,15 +30,16 @@ from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.scheduler import RolloutScheduler
+from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.run.checkpoints import Checkpoints, RunState
 from megatron_dppo.run.evaluation import SAMPLES, Evaluator, sample_problem
-from megatron_dppo.run.export import export_hf
-from megatron_dppo.run.gpus import Gpus, build_gpus, free_gpus
+from megatron_dppo.run.gpus import Gpus, build_gpus
 from megatron_dppo.run.guard_state import GuardState
+from megatron_dppo.run.policy_setup import build_groups, build_policy
 from megatron_dppo.run.recording import StepRecorder
 from megatron_dppo.run.run_records import Records
-from megatron_dppo.run.warmup import Warmup, is_warm, mark_warm, run_warmup
-from megatron_dppo.setup.changes import Change
+from megatron_dppo.run.step import PolicyUpdater
+from megatron_dppo.setup.changes import Change, ServedModels
 from megatron_dppo.setup.contents import Contents, ReadContents, read_contents
 from megatron_dppo.setup.engines import (
     build_engine,
@@ -56,18 +50,16 @@ from megatron_dppo.setup.engines import (
     open_scorer,
     rollout_sampling_params,
 )
-from megatron_dppo.setup.inputs import Inputs, ModelInputs, resolve_num_steps
+from megatron_dppo.setup.inputs import Inputs, resolve_num_steps
 from megatron_dppo.setup.preflight import Start, find_problems, require_inputs
 from megatron_dppo.setup.resume import ResumePoint, find_resume_point
 from megatron_dppo.setup.run_folder import UNSAVED, open_folder, set_metrics_aside
 from megatron_dppo.setup.served_models import ReadServedModels, read_served_models
 from megatron_dppo.setup.starts import changes_since_last_start, record_start
-from megatron_dppo.setup.teacher_setup import build_teacher
 from megatron_dppo.weights.sharing import find_sharing
+from megatron_dppo_engines.server import InferenceServer
 
 if TYPE_CHECKING:
-    from megatron_dppo.hf.weight_files import WeightSource
-    from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
     from megatron_dppo.weights.ipc import MemorySharing
@@ -85,8 +77,8 @@ class Session:
     groups: ParallelGroups
     engine: RolloutEngine | None
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
-    teacher: MegatronTeacher | TeacherServers | None
-    """Teacher of a distillation, in the trainer or behind servers. None without distillation."""
+    updater: PolicyUpdater
+    """Updates of the policy with the run's loss and teacher."""
     stream: RolloutScheduler
     """Source of the rollouts."""
     gpus: Gpus
@@ -197,80 +189,131 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         setup.start_process_group(platform, config.run.wait_minutes, store)
         world = setup.new_host_world(config.run.wait_minutes)
         inputs = require_inputs(start, errors, world)
-        config = resolve_num_steps(config, inputs)
-
-        # The folder is locked before anything is read from it or written to it.
-        sharing = _find_sharing(config, platform, world, tied=inputs.hf_config.tie_word_embeddings)
-        function = parts.enter_context(open_generate_function(config))
-        open_run = parts.enter_context(open_folder(config))
-        for note in open_run.notes:
-            console.print(note)
-        servers = connect_servers(config.rollout)
-        scorer = open_scorer(config)
-        parts.callback(scorer.close)
-        # Read before anything is built from the files.
-        contents = read_contents(config.model_dump(mode="json")) if start.rank == 0 else ReadContents({}, ())
-        served = read_served_models(config.distillation, config.reward) if start.rank == 0 else ReadServedModels({}, ())
-        point = find_resume_point(config, inputs, contents.contents, served.models)
-        notes = [*start.notes, *contents.notes, *served.notes]
-        lines = [format_layout(inputs.layout, config.batch), inputs.data_summary, *notes]
-        console.print("\n".join(lines))
-
-        # Model-parallel groups, the policy, and the engine that samples with its weights.
-        groups = build_groups(config.run, inputs, platform, world)
-        trainer, teacher = _build_policy(config, inputs, groups, platform, console, stop)
-        engine = build_engine(config.rollout, config.train, inputs, trainer, platform, servers, function)
-        publisher = build_publisher(config, inputs, trainer, engine, platform, sharing)
-        stream = _build_stream(config, inputs, groups, trainer, engine, scorer)
-        if not is_leader(groups.replica):
-            # The batch-invariant engine exists on every rank, for the stream. All else is done by the leader's alone.
-            engine = None
-        # A group of its own: collectives of the saving thread must not meet those of the main thread.
-        saves_in_background = config.checkpoint.async_save or config.checkpoint.save_every_minutes is not None
-        background = setup.new_background_group(world) if saves_in_background else None
-        session = Session(
-            config=config,
-            inputs=inputs,
-            trainer=trainer,
-            groups=groups,
-            engine=engine,
-            teacher=teacher,
-            stream=stream,
-            gpus=build_gpus(config.rollout, trainer, publisher),
-            evaluator=Evaluator(
-                config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank
-            ),
-            records=Records(config, inputs.layout, groups, console, started),
-            recorder=StepRecorder(config.run, config.log, config.loss, trainer, groups, inputs.tokenizer),
-            checkpoints=Checkpoints(
-                config,
-                inputs,
-                trainer,
-                stream,
-                has_engine=engine is not None,
-                background=background,
-                say=console.print,
-                contents=contents.contents,
-                # A server that is not reachable at this start is compared at a later one.
-                served={**({} if point is None else point.served), **served.models},
-            ),
-            resume_point=point,
-            contents=contents.contents,
-            state=RunState(guard=GuardState.from_config(config.rollout, config.train)),
-            lock=open_run.lock,
-        )
-        parts.callback(session.records.close)
-        parts.callback(publisher.close)
-        parts.callback(stream.close)  # closed before the scorer, which the stream may still use
-        if engine is not None:
-            parts.callback(engine.close)
-        parts.callback(session.checkpoints.close)
-        yield session
+        joined = _JoinedRun(resolve_num_steps(config, inputs), inputs, platform, world, console, parts)
+        opened = _open_run(joined, start.notes)
+        yield _build_session(joined, opened, stop, started)
     finally:
         watchdog.close()
         console.finish()
         parts.close()
         setup.shutdown_megatron()
+
+
+class _JoinedRun(NamedTuple):
+    """The run on this rank after the ranks have joined: what all parts are built from."""
+
+    config: Config
+    """With the number of steps that its epochs take."""
+    inputs: Inputs
+    platform: Platform
+    world: dist.ProcessGroup
+    console: Console
+    parts: ExitStack
+    """Receives what is closed with the session, in the reverse order."""
+
+
+class _OpenRun(NamedTuple):
+    """Folder, servers, functions and resumed checkpoint of a run, before anything is built from them."""
+
+    lock: FolderLock | None
+    sharing: MemorySharing | None
+    function: GenerateFunction | None
+    servers: list[InferenceServer]
+    scorer: RewardScorer
+    contents: Contents
+    served: ServedModels
+    """Models of teachers and judges, also those that only an earlier start could reach."""
+    point: ResumePoint | None
+
+
+def _open_run(joined: _JoinedRun, notes: Sequence[str]) -> _OpenRun:
+    """Lock the run's folder, open what the configuration names, and find the checkpoint; a collective of all ranks.
+
+    Args:
+        joined: The run on this rank.
+        notes: Notes of the preflight checks.
+    """
+    config, inputs, _, _, console, parts = joined
+    # The folder is locked before anything is read from it or written to it.
+    sharing = _find_sharing(config, joined.platform, joined.world, tied=inputs.hf_config.tie_word_embeddings)
+    function = parts.enter_context(open_generate_function(config))
+    folder = parts.enter_context(open_folder(config))
+    for note in folder.notes:
+        console.print(note)
+    servers = connect_servers(config.rollout)
+    scorer = open_scorer(config)
+    parts.callback(scorer.close)
+    # Read before anything is built from the files.
+    contents, served = ReadContents({}, ()), ReadServedModels({}, ())
+    if dist.get_rank() == 0:
+        contents = read_contents(config.model_dump(mode="json"))
+        served = read_served_models(config.distillation, config.reward)
+    point = find_resume_point(config, inputs, contents.contents, served.models)
+    lines = [format_layout(inputs.layout, config.batch), inputs.data_summary, *notes, *contents.notes, *served.notes]
+    console.print("\n".join(lines))
+    # A server that is not reachable at this start is compared at a later one.
+    models = {**({} if point is None else point.served), **served.models}
+    return _OpenRun(folder.lock, sharing, function, servers, scorer, contents.contents, models, point)
+
+
+def _build_session(joined: _JoinedRun, opened: _OpenRun, stop: StopSignal, started: float) -> Session:
+    """Build the policy, the engine that samples with its weights, and what records and saves; a collective."""
+    config, inputs, platform, world, console, parts = joined
+    groups = build_groups(config.run, inputs, platform, world)
+    trainer, teacher = build_policy(config, inputs, groups, platform, console, stop)
+    engine = build_engine(config.rollout, config.train, inputs, trainer, platform, opened.servers, opened.function)
+    publisher = build_publisher(config, inputs, trainer, engine, platform, opened.sharing)
+    stream = _build_stream(config, inputs, groups, trainer, engine, opened.scorer)
+    if not is_leader(groups.replica):
+        # The batch-invariant engine exists on every rank, for the stream. All else is done by the leader's alone.
+        engine = None
+    records = Records(config, inputs.layout, groups, console, started)
+    checkpoints = Checkpoints(
+        config,
+        inputs,
+        trainer,
+        stream,
+        has_engine=engine is not None,
+        background=_background_group(config.checkpoint, world),
+        say=console.print,
+        contents=opened.contents,
+        served=opened.served,
+    )
+    parts.callback(records.close)
+    parts.callback(publisher.close)
+    parts.callback(stream.close)  # closed before the scorer, which the stream may still use
+    if engine is not None:
+        parts.callback(engine.close)
+    parts.callback(checkpoints.close)
+    return Session(
+        config=config,
+        inputs=inputs,
+        trainer=trainer,
+        groups=groups,
+        engine=engine,
+        updater=PolicyUpdater(trainer, config, teacher),
+        stream=stream,
+        gpus=build_gpus(config.rollout, trainer, publisher),
+        evaluator=Evaluator(config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank),
+        records=records,
+        recorder=StepRecorder(config.run, config.log, config.loss, trainer, groups, inputs.tokenizer),
+        checkpoints=checkpoints,
+        resume_point=opened.point,
+        contents=opened.contents,
+        lock=opened.lock,
+        state=RunState(guard=GuardState.from_config(config.rollout, config.train)),
+    )
+
+
+def _background_group(checkpoint: CheckpointConfig, world: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Return a group for the thread that saves; None if none does.
+
+    Its collectives must not meet those of the main thread.
+    """
+    from megatron_dppo.mcore.setup import new_background_group
+
+    saves_in_background = checkpoint.async_save or checkpoint.save_every_minutes is not None
+    return new_background_group(world) if saves_in_background else None
 
 
 def _set_damaged_logs_aside(folder: Path) -> list[str]:
@@ -312,66 +355,6 @@ def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, 
     )
 
 
-def build_groups(run: RunConfig, inputs: ModelInputs, platform: Platform, world: dist.ProcessGroup) -> ParallelGroups:
-    """Initialize Megatron with the layout, seed and timeouts of the run; a collective of all ranks."""
-    from megatron_dppo.mcore.setup import initialize_megatron
-
-    return initialize_megatron(
-        inputs.layout,
-        platform,
-        seed=run.seed,
-        timeout_minutes=run.timeout_minutes,
-        wait_minutes=run.wait_minutes,
-        world=world,
-    )
-
-
-def build_trainer(
-    config: Config, inputs: ModelInputs, groups: ParallelGroups, platform: Platform, phase: Literal["warmup", "rl"]
-) -> PolicyTrainer:
-    """Return a trainer for one phase.
-
-    Args:
-        config: Configuration of the run.
-        inputs: Model and layout.
-        groups: Parallel groups of this rank.
-        platform: Device of this rank.
-        phase: ``warmup`` starts from ``model.path`` or random weights; ``rl`` from the warmed-up weights, if any.
-    """
-    from megatron_dppo.policy.trainer import PolicyTrainer
-
-    is_warmed_up = phase == "rl" and config.warmup.num_steps > 0
-    optimizer: OptimizerConfig = config.warmup.optimizer if phase == "warmup" else config.optimizer
-    weights: WeightSource
-    if is_warmed_up or not config.model.random_init:
-        weights = FolderWeights(_base_folder(config) if is_warmed_up else config.model.path)
-    else:
-        weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
-    reference: WeightSource | None = None
-    if phase == "rl" and config.needs_reference:
-        if config.model.reference_path:
-            reference = FolderWeights(config.model.reference_path)
-        elif not config.lora.rank:  # with LoRA the reference is the base model without its adapters
-            reference = weights
-    return PolicyTrainer(
-        model=config.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        train=config.train,
-        rollout=config.rollout,
-        seed=config.run.seed,
-        hf_config=inputs.hf_config,
-        weights=weights,
-        reference=reference,
-        layout=inputs.layout,
-        groups=groups,
-        platform=platform,
-        optimizer=optimizer,
-        total_steps=config.warmup.num_steps if phase == "warmup" else config.run.num_steps,
-        noise=config.train.layer_noise if phase == "rl" else None,
-    )
-
-
 def _build_stream(
     config: Config,
     inputs: Inputs,
@@ -399,71 +382,3 @@ def _build_stream(
         reward_parts=list(config.reward.part_weights) if config.train.advantage == "gdpo" else (),
         greedy=greedy_sampling_params(config.rollout, config.run.seed) if config.train.advantage == "remax" else None,
     )
-
-
-def _base_folder(config: Config) -> Path:
-    """Return the folder of the warmed-up model."""
-    return Path(config.run.output_dir) / "base"
-
-
-def warmup_from_config(config: Config) -> Warmup:
-    """Return the warm-up that the configuration describes."""
-    return Warmup(
-        model=config.model,
-        settings=config.warmup,
-        seed=config.run.seed,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-    )
-
-
-def _build_policy(
-    config: Config, inputs: Inputs, groups: ParallelGroups, platform: Platform, console: Console, stop: StopSignal
-) -> tuple[PolicyTrainer, MegatronTeacher | TeacherServers | None]:
-    """Warm up unless that is done, then build the policy and the teacher; a collective of all ranks."""
-    from megatron_dppo.mcore.setup import seed_random_states
-
-    # Colocated servers give up their GPU memory before a model is built.
-    for note in free_gpus(config.rollout, groups.world):
-        console.print(f"servers  {note}")
-    base = _base_folder(config)
-    warmup = warmup_from_config(config)
-    checkpoints = checkpoints_folder(Path(config.run.output_dir))
-    if inputs.warmup_data is not None and not is_warm(base, warmup):
-        steps = config.warmup.num_steps
-        run_on_leader(lambda: require_space(base, 4 * inputs.num_parameters, "the warmed-up model"), groups.world)
-        console.print(f"warm-up  {steps} supervised steps of {config.warmup.batch_size} samples -> {base}")
-        console.start("warm-up", steps)
-
-        def report(step: int, loss: float) -> None:
-            console.advance()
-            if step % max(1, steps // 8) == 0 or step == steps - 1:
-                console.print(f"warm-up step {step + 1}/{steps}  loss {loss:.3f}")
-
-        trainer = build_trainer(config, inputs, groups, platform, "warmup")
-        run_warmup(
-            trainer,
-            inputs.warmup_data,
-            warmup,
-            checkpoints=checkpoints,
-            resume=config.checkpoint,
-            report=report,
-            stop=stop,
-        )
-        console.finish()
-        # The marker is written after the weights: an interrupted export is repeated.
-        export_hf(trainer, inputs, config.model, base, torch.float32)
-        run_on_leader(lambda: _mark_warm(base, warmup, checkpoints) if dist.get_rank() == 0 else None, groups.world)
-        if stop.requested():
-            raise Stopped(f"by {stop.name} after the warm-up. Rerun the same command to train the warmed-up model")
-        # The warmed-up model is on disk: until the training begins a signal may end the process at once again.
-        stop.deferring = False
-    # The teacher is loaded first, while there is no policy beside it on the device.
-    teacher = build_teacher(config.distillation, config.model, config.rollout.temperature, inputs, groups, platform)
-    # A warm-up uses random numbers, a start that finds its result does not. Both continue from the same states.
-    seed_random_states(config.run.seed)
-    return build_trainer(config, inputs, groups, platform, "rl"), teacher
-
-
-def _mark_warm(base: Path, warmup: Warmup, checkpoints: Path) -> None:
-    with disk_errors(base, "the warm-up's marker"):
-        mark_warm(base, warmup, checkpoints)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
@@ -73,88 +73,120 @@ def make_samples(
     ]
 
 
-def update_policy(
-    trainer: PolicyTrainer,
-    config: Config,
-    teacher: MegatronTeacher | TeacherServers | None,
-    step: int,
-    collected: CollectedRollouts,
-    samples: Sequence[TrainingSample],
-    clock: Clock,
-    record: StepRecord | None = None,
-    mini_batches: Callable[[int], list[list[int]]] | None = None,
-    *,
-    guard_state: GuardState | None = None,
-    ranks: Mapping[str, RankSums] | None = None,
-) -> list[StepResult]:
-    """Apply one optimizer update per mini-batch and epoch; a collective of all ranks.
+@dataclass(frozen=True)
+class StepBatch:
+    """Rollouts of one step on this rank, and the samples to train on."""
+
+    step: int
+    """Steps done before this one."""
+    collected: CollectedRollouts
+    samples: Sequence[TrainingSample]
+    """Result of ``make_samples`` for the rollouts."""
+    ranks: Mapping[str, RankSums] = field(default_factory=dict)
+    """Ranks of the tokens that this rank's engine got since the last step, by URL."""
+
+
+class PolicyUpdater:
+    """Updates the policy of this rank, step by step, with the loss of the run.
 
     Args:
         trainer: Policy of this rank.
         config: Configuration of the run.
         teacher: Teacher of a distillation, in the trainer or behind servers.
-        step: Rollout steps done before this one.
-        collected: Rollouts of this rank.
-        samples: Result of ``make_samples`` for them.
-        clock: Adds up the seconds of each phase.
-        record: Records what the updates compute for each token. None disables recording.
-        mini_batches: Indices of the rollouts of each mini-batch, by epoch. None shuffles by the run's seed.
-        guard_state: State of the guard over the run; gets the servers that it excludes. None: a step by itself.
-        ranks: Ranks of the tokens that this rank's engine got since the last step, by URL.
-
-    Returns:
-        The result of each update, in order.
-
-    Raises:
-        TrainingStopped: The rollouts do not fit the policy, or are no samples of it, and no server without a problem is
-            left. No update was applied.
     """
-    # One learning rate for all updates of the step.
-    trainer.optimizer.set_step(step)
-    is_exact = config.distillation.is_exact
-    local_teacher = None if isinstance(teacher, TeacherServers) else teacher
-    updater = Updater(
-        trainer,
-        config.train,
-        config.loss,
-        with_reference=config.needs_reference,
-        teacher=local_teacher if is_exact else None,
-        scoring_teacher=None if is_exact else local_teacher,
-        recorder=None if record is None else record.watch,
-        equal_segments=config.agent.segment_weight == "segments",
-    )
-    state = GuardState.from_config(config.rollout, config.train) if guard_state is None else guard_state
-    guard = state.begin_step(config, trainer.groups, collected, ranks or {})
-    samples = [without_servers(sample, state.excluded) for sample in samples]
 
-    # Log-probabilities pi' of the policy, and those of reference and teacher, before the first update.
-    samples = updater.add_recomputed(samples, clock)
-    if isinstance(teacher, TeacherServers):
-        with clock.part("recompute"):
-            samples = add_teacher_logprobs(samples, teacher, trainer.groups.replica)
+    def __init__(
+        self, trainer: PolicyTrainer, config: Config, teacher: MegatronTeacher | TeacherServers | None
+    ) -> None:
+        self.trainer = trainer
+        self.config = config
+        self._teacher = teacher
 
-    # Advantages that need these log-probabilities or the samples of all ranks. Waits for the slowest rank's rollouts.
-    step_metrics: dict[str, float] = {}
-    with clock.part("waiting"):
-        samples = refine_advantages(samples, collected.groups, config.train, config.reward, group=trainer.groups.dp)
-        if teacher is not None:
-            if not is_exact:
-                step_metrics |= compute_teacher_metrics(samples, trainer.groups)
-            samples = add_distillation_advantages(samples, config.distillation)
-    if record is not None:
-        samples = record.number_samples(samples, trainer.dp_rank)
+    def step(
+        self,
+        batch: StepBatch,
+        clock: Clock,
+        *,
+        guard_state: GuardState | None = None,
+        record: StepRecord | None = None,
+        mini_batches: Callable[[int], list[list[int]]] | None = None,
+    ) -> list[StepResult]:
+        """Apply one optimizer update per mini-batch and epoch; a collective of all ranks.
 
-    # Data-parallel ranks have different samples, so each shuffles in an order of its own.
-    seed = sampling_seed(config.run.seed, "order", step, trainer.dp_rank)
-    results = list(updater.run(samples, seed, clock, guard, mini_batches))
-    state.excluded |= updater.excluded
+        Args:
+            batch: Rollouts and samples of this rank.
+            clock: Adds up the seconds of each phase.
+            guard_state: State of the guard over the run; gets the servers that it excludes. None: a step by itself.
+            record: Records what the updates compute for each token. None disables recording.
+            mini_batches: Indices of the rollouts of each mini-batch, by epoch. None shuffles by the run's seed.
 
-    # Metrics of the step stand with its first update.
-    if config.reward.kl_coef:
-        step_metrics |= compute_kl_metrics(samples, config.reward, trainer.groups)
-    if step_metrics:
-        results[0] = replace(results[0], metrics={**results[0].metrics, **step_metrics})
-    return results
+        Returns:
+            The result of each update, in order.
+
+        Raises:
+            TrainingStopped: The rollouts do not fit the policy, or are no samples of it, and no server without a
+                problem is left. No update was applied.
+        """
+        config, trainer = self.config, self.trainer
+        # One learning rate for all updates of the step.
+        trainer.optimizer.set_step(batch.step)
+        state = GuardState.from_config(config.rollout, config.train) if guard_state is None else guard_state
+        guard = state.begin_step(config, trainer.groups, batch.collected, batch.ranks)
+        samples = [without_servers(sample, state.excluded) for sample in batch.samples]
+
+        updater = self._open_updater(record)
+        samples, metrics = self._complete(updater, samples, batch.collected.groups, clock)
+        if record is not None:
+            samples = record.number_samples(samples, trainer.dp_rank)
+
+        # Data-parallel ranks have different samples, so each shuffles in an order of its own.
+        seed = sampling_seed(config.run.seed, "order", batch.step, trainer.dp_rank)
+        results = list(updater.run(samples, seed, clock, guard, mini_batches))
+        state.excluded |= updater.excluded
+
+        # Metrics of the step stand with its first update.
+        if config.reward.kl_coef:
+            metrics |= compute_kl_metrics(samples, config.reward, trainer.groups)
+        if metrics:
+            results[0] = replace(results[0], metrics={**results[0].metrics, **metrics})
+        return results
+
+    def _open_updater(self, record: StepRecord | None) -> Updater:
+        config = self.config
+        is_exact = config.distillation.is_exact
+        local_teacher = None if isinstance(self._teacher, TeacherServers) else self._teacher
+        return Updater(
+            self.trainer,
+            config.train,
+            config.loss,
+            with_reference=config.needs_reference,
+            teacher=local_teacher if is_exact else None,
+            scoring_teacher=None if is_exact else local_teacher,
+            recorder=None if record is None else record.watch,
+            equal_segments=config.agent.segment_weight == "segments",
+        )
+
+    def _complete(
+        self, updater: Updater, samples: list[TrainingSample], rollouts: Sequence[RolloutGroup], clock: Clock
+    ) -> tuple[list[TrainingSample], dict[str, float]]:
+        """Return the samples with all columns and their last advantages, and metrics of the teacher; a collective."""
+        config, groups = self.config, self.trainer.groups
+        # Log-probabilities pi' of the policy, and those of reference and teacher, before the first update.
+        samples = updater.add_recomputed(samples, clock)
+        if isinstance(self._teacher, TeacherServers):
+            with clock.part("recompute"):
+                samples = add_teacher_logprobs(samples, self._teacher, groups.replica)
+
+        # Advantages that need these log-probabilities or the samples of all ranks. Waits for the slowest rank's
+        # rollouts.
+        metrics: dict[str, float] = {}
+        with clock.part("waiting"):
+            samples = refine_advantages(samples, rollouts, config.train, config.reward, group=groups.dp)
+            if self._teacher is not None:
+                if not config.distillation.is_exact:
+                    metrics = compute_teacher_metrics(samples, groups)
+                samples = add_distillation_advantages(samples, config.distillation)
+        return samples, metrics
 
 
 def refine_advantages(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import stream_model
 from megatron_dppo.parallel.platform import Platform
-from megatron_dppo.run.session import warmup_from_config
+from megatron_dppo.run.policy_setup import warmup_from_config
 from tests.distributed.parity import (
     TOLERANCE,
     Case,

@@ -100,17 +100,23 @@ def _optimizer_anew() -> None:
 
 def _warm_too_early() -> None:
     """The warm-up is marked as done before its weights are there."""
-    from megatron_dppo.run import session
+    from megatron_dppo.run import policy_setup
 
-    export, mark = session.export_hf, session.mark_warm
+    export, mark, make_warmup = policy_setup.export_hf, policy_setup.mark_warm, policy_setup.warmup_from_config
+    made: list[Any] = []
 
-    def wrong(trainer: Any, inputs: Any, config: Any, target: Path, dtype: Any) -> None:
+    def warmup_from_config(config: Any) -> Any:
+        made.append(make_warmup(config))
+        return made[-1]
+
+    def wrong(trainer: Any, inputs: Any, model: Any, target: Path, dtype: Any) -> None:
         if target.name == "base":
             target.mkdir()
-            mark(target, session.warmup_from_config(config), target.parent / "checkpoints")
-        export(trainer, inputs, config, target, dtype)
+            mark(target, made[-1], target.parent / "checkpoints")
+        export(trainer, inputs, model, target, dtype)
 
-    session.export_hf = wrong
+    policy_setup.export_hf = wrong
+    policy_setup.warmup_from_config = warmup_from_config
 
 
 _MID_SAVE = r"save \| close checkpoints/step_000002(\.partial)?/__0_0\.distcp \| before"

@@ -27,7 +27,7 @@ PHASES = {
     ("save_load.py", "_run"): "save",
     ("folder.py", "prune"): "prune",
     ("manifest.py", "record"): "manifest",
-    ("session.py", "_build_policy"): "warm-up",
+    ("policy_setup.py", "build_policy"): "warm-up",
     ("checkpoints.py", "restore"): "resume",
     ("resume.py", "find_resume_point"): "resume",
     ("session.py", "begin"): "start",

@@ -279,7 +279,7 @@ class _Run:
         self.saved = Saved(step + 1, dict(trainer.weights), stream.state(), contents)
 
     def _guard(self, collected: CollectedRollouts, trainer: SimTrainer, wrong: list[str]) -> None:
-        """The guard of the first update, as ``loop.update_policy`` has it; what it lets through has trained."""
+        """The guard of the first update, as ``PolicyUpdater.step`` has it; what it lets through has trained."""
         dropped = count_nonfinite_tokens(collected.groups)
         share = float(dropped.numerator) / max(float(dropped.denominator), 1.0)
         on_policy = max(collected.token_ages, default=0) == 0

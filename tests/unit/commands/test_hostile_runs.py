@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.session import warmup_from_config
+from megatron_dppo.run.policy_setup import warmup_from_config
 from megatron_dppo.run.warmup import mark_warm
 from megatron_dppo.setup.starts import load_run_config
 from megatron_dppo_doctor.diagnose.run import load_diagnosed_config

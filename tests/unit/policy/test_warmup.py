@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.run.session import warmup_from_config
+from megatron_dppo.run.policy_setup import warmup_from_config
 from megatron_dppo.run.warmup import MARKER, is_warm, mark_warm
 from tests.unit import configs
 

@@ -326,11 +326,8 @@ def test_a_stop_by_the_guard_prints_the_broken_contracts_of_the_step_and_saves_n
     stop = MagicMock(spec=StopSignal)
     stop.requested.return_value = False
 
-    def update(*_: Any, **__: Any) -> None:
-        raise TrainingStopped("the rollouts of this step do not fit the policy")
-
+    session.updater.step.side_effect = TrainingStopped("the rollouts of this step do not fit the policy")
     monkeypatch.setattr(loop, "make_samples", lambda *_, **__: [])
-    monkeypatch.setattr(loop, "update_policy", update)
     with pytest.raises(TrainingStopped, match="do not fit the policy"):
         loop._train(session, stop, MagicMock(spec=TimeLimit))
     assert "servers  http://b: expected 3 log-probabilities, got 2" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from megatron_dppo.mcore.optim import AdamStep
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
-from megatron_dppo.run.session import build_trainer
+from megatron_dppo.run.policy_setup import build_trainer
 from megatron_dppo.setup.inputs import ModelInputs
 from megatron_dppo_tinker.errors import RequestError, require_finite
 from megatron_dppo_tinker.losses import RequestLoss

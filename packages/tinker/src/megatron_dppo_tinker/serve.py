@@ -117,7 +117,7 @@ def serve(config: Config, options: ServeOptions, report: Callable[[str], None]) 
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup
-    from megatron_dppo.run.session import build_groups
+    from megatron_dppo.run.policy_setup import build_groups
     from megatron_dppo_tinker.models import ModelParts
     from megatron_dppo_tinker.server import TinkerServer
     from megatron_dppo_tinker.service import Limits, Service

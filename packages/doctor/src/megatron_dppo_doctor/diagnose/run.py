@@ -22,8 +22,9 @@ from megatron_dppo.process.stop_signal import StopSignal
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.run.session import Session, open_session, warmup_from_config
-from megatron_dppo.run.step import make_samples, update_policy
+from megatron_dppo.run.policy_setup import warmup_from_config
+from megatron_dppo.run.session import Session, open_session
+from megatron_dppo.run.step import StepBatch, make_samples
 from megatron_dppo.run.warmup import is_warm
 from megatron_dppo.setup.named_functions import SAMPLING, TRAINING, named_functions, require_permission
 from megatron_dppo.setup.starts import load_run_config, read_starts
@@ -69,8 +70,7 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
             # The diagnosis asks the engine for combine weights, which the run itself does not replay.
             if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
                 samples = [scorer.without_weights(sample) for sample in samples]
-            step = session.state.step
-            update_policy(session.trainer, config, session.teacher, step, collected, samples, Clock())
+            session.updater.step(StepBatch(session.state.step, collected, samples), Clock())
             session.stream.wait_before_update(Clock())
             session.state.step += 1
             session.records.show_servers(session.gpus.after_update(samples_next=True))

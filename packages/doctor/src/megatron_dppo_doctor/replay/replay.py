@@ -28,18 +28,16 @@ from megatron_dppo.report.steps.files import StepMeta, read_meta, read_rows, rec
 from megatron_dppo.report.steps.rows import groups_from_rows
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
+from megatron_dppo.run.policy_setup import build_groups, build_trainer
 from megatron_dppo.run.recording import SampleRecords, StepRecord, join_records
 from megatron_dppo.run.run_records import reduce_updates
-from megatron_dppo.run.session import build_groups, build_trainer
-from megatron_dppo.run.step import make_samples, update_policy
+from megatron_dppo.run.step import PolicyUpdater, StepBatch, make_samples
 from megatron_dppo.setup.resume import CANNOT_RESHARD, layout_identity
 from megatron_dppo.setup.starts import load_config_of_step
 from megatron_dppo.setup.teacher_setup import build_teacher
 from megatron_dppo_doctor.replay.outcome import ReplayOutcome
 
 if TYPE_CHECKING:
-    from megatron_dppo.engines.teacher import TeacherServers
-    from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -53,7 +51,7 @@ class ReplayedRun:
     groups: ParallelGroups
     step: int
     """Number of finished rollout steps."""
-    teacher: MegatronTeacher | TeacherServers | None = None
+    updater: PolicyUpdater
 
 
 def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> ReplayOutcome | None:
@@ -85,9 +83,8 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
         collected = CollectedRollouts(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
         samples = make_samples(groups, config.train, config.reward, has_teacher=config.distillation.is_enabled)
-        results = update_policy(
-            run.trainer, config, run.teacher, run.step, collected, samples, Clock(), record, mini_batches
-        )
+        batch = StepBatch(run.step, collected, samples)
+        results = run.updater.step(batch, Clock(), record=record, mini_batches=mini_batches)
         # The same averages over updates as in the run's metrics.
         last = results[-1]
         metrics = reduce_updates([result.metrics for result in results]) | {
@@ -205,7 +202,7 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
             here = layout_identity(config.model, config.parallel, inputs)
             same = all(here[key] == state["layout"][key] for key in ("layout", "world_size"))
             trainer.load(checkpoint, same_layout=same)
-        yield ReplayedRun(config, trainer, groups, step - 1, teacher)
+        yield ReplayedRun(config, trainer, groups, step - 1, PolicyUpdater(trainer, config, teacher))
     finally:
         setup.shutdown_megatron()
 
@@ -242,7 +239,7 @@ def _select_rows(
     def mini_batches(epoch: int) -> list[list[int]]:
         merged: list[list[int]] = [[] for _ in range(run.config.train.mini_batches)]
         for rank, start in starts.items():
-            # The seed that ``update_policy`` gave that rank in the run.
+            # The seed that ``PolicyUpdater`` gave that rank in the run.
             seed = sampling_seed(run.config.run.seed, "order", run.step, rank)
             rank_batches = split_into_mini_batches(counts[rank], run.config.train.mini_batches, seed, epoch)
             for index, part in enumerate(rank_batches):
