@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.distillation import DistillationConfig
-from megatron_dppo.config.layout import Layout, pipeline_split
+from megatron_dppo.config.layout import pipeline_split
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import model_shape
@@ -24,11 +23,10 @@ from megatron_dppo.mcore.forward import forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.head import OutputHead
 from megatron_dppo.mcore.host_memory import OffloadedModel, to_host
 from megatron_dppo.mcore.model import build_model, transformer_config
+from megatron_dppo.mcore.model_parts import Placement
 from megatron_dppo.mcore.optim import wrap_float16
 from megatron_dppo.mcore.router_replay import drop_routes
 from megatron_dppo.mcore.row import MicroBatchRow
-from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Divergence, MicroBatch
 
 _TRAINING_FIELDS = (
@@ -50,11 +48,8 @@ class MegatronTeacher:
         model: ``[model]`` of the policy, whose dtype and TransformerConfig fields the teacher shares.
         distillation: Divergence, and which weights stay on the device during a pass.
         temperature: Sampling temperature of the rollouts.
-        hf_config: Transformers configuration of the teacher.
+        placement: The teacher's model on the policy's ranks.
         weights: Full tensors by Hugging Face name.
-        layout: Layout of the policy.
-        groups: Process groups of the policy.
-        platform: Device of this process.
     """
 
     def __init__(
@@ -63,12 +58,10 @@ class MegatronTeacher:
         model: ModelConfig,
         distillation: DistillationConfig,
         temperature: float,
-        hf_config: Any,
+        placement: Placement,
         weights: WeightSource,
-        layout: Layout,
-        groups: ParallelGroups,
-        platform: Platform,
     ) -> None:
+        hf_config, layout, groups, platform = placement
         shape = model_shape(hf_config)
         # A dense teacher has no expert parallelism; its ranks then count as data parallel.
         if not shape.num_experts:

@@ -11,17 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.config.layout import Layout
-from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
-from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.train import LayerNoiseConfig, TrainConfig
 from megatron_dppo.data.training_samples import RowShape
 from megatron_dppo.head.teacher import TeacherTargets
-from megatron_dppo.hf.folder import model_shape, routing_shape
-from megatron_dppo.hf.weight_files import WeightSource
+from megatron_dppo.hf.folder import routing_shape
 from megatron_dppo.losses import Objective, with_cosines
-from megatron_dppo.mcore.bridge import Bridge
 from megatron_dppo.mcore.checkpoint.save_load import (
     CheckpointSave,
     check_can_save,
@@ -29,22 +25,15 @@ from megatron_dppo.mcore.checkpoint.save_load import (
     read_state,
     save_checkpoint,
 )
-from megatron_dppo.mcore.extensions import prepare_extensions
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
-from megatron_dppo.mcore.fusions import row_multiple
 from megatron_dppo.mcore.head import OutputHead
-from megatron_dppo.mcore.host_memory import DeviceState, ReferenceWeights
-from megatron_dppo.mcore.invariant import TILE, enable_batch_invariant_mode
+from megatron_dppo.mcore.host_memory import DeviceState
 from megatron_dppo.mcore.layer_noise import LayerNoise
-from megatron_dppo.mcore.lora import Lora
-from megatron_dppo.mcore.megatron_bridge import ProvidedWeights, build_provided_model, provider_config
-from megatron_dppo.mcore.model import LoadBalancingLosses, build_model, transformer_config
+from megatron_dppo.mcore.model import LoadBalancingLosses
+from megatron_dppo.mcore.model_parts import ModelParts
 from megatron_dppo.mcore.optim import AdamStep, Optimizer, wrap_for_training
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes, with_worst_layer
 from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
-from megatron_dppo.mcore.row_padding import exclude_padding
-from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.packed import PackedBatch, Packer, attention_length
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
@@ -54,19 +43,10 @@ class PolicyTrainer:
     """A Megatron model with its optimizer: the policy shard of this rank.
 
     Args:
-        model: ``[model]``. Only its numerics count here; ``hf_config`` and ``weights`` replace path and initialization.
-        lora: ``[lora]``: rank, scale and targets of the adapters.
+        parts: The model with its initial weights. Megatron's DDP wraps it here: the optimizer copies the weights into
+            its fp32 main parameters.
         parallel: ``[parallel]``: overlapped communication and the distributed optimizer.
         train: ``[train]``: router replay.
-        rollout: ``[rollout]``: the sampling temperature, and whether the engine samples with this model.
-        seed: Seed of the adapters and of the layer noise.
-        hf_config: Transformers configuration of the model.
-        weights: Initial weights: full tensors by Hugging Face name.
-        reference: Weights of the reference policy, kept in host memory and swapped in for ``logprobs(reference=True)``.
-            None with adapters takes the model without its adapters as the reference.
-        layout: Checked layout of the ranks.
-        groups: Process groups of the layout.
-        platform: Device of this process.
         optimizer: Learning rate and schedule of this phase.
         total_steps: Length of the learning-rate schedule, in steps of the caller.
         noise: Noise on the layers' inputs during updates. None disables it.
@@ -86,56 +66,25 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        *,
-        model: ModelConfig,
-        lora: LoraConfig,
+        parts: ModelParts,
         parallel: ParallelConfig,
         train: TrainConfig,
-        rollout: RolloutConfig,
-        seed: int,
-        hf_config: Any,
-        weights: WeightSource,
-        reference: WeightSource | None = None,
-        layout: Layout,
-        groups: ParallelGroups,
-        platform: Platform,
         optimizer: OptimizerConfig,
+        *,
         total_steps: int,
         noise: LayerNoiseConfig | None = None,
     ) -> None:
+        hf_config, layout, groups, _ = parts.placement
+        megatron_config = parts.megatron_config
         self.layout = layout
         self.groups = groups
         self.dp_rank = dist.get_rank(groups.dp)
         self.policy_version = 0
-        replay = train.router_replay
-
-        # Kernels and C++ extensions first: modules bind them while the model is built.
-        if rollout.batch_invariant:
-            enable_batch_invariant_mode(platform.device)
-        pp_rank = dist.get_rank(groups.pp)
-        shape = model_shape(hf_config)
-        self.bridge: Bridge | ProvidedWeights
-        if model.provider == "megatron-bridge":
-            megatron_config = provider_config(hf_config, model, layout, platform)
-            prepare_extensions(megatron_config)
-            self.models = build_provided_model(megatron_config, pp_rank, platform.device)
-            self.bridge = ProvidedWeights(self.models, hf_config)
-        else:
-            megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=replay != "off")
-            prepare_extensions(megatron_config)
-            self.models = build_model(megatron_config, hf_config, pp_rank, platform.device)
-            self.bridge = Bridge(self.models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups)
-        exclude_padding(self.models, megatron_config, groups)
-
-        # Weights are loaded before Megatron's DDP wraps the model: its optimizer copies them into fp32 main parameters.
-        self.lora = Lora(self.models, shape, groups, lora, seed) if lora.rank else None
-        self._reference_context = None if self.lora is None else self.lora.disabled
-        if reference is not None:
-            # The model holds the reference first, until its shard is copied to the host. Then the policy's weights
-            # replace it.
-            self.bridge.load(reference)
-            self._reference_context = ReferenceWeights(self.models).swapped_in
-        self.bridge.load(weights)
+        self.models = parts.models
+        self.bridge = parts.bridge
+        self.lora = parts.lora
+        self._reference_context = parts.reference
+        self._head = parts.head
         self._chunks = wrap_for_training(
             self.models, megatron_config, parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
         )
@@ -143,22 +92,14 @@ class PolicyTrainer:
         self._noise = None
         if noise is not None and noise.std:
             adam = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps)
-            self._noise = LayerNoise(self.models, megatron_config, noise, groups, seed, adam)
+            self._noise = LayerNoise(self.models, megatron_config, noise, groups, parts.seed, adam)
         self.device_state = DeviceState(self.models, self.optimizer)
-        self._head = OutputHead(
-            self.models[-1],
-            groups.tp,
-            hf_config.vocab_size,
-            rollout.temperature,
-            fused=model.fused_head,
-            fp32_gradient=model.fp32_head_gradient,
-        )
 
         # Packing: what rows are padded to, and how many micro-batches the schedule needs.
         self.attention_length = attention_length(hf_config)
         self._cp_group = groups.cp if layout.cp > 1 else None
-        tile = TILE if rollout.batch_invariant else row_multiple(model.transformer)
-        self.row_shape = RowShape(row_multiple=layout.row_multiple * tile, sequence_multiple=layout.sequence_multiple)
+        row_multiple = layout.row_multiple * parts.row_tile
+        self.row_shape = RowShape(row_multiple=row_multiple, sequence_multiple=layout.sequence_multiple)
         # Megatron's allgather dispatcher gathers the rows of all expert-parallel ranks and requires equal lengths.
         equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
         self._packer = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows)
@@ -166,9 +107,9 @@ class PolicyTrainer:
 
         # Router replay.
         self.routing_shape = routing_shape(hf_config, weights=train.router_replay_weights)
-        self._replay_mode: ReplayMode = "compare" if replay == "compare" else "replay"
+        self._replay_mode: ReplayMode = "compare" if train.router_replay == "compare" else "replay"
         self._replay = None
-        if replay != "off" and self.routing_shape is not None:
+        if train.router_replay != "off" and self.routing_shape is not None:
             tp_group = groups.tp if layout.sequence_parallel else None
             self._replay = ReplayDriver(self.models, megatron_config, self.routing_shape, tp_group, self._cp_group)
 
@@ -302,7 +243,7 @@ class PolicyTrainer:
             RuntimeError: This trainer has no reference policy.
         """
         if reference and self._reference_context is None:
-            raise RuntimeError("This trainer has no reference policy. Fix: pass reference= to PolicyTrainer.")
+            raise RuntimeError("This trainer has no reference policy. Fix: pass reference= to build_model_parts.")
         # A forward pass outside of training must not start before the deferred all-gather of the new weights has
         # ended.
         self.optimizer.finish_overlapped_gather()

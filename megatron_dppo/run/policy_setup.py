@@ -59,6 +59,7 @@ def build_trainer(
         platform: Device of this rank.
         phase: ``warmup`` starts from ``model.path`` or random weights; ``rl`` from the warmed-up weights, if any.
     """
+    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
     from megatron_dppo.policy.trainer import PolicyTrainer
 
     is_warmed_up = phase == "rl" and config.warmup.num_steps > 0
@@ -74,23 +75,13 @@ def build_trainer(
             reference = FolderWeights(config.model.reference_path)
         elif not config.lora.rank:  # with LoRA the reference is the base model without its adapters
             reference = weights
-    return PolicyTrainer(
-        model=config.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        train=config.train,
-        rollout=config.rollout,
-        seed=config.run.seed,
-        hf_config=inputs.hf_config,
-        weights=weights,
-        reference=reference,
-        layout=inputs.layout,
-        groups=groups,
-        platform=platform,
-        optimizer=optimizer,
-        total_steps=config.warmup.num_steps if phase == "warmup" else config.run.num_steps,
-        noise=config.train.layer_noise if phase == "rl" else None,
+    placement = Placement(inputs.hf_config, inputs.layout, groups, platform)
+    parts = build_model_parts(
+        config.model, config.lora, config.train, config.rollout, placement, weights, reference, seed=config.run.seed
     )
+    total_steps = config.warmup.num_steps if phase == "warmup" else config.run.num_steps
+    noise = config.train.layer_noise if phase == "rl" else None
+    return PolicyTrainer(parts, config.parallel, config.train, optimizer, total_steps=total_steps, noise=noise)
 
 
 def base_folder(config: Config) -> Path:

@@ -137,15 +137,13 @@ def build_teacher(
     path = distillation.teacher_path
     if path is None:
         return teacher_servers(distillation, rank=dist.get_rank(groups.dp), ranks=inputs.layout.dp)
+    from megatron_dppo.mcore.model_parts import Placement
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
     return MegatronTeacher(
         model=model,
         distillation=distillation,
         temperature=temperature,
-        hf_config=read_hf_config(path),
+        placement=Placement(read_hf_config(path), inputs.layout, groups, platform),
         weights=FolderWeights(path),
-        layout=inputs.layout,
-        groups=groups,
-        platform=platform,
     )

@@ -182,6 +182,7 @@ def make_all(lectures: list[Lecture]) -> list[tuple[list[TrainingSample], Expect
 
 def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, platform: Platform) -> None:
     """Gradients of every parameter, loss, KLs, and the teacher's log-probabilities."""
+    from megatron_dppo.mcore.model_parts import Placement
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
 
     chosen = DIVERGENCES[lecture.divergence]
@@ -197,11 +198,8 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
         model=config.model,
         distillation=config.distillation,
         temperature=config.rollout.temperature,
-        hf_config=model.config,
+        placement=Placement(model.config, trainer.layout, trainer.groups, platform),
         weights=DictWeights(stream_model(model)),
-        layout=trainer.layout,
-        groups=trainer.groups,
-        platform=platform,
     )
     assert not any(p.numel() for chunk in teacher._chunks for p in chunk.parameters()), "it is away between passes"
     local_samples = samples[trainer.dp_rank :: trainer.layout.dp]

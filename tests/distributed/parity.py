@@ -223,6 +223,7 @@ def build_trainer(
     **sections: dict[str, Any],
 ) -> Any:
     """A trainer with the weights of a transformers model; joins the process groups of the layout."""
+    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -231,22 +232,19 @@ def build_trainer(
     model.config.architectures = [type(model).__name__]
     shape, split = model_shape(model.config), config.model.transformer
     layout = resolve_layout(config.parallel, config.batch, dist.get_world_size(), shape, split)
-    return PolicyTrainer(
-        model=config.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        train=config.train,
-        rollout=config.rollout,
-        seed=config.run.seed,
-        hf_config=model.config,
-        weights=DictWeights(stream_model(model)),
-        layout=layout,
-        groups=initialize_megatron(layout, platform, seed=1, timeout_minutes=3),
-        platform=platform,
-        optimizer=config.optimizer,
-        total_steps=STEPS,
-        noise=noise,
+    placement = Placement(
+        model.config, layout, initialize_megatron(layout, platform, seed=1, timeout_minutes=3), platform
     )
+    parts = build_model_parts(
+        config.model,
+        config.lora,
+        config.train,
+        config.rollout,
+        placement,
+        DictWeights(stream_model(model)),
+        seed=config.run.seed,
+    )
+    return PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=STEPS, noise=noise)
 
 
 def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, float]:

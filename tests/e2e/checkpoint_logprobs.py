@@ -23,6 +23,7 @@ def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
+    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.policy.trainer import PolicyTrainer
 
@@ -30,21 +31,17 @@ def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     hf_config = read_hf_config(config.model.path)
     layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config))
     groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
-    trainer = PolicyTrainer(
-        model=config.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        train=config.train,
-        rollout=config.rollout,
+    placement = Placement(hf_config, layout, groups, platform)
+    parts = build_model_parts(
+        config.model,
+        config.lora,
+        config.train,
+        config.rollout,
+        placement,
+        FolderWeights(Path(run) / "base"),
         seed=config.run.seed,
-        hf_config=hf_config,
-        weights=FolderWeights(Path(run) / "base"),
-        layout=layout,
-        groups=groups,
-        platform=platform,
-        optimizer=config.optimizer,
-        total_steps=1,
     )
+    trainer = PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=1)
     data = torch.load(reference)
     batch = pack([TrainingSample(**data["sample"])])
 

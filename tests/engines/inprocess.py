@@ -36,6 +36,7 @@ def _groups(layout: Any) -> Any:
 def build_trainer(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
     """Build a one-process trainer that replays routes and needs a Top-K; the process group must exist."""
     platform = prepare()
+    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
     from megatron_dppo.policy.trainer import PolicyTrainer
 
     rollout = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_new_tokens": 64}
@@ -52,21 +53,11 @@ def build_trainer(folder: Path, dtype: str, temperature: float, topk: int) -> An
     )
     hf_config = read_hf_config(folder)
     layout = resolve_layout(config.parallel, config.batch, 1, model_shape(hf_config))
-    return PolicyTrainer(
-        model=config.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        train=config.train,
-        rollout=config.rollout,
-        seed=config.run.seed,
-        hf_config=hf_config,
-        weights=load_weights(folder),
-        layout=layout,
-        groups=_groups(layout),
-        platform=platform,
-        optimizer=config.optimizer,
-        total_steps=1,
+    placement = Placement(hf_config, layout, _groups(layout), platform)
+    parts = build_model_parts(
+        config.model, config.lora, config.train, config.rollout, placement, load_weights(folder), seed=config.run.seed
     )
+    return PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=1)
 
 
 def load_weights(folder: Path) -> Any:

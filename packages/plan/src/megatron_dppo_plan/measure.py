@@ -17,6 +17,7 @@ from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.weight_files import WeightSource
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore import forward, head, offload, optim, router_replay
+from megatron_dppo.mcore.model_parts import Placement, build_model_parts
 from megatron_dppo.mcore.setup import initialize_megatron
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
@@ -34,22 +35,17 @@ def trainer_builder(
 ) -> Callable[[], PolicyTrainer]:
     """Join the process groups of a layout and return a function that builds the trainer in them."""
     groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
-    return lambda: PolicyTrainer(
-        model=config.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        train=config.train,
-        rollout=config.rollout,
-        seed=config.run.seed,
-        hf_config=hf_config,
-        weights=weights,
-        layout=layout,
-        groups=groups,
-        platform=platform,
-        optimizer=config.optimizer,
-        total_steps=1,
-        noise=config.train.layer_noise,
-    )
+
+    def build() -> PolicyTrainer:
+        placement = Placement(hf_config, layout, groups, platform)
+        parts = build_model_parts(
+            config.model, config.lora, config.train, config.rollout, placement, weights, seed=config.run.seed
+        )
+        return PolicyTrainer(
+            parts, config.parallel, config.train, config.optimizer, total_steps=1, noise=config.train.layer_noise
+        )
+
+    return build
 
 
 def measure_update(

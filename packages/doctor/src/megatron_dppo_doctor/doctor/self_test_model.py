@@ -19,6 +19,7 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, routing_shape, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.mcore import setup
+from megatron_dppo.mcore.model_parts import Placement, build_model_parts
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform
@@ -108,21 +109,17 @@ def _run_config(dtype: str, world: int) -> Config:
 def _check_dtype(platform: Platform, dtype: str, layout: Layout, groups: ParallelGroups) -> Iterator[SelfTestCheck]:
     model_config = hf_config()
     config = _run_config(dtype, dist.get_world_size())
-    trainer = PolicyTrainer(
-        model=config.model,
-        lora=config.lora,
-        parallel=config.parallel,
-        train=config.train,
-        rollout=config.rollout,
+    placement = Placement(model_config, layout, groups, platform)
+    parts = build_model_parts(
+        config.model,
+        config.lora,
+        config.train,
+        config.rollout,
+        placement,
+        DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))),
         seed=config.run.seed,
-        hf_config=model_config,
-        weights=DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))),
-        layout=layout,
-        groups=groups,
-        platform=platform,
-        optimizer=config.optimizer,
-        total_steps=2,
     )
+    trainer = PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=2)
     engine = LocalEngine(model_config, _Tokenizer(), dtype=DTYPES[dtype], device=platform.device)
     try:
         for version, when in enumerate(("before an update", "after it")):
