@@ -66,7 +66,7 @@ def build_trainer(
     optimizer: OptimizerConfig = config.warmup.optimizer if phase == "warmup" else config.optimizer
     weights: WeightSource
     if is_warmed_up or not config.model.random_init:
-        weights = FolderWeights(base_folder(config) if is_warmed_up else config.model.path)
+        weights = FolderWeights(base_folder(config.run) if is_warmed_up else config.model.path)
     else:
         weights = DictWeights(stream_model(build_hf_model(inputs.hf_config, torch.float32, seed=config.run.seed)))
     reference: WeightSource | None = None
@@ -84,9 +84,9 @@ def build_trainer(
     return PolicyTrainer(parts, config.parallel, config.train, optimizer, total_steps=total_steps, noise=noise)
 
 
-def base_folder(config: Config) -> Path:
+def base_folder(run: RunConfig) -> Path:
     """Return the folder of the warmed-up model."""
-    return Path(config.run.output_dir) / "base"
+    return Path(run.output_dir) / "base"
 
 
 def warmup_from_config(config: Config) -> Warmup:
@@ -108,7 +108,7 @@ def build_policy(
     # Colocated servers give up their GPU memory before a model is built.
     for note in free_gpus(config.rollout, groups.world):
         console.print(f"servers  {note}")
-    base = base_folder(config)
+    base = base_folder(config.run)
     warmup = warmup_from_config(config)
     checkpoints = checkpoints_folder(Path(config.run.output_dir))
     if inputs.warmup_data is not None and not is_warm(base, warmup):

@@ -235,7 +235,7 @@ def _open_run(joined: _JoinedRun, notes: Sequence[str]) -> _OpenRun:
     """
     config, inputs, _, _, console, parts = joined
     # The folder is locked before anything is read from it or written to it.
-    sharing = _find_sharing(config, joined.platform, joined.world, tied=inputs.hf_config.tie_word_embeddings)
+    sharing = _find_sharing(joined)
     function = parts.enter_context(open_generate_function(config))
     folder = parts.enter_context(open_folder(config))
     for note in folder.notes:
@@ -263,7 +263,7 @@ def _build_session(joined: _JoinedRun, opened: _OpenRun, stop: StopSignal, start
     trainer, teacher = build_policy(config, inputs, groups, platform, console, stop)
     engine = build_engine(config.rollout, config.train, inputs, trainer, platform, opened.servers, opened.function)
     publisher = build_publisher(config, inputs, trainer, engine, platform, opened.sharing)
-    stream = _build_stream(config, inputs, groups, trainer, engine, opened.scorer)
+    stream = _build_stream(joined, groups, trainer, engine, opened.scorer)
     if not is_leader(groups.replica):
         # The batch-invariant engine exists on every rank, for the stream. All else is done by the leader's alone.
         engine = None
@@ -334,9 +334,9 @@ def _missing_records(folder: Path, step: int) -> str:
     )
 
 
-def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, *, tied: bool) -> MemorySharing | None:
+def _find_sharing(joined: _JoinedRun) -> MemorySharing | None:
     """Return the GPU memory that trainer and servers share. None for other methods than ``ipc``."""
-    rollout = config.rollout
+    config, rollout = joined.config, joined.config.rollout
     if rollout.engine == "local" or rollout.weight_sync.method != "ipc":
         return None
     options = server_options(
@@ -349,20 +349,20 @@ def _find_sharing(config: Config, platform: Platform, world: dist.ProcessGroup, 
     return find_sharing(
         rollout,
         gpus_per_server=count_gpus_per_server(rollout.engine, options),
-        platform=platform,
-        world=world,
-        tied=tied,
+        platform=joined.platform,
+        world=joined.world,
+        tied=joined.inputs.hf_config.tie_word_embeddings,
     )
 
 
 def _build_stream(
-    config: Config,
-    inputs: Inputs,
+    joined: _JoinedRun,
     groups: ParallelGroups,
     trainer: PolicyTrainer,
     engine: RolloutEngine | None,
     scorer: RewardScorer,
 ) -> RolloutScheduler:
+    config, inputs = joined.config, joined.inputs
     # Ranks of a replica receive only the columns that they read: those for the loss go to the last stage, routes by
     # layer.
     rank_columns = all_gather_objects(RankColumns(trainer.is_last_stage, trainer.replayed_layers), groups.replica)

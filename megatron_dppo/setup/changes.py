@@ -156,9 +156,11 @@ def find_content_changes(before: Contents, now: Contents, config: Config, *, wit
     """
     changes = []
     values = dict(flatten(config.model_dump(mode="json")))
+    # A checkpoint holds the weights of the policy; those of the model matter as a reference, or below adapters.
+    is_replaced = not config.lora.rank and (not config.needs_reference or config.model.reference_path is not None)
     for key in sorted(before.keys() & now.keys()):
         if with_fixed or change_kind(key) != "fixed":
-            differing = list(_differing_files(key, before[key], now[key], values.get(key), config))
+            differing = list(_differing_files(key, before[key], now[key], values.get(key), is_replaced))
             more = len(differing) - _MAX_FILES
             changes += differing[:_MAX_FILES] if more > 1 else differing
             if more > 1:
@@ -171,7 +173,7 @@ _MAX_FILES = 4
 
 
 def _differing_files(
-    key: str, before: Mapping[str, str], now: Mapping[str, str], value: Any, config: Config
+    key: str, before: Mapping[str, str], now: Mapping[str, str], value: Any, is_replaced: bool
 ) -> Iterator[Change]:
     path = split_function(str(value))[0]
     for name in sorted(before.keys() | now.keys()):
@@ -179,8 +181,6 @@ def _differing_files(
             continue
         old, new = (_short_digest(files.get(name)) for files in (before, now))
         kind = change_kind(key)
-        # A checkpoint holds the weights of the policy; those of the model matter as a reference, or below adapters.
-        is_replaced = not config.lora.rank and (not config.needs_reference or config.model.reference_path is not None)
         if key == "model.path" and name.endswith(".safetensors") and is_replaced:
             kind = "free"
         yield Change(key, old, new, kind, name or path)
