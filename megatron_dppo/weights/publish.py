@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_dppo.config.rollout import RolloutConfig
-from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import NoUsableServer, PublishError, ServerError
 from megatron_dppo.hf.folder import drain
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, run_on_leader
@@ -21,6 +19,8 @@ from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo_engines.server import InferenceServer, ServerInfo
 
 if TYPE_CHECKING:
+    from megatron_dppo.engines.local.engine import LocalEngine
+    from megatron_dppo.engines.server_engine import ServerEngine
     from megatron_dppo.policy.trainer import PolicyTrainer
 
 _RETRY_SECONDS = 0.5
