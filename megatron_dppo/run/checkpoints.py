@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import DiskError
 from megatron_dppo.files import MAKE_ROOM, require_space
 from megatron_dppo.mcore.checkpoint.folder import checkpoints_folder, prune, set_aside
-from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, is_leader, run_on_leader
+from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, run_on_leader
 from megatron_dppo.process.save_timer import SaveTimer, has_memory_for_copies
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
@@ -24,7 +24,7 @@ from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.run.evaluation import Evaluator, SampleResponse
 from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.setup.changes import Change, ServedModels
-from megatron_dppo.setup.contents import Contents, content_digests
+from megatron_dppo.setup.contents import Contents
 from megatron_dppo.setup.inputs import Inputs
 from megatron_dppo.setup.output_checks import checkpoint_bytes, estimate_save_bytes
 from megatron_dppo.setup.resume import ResumePoint, layout_identity, run_identity
@@ -119,7 +119,6 @@ class Checkpoints:
         # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
         self._contents = contents
         self._served = served
-        self._digests = content_digests(config.model_dump(mode="json")) if is_leader(dist.group.WORLD) else {}
 
     def is_due(self, state: RunState) -> bool:
         """Return True if the step that was just done ends with a checkpoint."""
@@ -191,7 +190,6 @@ class Checkpoints:
             "layout": layout_identity(config.model, config.parallel, self._inputs),
             "config": config.model_dump(mode="json"),
             "cwd": os.getcwd(),
-            "digests": self._digests,
             "guard": state.guard.to_json(),
             "contents": self._contents,
             "served": self._served,

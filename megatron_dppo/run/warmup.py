@@ -22,7 +22,7 @@ from megatron_dppo.process.save_timer import SaveTimer
 from megatron_dppo.process.stop_signal import Stopped, StopSignal
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.setup.changes import default_values
-from megatron_dppo.setup.contents import content_digests, flatten, same_value
+from megatron_dppo.setup.contents import Contents, flatten, read_contents, same_value
 from megatron_dppo.setup.starts import read_starts
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def is_warm(folder: Path, warmup: Warmup) -> bool:
     try:
         marker = json.loads(read_regular_file(folder / MARKER))
         identity = marker["identity"]
-        digests = marker.get("digests", {})
-        if not isinstance(identity, str) or not isinstance(digests, dict):
-            raise TypeError("identity is no text, or digests is no table")
+        contents = marker.get("contents", {})
+        if not isinstance(identity, str) or not all(isinstance(files, dict) for files in contents.values()):
+            raise TypeError("identity is no text, or contents is no table of tables")
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -74,17 +74,17 @@ def is_warm(folder: Path, warmup: Warmup) -> bool:
             f"{folder / MARKER} cannot be read ({type(error).__name__}: {error}): expected the marker of a finished "
             f"warm-up. Restore a copy of it, or delete {folder} to run the warm-up again"
         ) from error
-    return _is_same(identity, warmup.identity, _started_in(folder.parent), digests)
+    return _is_same(identity, warmup.identity, _started_in(folder.parent), contents)
 
 
-def _is_same(old: str, new: str, folder: Path, digests: Mapping[str, str]) -> bool:
+def _is_same(old: str, new: str, folder: Path, contents: Contents) -> bool:
     """Return True if two identities agree, however their paths are spelled and wherever their files are.
 
     Args:
         old: Identity of a warm-up so far.
         new: Identity of this start's.
         folder: Folder that relative paths of ``old`` start at.
-        digests: Contents of the files of ``old`` (``content_digests``).
+        contents: Files of ``old``.
     """
     if old == new:
         return True
@@ -97,7 +97,8 @@ def _is_same(old: str, new: str, folder: Path, digests: Mapping[str, str]) -> bo
     before = {key: value for key, value in default_values().items() if key in now} | before
     if before.keys() != now.keys():
         return False
-    return all(same_value(before[key], now[key], folder, digests.get(key)) for key in now)
+    here = read_contents(json.loads(new)).contents
+    return all(same_value(before[key], now[key], folder, contents.get(key), here.get(key)) for key in now)
 
 
 def _started_in(run_folder: Path) -> Path:
@@ -114,7 +115,7 @@ def mark_warm(folder: Path, warmup: Warmup, checkpoints: Path) -> None:
         warmup: Finished warm-up.
         checkpoints: Folder of the run's checkpoints.
     """
-    marker = {"identity": warmup.identity, "digests": content_digests(json.loads(warmup.identity))}
+    marker = {"identity": warmup.identity, "contents": read_contents(json.loads(warmup.identity)).contents}
     write_synced(folder / MARKER, json.dumps(marker) + "\n")
     shutil.rmtree(checkpoints / _UNFINISHED, ignore_errors=True)
 

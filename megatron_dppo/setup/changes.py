@@ -114,7 +114,11 @@ def change_kind(key: str) -> ChangeKind:
 
 
 def find_changes(
-    before: Mapping[str, Any], config: Config, folder: Path = Path(), digests: Mapping[str, str] | None = None
+    before: Mapping[str, Any],
+    config: Config,
+    folder: Path = Path(),
+    old_contents: Contents | None = None,
+    contents: Contents | None = None,
 ) -> list[Change]:
     """Return every key that differs, sorted.
 
@@ -122,7 +126,8 @@ def find_changes(
         before: Configuration of the run so far, as JSON. A key that its version did not have counts as its default.
         config: Configuration of this start.
         folder: Working directory of the run so far, which its relative paths start at.
-        digests: Contents of its files (``content_digests``).
+        old_contents: Its files. None if unknown.
+        contents: Files of this start.
     """
     old = dict(flatten(before))
     new = dict(flatten(config.model_dump(mode="json")))
@@ -133,8 +138,8 @@ def find_changes(
         new_value = new.get(key, defaults.get(key))
         # None, an empty table and an empty list all mean "not set".
         is_unset = old_value in _EMPTY and new_value in _EMPTY
-        digest = (digests or {}).get(key)
-        if not is_unset and not same_value(old_value, new_value, folder, digest):
+        files = [(each or {}).get(key) for each in (old_contents, contents)]
+        if not is_unset and not same_value(old_value, new_value, folder, *files):
             kind = "free" if _is_harmless(key, old, new) else change_kind(key)
             changes.append(Change(key, old_value, new_value, kind))
     return changes

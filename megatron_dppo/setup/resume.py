@@ -199,10 +199,11 @@ def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, co
     if folder is None:  # written by an older version
         before = [start for start in read_starts(checkpoint.parent.parent) if _resumed_step(start) < state["step"]]
         folder = before[-1].get("cwd") if before else None
-    changes = find_changes(state["config"], config, Path(folder or ""), state.get("digests"))
+    saved = state.get("contents", {})
+    changes = find_changes(state["config"], config, Path(folder or ""), saved, contents)
     # Another value of a key is one change, whatever its files hold.
     changed = {change.key for change in changes}
-    saved = {key: files for key, files in state.get("contents", {}).items() if key not in changed}
+    saved = {key: files for key, files in saved.items() if key not in changed}
     changes += find_content_changes(saved, contents, config)
     run = Path(config.run.output_dir)
     changes = [

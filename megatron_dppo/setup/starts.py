@@ -104,10 +104,11 @@ def changes_since_last_start(folder: Path, config: Config, contents: Contents) -
     if not starts:
         return []
     last = starts[-1]
-    changes = find_changes(last.get("config", {}), _with_absolute_folders(config), Path(last.get("cwd", "")))
+    before = {key: files for key, files in last.get("contents", {}).items() if isinstance(files, dict)}
+    folders = _with_absolute_folders(config)
+    changes = find_changes(last.get("config", {}), folders, Path(last.get("cwd", "")), before, contents)
     changed = {change.key for change in changes}
-    recorded = last.get("contents", {})
-    before = {key: files for key, files in recorded.items() if key not in changed and isinstance(files, dict)}
+    before = {key: files for key, files in before.items() if key not in changed}
     return changes + find_content_changes(before, contents, config, with_fixed=True)
 
 

@@ -24,7 +24,7 @@ from megatron_dppo.rollout.saved import SchedulerState
 from megatron_dppo.run.checkpoints import RunState
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.run.guard_state import GuardState
-from megatron_dppo.setup.contents import content_digests, read_contents
+from megatron_dppo.setup.contents import read_contents
 from megatron_dppo.setup.preflight import Start, find_problems
 from megatron_dppo.setup.resume import find_usable_checkpoint, layout_identity, run_identity
 from megatron_dppo.setup.run_folder import open_folder
@@ -115,7 +115,6 @@ class HostileRuns:
             "layout": layout_identity(start.config.model, start.config.parallel, start.inputs),
             "config": values,
             "cwd": str(root),
-            "digests": content_digests(values),
             "contents": read_contents(values).contents,
             "guard": {"prob_diffs": [0.1], "stale_prob_diffs": [], "evidence": {"server": {"high": [0.5]}}},
             "finite": True,

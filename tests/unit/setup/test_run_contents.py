@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.setup.changes import check_changes, find_content_changes
-from megatron_dppo.setup.contents import read_contents
+from megatron_dppo.setup.contents import read_contents, same_value
 from tests.unit.configs import config
 
 MAIN = """
@@ -179,3 +179,46 @@ def test_names_of_accepted_keys() -> None:
     for wrong in ("reward.functon", "rewards.function", "reward", ["run.seed", 3], "yes"):
         with pytest.raises(ConfigError, match=r"accept_changes"):
             accepts(wrong)()
+
+
+def moved_values(folder: Path) -> dict[str, tuple[object, object, bool]]:
+    """Value of a run, value of this start, and whether they are the same: files are those of ``moved_files``."""
+    a, b = folder / "a", folder / "b"
+    return {
+        "a file elsewhere": (f"{a}/x.jsonl", f"{b}/x.jsonl", True),
+        "a file with another name": (f"{a}/x.jsonl", f"{b}/renamed.jsonl", True),
+        "another file": (f"{a}/x.jsonl", f"{b}/other.jsonl", False),
+        "a folder elsewhere": (f"{a}/model", f"{b}/model", True),
+        "a folder with one other file": (f"{a}/model", f"{b}/changed", False),
+        "an empty folder": (f"{a}/empty", f"{b}/empty", False),
+        "a path without a file": (f"{a}/none", f"{b}/none", False),
+        "a function elsewhere": (f"{a}/f.py:score", f"{b}/f.py:score", True),
+        "another function of the same file": (f"{a}/f.py:score", f"{a}/f.py:other", False),
+        "a list elsewhere": ([f"{a}/x.jsonl", f"{a}/model"], [f"{b}/x.jsonl", f"{b}/model"], True),
+        "a list in another order": ([f"{a}/x.jsonl", f"{a}/y.jsonl"], [f"{b}/y.jsonl", f"{b}/x.jsonl"], False),
+        "a list with a word": (["run", f"{a}/x.jsonl", "7"], ["run", f"{b}/x.jsonl", "7"], True),
+        "a list with another word": (["run", f"{a}/x.jsonl", "7"], ["run", f"{b}/x.jsonl", "8"], False),
+        "a longer list": ([f"{a}/x.jsonl"], [f"{b}/x.jsonl", f"{b}/x.jsonl"], False),
+        "words": (["a", "b"], ["b", "a"], False),
+    }
+
+
+def moved_files(folder: Path) -> None:
+    for place in (folder / "a", folder / "b"):
+        for name in ("model", "changed", "empty"):
+            (place / name).mkdir(parents=True)
+        for name in ("x.jsonl", "renamed.jsonl", "model/weights", "changed/weights", "changed/config"):
+            (place / name).write_text("1\n")
+        for name in ("y.jsonl", "other.jsonl", "model/config"):
+            (place / name).write_text("2\n")
+        (place / "f.py").write_text("def score(): ...\ndef other(): ...\n")
+
+
+def test_a_value_is_the_same_where_all_its_files_are_and_nothing_else_differs(tmp_path: Path) -> None:
+    moved_files(tmp_path)
+    for name, (old, new, expected) in moved_values(tmp_path).items():
+        key = "reward.function" if "function" in name else "data.train"
+        section, _, field = key.partition(".")
+        before, now = (read_contents({section: {field: value}}).contents.get(key) for value in (old, new))
+        assert same_value(old, new, tmp_path, before, now) is expected, name
+        assert same_value(old, old, tmp_path, before, before), name
