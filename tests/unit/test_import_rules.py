@@ -56,8 +56,8 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "files", "source_names", "types", ENGINES},
-        {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
+        {"errors", "files", "functions", "source_names", "types", ENGINES},
+        {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "jinja2"},
     ),
     "report": (
         {"errors", "files", "parallel", "types"},
@@ -65,7 +65,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "rewards": (
         {"config", "data", "errors", "functions", ANSWERS},
-        {"aiohttp", "numpy", "reasoning_gym", "transformers"},
+        {"aiohttp", "numpy", "transformers"},
     ),
     "mcore": (
         {"config", "errors", "files", "head", "hf", "losses", "parallel", "types", MEGATRON_CPU},
@@ -113,8 +113,8 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "megatron_dppo_convert": (ALL, {"torch", "transformers"}),
     "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
     "megatron_dppo_lab": (
-        ALL | {"megatron_dppo_convert", "megatron_dppo_report"},
-        {"matplotlib", "numpy", "pydantic", "tomli_w", "torch", "transformers"},
+        ALL | {ANSWERS, "megatron_dppo_convert", "megatron_dppo_report"},
+        {"matplotlib", "numpy", "pydantic", "reasoning_gym", "tokenizers", "tomli_w", "torch", "transformers"},
     ),
     "megatron_dppo_plan": (ALL, {"megatron", "numpy", "tomli_w", "torch", "transformers"}),
     "megatron_dppo_tinker": (ALL | {"megatron_dppo_agents"}, {"aiohttp", "pydantic", "torch"}),
