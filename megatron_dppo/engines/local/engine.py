@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.engines.local.batches import MAX_BATCH, MAX_VALUES, BatchMemory, split_batch
 from megatron_dppo.engines.local.decode import Decoded, decode
 from megatron_dppo.engines.local.lockstep import CompletionTarget, LockstepRunner, PendingResponse
-from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
+from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
 from megatron_dppo.errors import TrainingStopped
@@ -68,11 +68,10 @@ class LocalEngine:
         self._end_tokens = end_tokens(hf_config, tokenizer)
         self._routing = routing_shape(hf_config)
         self._memory = BatchMemory.from_config(hf_config)
-        perturbation = perturbation or Perturbation()
         # Before the RouteRecorder, whose hooks must see the choices of perturbed routers.
-        self._perturbed = PerturbedModel(self._model, perturbation, self._routing)
-        self._unrecorded_top_p = perturbation.unrecorded_top_p
-        self._unrecorded_temperature = perturbation.unrecorded_temperature
+        self._perturbed = None if perturbation is None else perturbation.apply(self._model, self._routing)
+        self._unrecorded_top_p = 1.0 if perturbation is None else perturbation.unrecorded_top_p
+        self._unrecorded_temperature = 1.0 if perturbation is None else perturbation.unrecorded_temperature
         self._reveals_hidden_filter = False
         self._recorder = None if self._routing is None else RouteRecorder(self._model, self._routing)
         self._function = function
@@ -85,7 +84,8 @@ class LocalEngine:
         """Copy full tensors into this copy; every later completion has ``version``."""
         copy_into_model(self._model, weights)
         # The copy is in full precision, so every update is rounded anew.
-        self._perturbed.quantize_weights()
+        if self._perturbed is not None:
+            self._perturbed.quantize_weights()
         self.policy_version = version
 
     def generate(
@@ -235,7 +235,8 @@ class LocalEngine:
         """Complete the samples, or stop them when the target is reached."""
         seed = _call_seed(samples, params)
         generator = torch.Generator(self._device).manual_seed(seed)
-        self._perturbed.seed_noise(seed, self._device)
+        if self._perturbed is not None:
+            self._perturbed.seed_noise(seed, self._device)
         if self._function is None:
             self._complete_single_turns(samples, params, generator, target)
             return

@@ -65,16 +65,3 @@ def decoding_linear_attention(model: Any) -> Iterator[Callable[[int], None]]:
     finally:
         for layer, original in zip(layers, originals, strict=True):
             setattr(layer, _LAYER, original)
-
-
-def round_states(model: Any, dtype: torch.dtype) -> None:
-    """Round the recurrent states of linear attention to a dtype whenever a layer has updated them."""
-
-    def round_state(layer: Any, _args: Any, kwargs: dict[str, Any], _output: Tensor) -> None:
-        cache = kwargs.get("cache_params")
-        if cache is not None:
-            state = cache.get_recurrent_state(layer.layer_idx)
-            state.copy_(state.to(dtype))
-
-    for layer in linear_attention_layers(model):
-        getattr(layer, _LAYER).register_forward_hook(round_state, with_kwargs=True)

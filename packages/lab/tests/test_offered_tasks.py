@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator
@@ -103,18 +104,19 @@ def test_each_built_in_reward_is_of_the_trainer_or_offered() -> None:
     assert offered == {"reasoning_gym", "words"} and offered <= BUILT_IN_REWARDS.keys()
 
 
-def test_the_tasks_give_the_prompts_and_the_corpus_that_they_always_gave() -> None:
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("chain_sum", "66ef54db70c77ae2"),
+        ("rare_words", "b7c0b76498b5b367"),
+        ("rare_chain", "61590cdea9d15ada"),
+        ("rare_words_32k", "bb2e863cbbef8bfa"),
+    ],
+)
+def test_the_tasks_give_the_prompts_and_the_corpus_that_they_always_gave(name: str, digest: str) -> None:
     """Runs are compared over versions: rows and random numbers stay the same."""
-    rng = random.Random(7)
-    corpus = {name: tasks.load_task_with_corpus(f"task:{name}").demonstration(rng) for name in EXPECTED}
-    first = {name: next(iter(iter_rows(f"task:{name}", "eval"))) for name in EXPECTED}
-    assert {name: (row.location, row.prompt, row.label, *corpus[name]) for name, row in first.items()} == EXPECTED
-
-
-EXPECTED = {
-    "chain_sum": ("chain_sum/eval:0", "1-1+7=", "7", "5-5-9=", "\\boxed{-8}"),
-    "rare_words": ("rare_words/eval:0", "k000", "w3658", "k006", "w0064"),
-    "rare_chain": ("rare_chain/eval:0", "k000", "w3658 w1777 w3304 w3846", "k046", "w1804 w0000 w0004 w0000"),
-    "rare_words_32k": ("rare_words_32k/eval:0", "k000", "w27870", "k015", "w00567"),
-}
-"""Location, prompt and label of the first row, then a prompt and a response of the corpus."""
+    splits: tuple[Split, ...] = ("train", "eval")
+    rows = [[(row.location, row.prompt, row.label) for row in iter_rows(f"task:{name}", split)] for split in splits]
+    task, rng = tasks.load_task_with_corpus(f"task:{name}"), random.Random(7)
+    text = repr(rows) + repr([task.demonstration(rng) for _ in range(1000)])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest

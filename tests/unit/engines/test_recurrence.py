@@ -8,13 +8,13 @@ from torch import Tensor
 
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.local.rescore import rescore
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
 from megatron_dppo.setup.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
 from megatron_dppo_doctor.diagnose.ledger import ENGINE, RECURRENCE, UNEXPLAINED, CauseScoring, make_ledger
+from megatron_dppo_lab.perturbation import Perturbation
 from tests.distributed.families import family_config, in_float64
 from tests.distributed.parity import randomize
 from tests.silent_tokenizer import SilentTokenizer

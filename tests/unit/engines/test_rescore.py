@@ -9,10 +9,10 @@ import torch
 
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo.hf.folder import routing_shape, stream_model
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample, with_weights
+from megatron_dppo_lab.perturbation import Perturbation
 from tests.distributed.families import in_float64
 from tests.distributed.parity import Case, hf_reference, samples
 from tests.distributed.replay import ForcedRouters, foreign_routes, foreign_weights
