@@ -117,7 +117,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"matplotlib", "numpy", "pydantic", "reasoning_gym", "tokenizers", "tomli_w", "torch", "transformers"},
     ),
     "megatron_dppo_plan": (ALL, {"megatron", "numpy", "tomli_w", "torch", "transformers"}),
-    "megatron_dppo_tinker": (ALL | {"megatron_dppo_agents"}, {"aiohttp", "pydantic", "torch"}),
+    "megatron_dppo_tinker": (ALL | {"megatron_dppo_agents", "megatron_dppo_doctor"}, {"aiohttp", "pydantic", "torch"}),
 }
 
 TRITON = ("row_kernels_triton", "triton_kernels")

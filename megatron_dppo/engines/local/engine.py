@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +17,17 @@ from megatron_dppo.engines.local.batches import MAX_BATCH, MAX_VALUES, BatchMemo
 from megatron_dppo.engines.local.decode import Decoded, decode
 from megatron_dppo.engines.local.lockstep import CompletionTarget, LockstepRunner, PendingResponse
 from megatron_dppo.engines.local.perturbation import Perturbation
-from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.turns import GenerateFunction
-from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, SamplingParams, VersionSpan
 from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.server import GenerateRequest, Generation
+
+_R = TypeVar("_R")
 
 
 class LocalEngine:
@@ -159,36 +160,9 @@ class LocalEngine:
         """Include the hidden filter in later log-probabilities and sampling masks; the samples stay the same."""
         self._reveals_hidden_filter = self._unrecorded_top_p < 1
 
-    def rescore(
-        self,
-        samples: Sequence[TrainingSample],
-        temperature: float,
-        *,
-        fp32_head: bool = False,
-        token_by_token: bool = False,
-    ) -> list[Tensor]:
-        """Return the log-probabilities ``[T]`` of the labels of each sample under this copy, see ``rescore``.
-
-        Samples with routes are replayed.
-        """
-
-        def score() -> list[Tensor]:
-            # The routes of a call have one format: with combine weights or without.
-            routes = samples[0].routed_experts if samples else None
-            forced = None
-            if self._routing is not None and routes is not None:
-                has_weights = routes.shape[-1] > self._routing.topk
-                forced = ForcedRoutes(self._model, replace(self._routing, weights=has_weights))
-            return rescore(
-                self._model,
-                samples,
-                temperature=temperature,
-                forced=forced,
-                fp32_head=fp32_head,
-                token_by_token=token_by_token,
-            )
-
-        return self._thread.submit(score).result()
+    def call_with_model(self, function: Callable[[Any, RoutingShape | None], _R]) -> _R:
+        """Return the result of a function of this copy and the shape of its routes, in the thread that samples."""
+        return self._thread.submit(function, self._model, self._routing).result()
 
     def close(self) -> None:
         """Free the copy of the weights, and cancel whatever a user function left running."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dppo.engines.local.recurrence import linear_attention_layers
-from megatron_dppo.engines.local.sampler import routers_by_layer
+from megatron_dppo.engines.local.sampler import LINEAR_ATTENTION, linear_attention_layers, routers_by_layer
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.families.fused_experts import match_fused
 from megatron_dppo.types import RoutingShape
@@ -190,4 +189,4 @@ def round_states(model: Any, dtype: torch.dtype) -> None:
             state.copy_(state.to(dtype))
 
     for layer in linear_attention_layers(model):
-        layer.linear_attn.register_forward_hook(round_state, with_kwargs=True)
+        getattr(layer, LINEAR_ATTENTION).register_forward_hook(round_state, with_kwargs=True)
