@@ -33,9 +33,9 @@ from megatron_dppo.run.run_records import reduce_updates
 from megatron_dppo.run.session import build_groups, build_trainer
 from megatron_dppo.run.step import make_samples, update_policy
 from megatron_dppo.setup.resume import CANNOT_RESHARD, layout_identity
-from megatron_dppo.setup.starts import load_config_of_step
 from megatron_dppo.setup.teacher_setup import build_teacher
 from megatron_dppo_doctor.replay.outcome import ReplayOutcome
+from megatron_dppo_doctor.replay.step_config import load_config_of_step
 
 if TYPE_CHECKING:
     from megatron_dppo.engines.teacher import TeacherServers
