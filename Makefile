@@ -123,7 +123,7 @@ test-packages:
 
 test-gym:
 	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
-		$$python -m pytest tests/unit/rewards/test_reasoning_gym.py $(ARGS)
+		$$python -m pytest packages/lab/tests/test_reasoning_gym.py $(ARGS)
 
 test-page: docs
 	@tools/install_chromium.sh

@@ -36,7 +36,6 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation, require_modelopt
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.losses import policy_loss
@@ -46,6 +45,7 @@ from megatron_dppo.setup.engines import open_scorer
 from megatron_dppo.types import LossInputs, Prompt, SamplingParams
 from megatron_dppo_lab.catalogue import LOSSES, MISMATCHES, TASKS
 from megatron_dppo_lab.grid import PLACEHOLDER_PATHS, GridRun, merged, run_settings
+from megatron_dppo_lab.perturbation import Perturbation, require_modelopt
 from megatron_dppo_lab.row import read_external_rows
 from megatron_dppo_lab.runner import make_base_at
 from megatron_dppo_lab.statistics import Row, band

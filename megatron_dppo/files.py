@@ -1,4 +1,4 @@
-"""Files of a run: limits, free space, errors of full disks in one line, synced writes, files that a wheel ships."""
+"""Files of a run: limits, free space, errors of full disks in one line, synced writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_dppo.errors import CheckpointError, ConfigError, DiskError, UserError
+from megatron_dppo.errors import CheckpointError, ConfigError, DiskError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -325,28 +325,6 @@ def write_synced(path: Path, text: str) -> None:
     partial.replace(path)
     # The new name is on the disk only with the entry in its folder.
     fsync(path.parent)
-
-
-def shipped_folder(name: str, package: Path = Path(__file__).parent) -> Path:
-    """Return the folder ``examples`` or ``launch``.
-
-    A checkout has it beside the package; in a wheel it is in ``megatron_dppo/shipped`` (setup.py).
-
-    Args:
-        name: Name of the folder.
-        package: Folder of the package's code.
-
-    Raises:
-        UserError: The folder is missing.
-    """
-    inside = package / "shipped" / name
-    beside = package.parent / name
-    if inside.is_dir():
-        return inside
-    # site-packages may hold an "examples" folder of another project.
-    if beside.is_dir() and (package.parent / "setup.py").is_file():
-        return beside
-    raise UserError(f"no {name}/ in {inside.parent} or beside a checkout's setup.py: install the package again")
 
 
 def require_new(file: Path | None, option: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_dppo.data.tasks import write_model_folder
+from megatron_dppo_lab.embedded_tasks import write_model_folder
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

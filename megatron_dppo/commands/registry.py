@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
 from typing import Protocol, cast
 
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.functions.packages import INSTALL, installed, package_name
 
 GROUP = "megatron_dppo.commands"
 
@@ -33,26 +34,13 @@ def installed_commands() -> dict[str, EntryPoint]:
     Raises:
         ConfigError: Two packages offer one name, or this package itself is not installed, or an older version of it.
     """
-    points = _by_name(entry_points(group=GROUP))
+    points = installed(GROUP)
     if "train" not in points:
         raise ConfigError(
             f"expected the entry points {GROUP} of megatron-dppo, got none: its source is used without an installation "
-            "of this version. Fix: pip install -e . in its clone, or python -m megatron_dppo.train CONFIG"
+            f"of this version. Fix: {INSTALL}, or python -m megatron_dppo.train CONFIG"
         )
     return points
-
-
-def _by_name(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
-    result: dict[str, EntryPoint] = {}
-    for point in sorted(points, key=lambda point: point.name):
-        other = result.setdefault(point.name, point)
-        # A library may be installed alone and as a part of megatron-dppo.
-        if other.value != point.value:
-            raise ConfigError(
-                f"two packages offer the command {point.name}: {other.value} of {_owner(other)} and {point.value} of "
-                f"{_owner(point)}. Fix: pip uninstall one of them"
-            )
-    return result
 
 
 def load_command(point: EntryPoint) -> Command:
@@ -65,11 +53,7 @@ def load_command(point: EntryPoint) -> Command:
     missing = [name for name in ("HELP", "HAS_OVERRIDES", "add_arguments", "run") if not hasattr(module, name)]
     if missing:
         raise ConfigError(
-            f"the command {point.name} of {_owner(point)}: {point.value} has no {', '.join(missing)}. Fix: install "
-            "another version of that package, or uninstall it"
+            f"the command {point.name} of {package_name(point)}: {point.value} has no {', '.join(missing)}. Fix: "
+            "install another version of that package, or uninstall it"
         )
     return cast(Command, module)
-
-
-def _owner(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an unknown package"

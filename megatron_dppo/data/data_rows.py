@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.data import reasoning_gym
 from megatron_dppo.data.json_values import number_to_text
 from megatron_dppo.data.sources import is_columnar, read_records, require
-from megatron_dppo.data.tasks import TASKS, Split
+from megatron_dppo.data.tasks import Split, load_task
 from megatron_dppo.errors import DataError
 from megatron_dppo.source_names import TASK
 from megatron_dppo.types import PromptLimits
@@ -98,7 +97,7 @@ def iter_rows(
     """Yield the rows of one source, each checked.
 
     Args:
-        source: An embedded task (``tasks.TASKS``), ``task:reasoning_gym:NAME``, the path of a JSONL or Parquet file, or
+        source: An embedded task (``task:NAME``), the path of a JSONL or Parquet file, or
             ``hf:owner/name[/configuration][:split]``.
         split: Part of a task. Other sources are read completely.
         prompt_key: Column of the prompt, ``a.b`` for a field inside a column. None detects it.
@@ -108,12 +107,8 @@ def iter_rows(
     Raises:
         DataError: A source without rows, a bad row, or the first row of another layout; named by line and field.
     """
-    if source in TASKS:
-        for i, (prompt, label) in enumerate(TASKS[source].rows(split)):
-            yield DataRow(f"{source.removeprefix(TASK)}/{split}:{i}", prompt, label)
-        return
-    if source.startswith(reasoning_gym.PREFIX):
-        yield from (DataRow(*problem) for problem in reasoning_gym.problems(source, split))
+    if source.startswith(TASK):
+        yield from (DataRow(*row) for row in load_task(source).rows(split))
         return
     first: tuple[str, RowLayout] | None = None
     has_fillers = is_columnar(source)

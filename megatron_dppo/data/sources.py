@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.data.json_values import check_values, parse_array, parse_object
-from megatron_dppo.data.tasks import TASKS
 from megatron_dppo.errors import DataError
 from megatron_dppo.files import is_hub_name
-from megatron_dppo.source_names import HUB, TASK, name_sources
+from megatron_dppo.source_names import HUB, name_sources
 
 _HUB_ADDRESS = re.compile(r"(?:hf://|https?://huggingface\.co/)datasets/([^/\s]+/[^/\s?#]+)")
 _PARQUET_MAGIC = b"PAR1"
@@ -57,11 +56,6 @@ def read_records(source: str, name: str | None = None) -> Iterator[Record]:
 
 
 def _open(source: str, name: str) -> Iterator[Record]:
-    if source.startswith(TASK):
-        raise DataError(
-            f"unknown task {source!r}; expected {', '.join(map(repr, TASKS))}, 'task:reasoning_gym:NAME', a file, or "
-            f"{HUB}owner/name"
-        )
     if match := _HUB_ADDRESS.match(source):
         raise DataError(f"data file {source!r} is an address of the Hugging Face hub. Write {HUB}{match[1]}")
     if source.startswith(HUB):

@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron_dppo.data.prompts import PackedList
 from megatron_dppo.data.sources import read_records, require
-from megatron_dppo.data.tasks import TASKS
+from megatron_dppo.data.tasks import load_task_with_corpus
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import DataError
+from megatron_dppo.source_names import TASK
 from megatron_dppo.types import TrainingSample
 from megatron_dppo_conversations.messages import media_problem
 
@@ -31,7 +32,7 @@ class SupervisedDataset:
         name: Name of the source in messages. None is its name among no others (``name_sources``).
 
     Raises:
-        DataError: A missing or empty file, or a bad row.
+        DataError: An unknown task or one without a corpus, a missing or empty file, or a bad row.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class SupervisedDataset:
     ) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self._cache: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        self._task = TASKS.get(source)
+        self._task = load_task_with_corpus(source) if source.startswith(TASK) else None
         if pairs is None:
             pairs = PackedList(() if self._task else (_parse_pair(*record) for record in read_records(source, name)))
         self.pairs = pairs

@@ -1,7 +1,7 @@
 """Adapters of a run as a folder in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 Each expert has adapters of its own, as in PEFT for models whose experts are modules. docs/lora.md lists which versions
-load this layout; ``fuse_experts`` returns the other one.
+load this layout; ``megatron-dppo convert adapter`` writes the other one.
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import disk_errors, fsync, usual_rights
 from megatron_dppo.hf.folder import WeightStream, drain
 from megatron_dppo.parallel.objects import is_leader, run_on_leader
 from megatron_dppo_engines.weight_files import ADAPTER_FILE
 
 _WHAT = "the adapter"
-_PROJECTIONS = {
+PROJECTIONS = {
     **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
     **{"w1": "gate", "w3": "up", "w2": "down"},
 }
 """Projection by the name of its module; w1, w2 and w3 are those of Mixtral and MiniMax-M2."""
-_EXPERT = re.compile(
-    rf"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.({'|'.join(_PROJECTIONS)})\.lora_([AB])\.weight$"
-)
+EXPERT = re.compile(rf"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.({'|'.join(PROJECTIONS)})\.lora_([AB])\.weight$")
+"""Names of the adapters of one expert: layer, expert, module, A or B."""
 _OTHER_MLP = re.compile(r".*\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.lora_[AB]\.weight$")
 _PEFT_LOADS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"down"}), frozenset({"gate", "up", "down"}))
 """Projections of routed experts that PEFT 0.21.2 loads together."""
@@ -77,11 +74,11 @@ def describe_peft_problem(names: Iterable[str]) -> str:
     into these parameters, for the whole model (``utils/transformers_weight_conversion.py``).
     """
     names = list(names)
-    modules = {match[3] for name in names if (match := _EXPERT.match(name))}
-    projections = frozenset(_PROJECTIONS[module] for module in modules)
+    modules = {match[3] for name in names if (match := EXPERT.match(name))}
+    projections = frozenset(PROJECTIONS[module] for module in modules)
     advice = "Fix: use the merged model in hf/ (megatron-dppo convert megatron-to-hf writes it from a checkpoint)"
     if projections not in _PEFT_LOADS:
-        shown = ", ".join(name for name in _PROJECTIONS if name in modules)
+        shown = ", ".join(name for name in PROJECTIONS if name in modules)
         gate, up, down = ("w1", "w3", "w2") if modules & {"w1", "w3"} else ("gate_proj", "up_proj", "down_proj")
         return (
             f"PEFT 0.21.2 does not load adapters of routed experts on {shown} alone; expected {down}, or {gate}, {up} "
@@ -138,83 +135,3 @@ def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[s
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         fsync(target.parent)
-
-
-def fuse_adapter(source: Path, target: Path) -> None:
-    """Write the adapters of a run in the layout of ``fuse_experts``.
-
-    Args:
-        source: Hf-adapter/ of a run.
-        target: New folder.
-
-    Raises:
-        CheckpointError: ``source`` has no adapters.
-        DiskError: The folder cannot be written.
-    """
-    weights = source / ADAPTER_FILE
-    if not weights.is_file():
-        raise CheckpointError(f"{source} has no adapter_model.safetensors; name the hf-adapter/ of a run")
-    config = json.loads((source / "adapter_config.json").read_text())
-    write_adapter(target, *fuse_experts(load_file(weights), config))
-
-
-def fuse_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the layout of PEFT 0.18 for transformers 5, which keeps the weights of all experts in one parameter.
-
-    PEFT 0.18 expects ``[experts, in, out]`` but the parameter is ``[experts, out, in]``, so A and B change their names.
-
-    Args:
-        tensors: Adapters by PEFT's names, one pair per expert.
-        config: PEFT configuration.
-
-    Returns:
-        Tensors and configuration.
-    """
-    result = dict(tensors)
-    layers = dict[str, dict[tuple[int, str], dict[str, Tensor]]]()
-    for name in tensors:
-        if match := _EXPERT.match(name):
-            layer, expert, module, matrix = match.groups()
-            # Modules of transformers 5, which has one name for all families.
-            layer = layer.replace(".block_sparse_moe.", ".mlp.")
-            pair = layers.setdefault(layer, {}).setdefault((int(expert), _PROJECTIONS[module]), {})
-            pair[matrix] = result.pop(name)
-    if not layers:
-        return result, dict(config)
-    projections = {projection for pairs in layers.values() for _, projection in pairs}
-    for layer, pairs in layers.items():
-        experts = sorted({expert for expert, _ in pairs})
-        # PEFT wraps the module once per parameter: the first wrapper is the base layer of the second.
-        for base_layer, parts in (("base_layer.", ("gate", "up")), ("", ("down",))):
-            if projections & set(parts):
-                prefix = base_layer if "down" in projections else ""
-                fused = [_fuse_pairs({p: pairs[e, p] for p in parts if p in projections}, parts) for e in experts]
-                # B becomes PEFT's A, [experts * n * rank, out]: the expert varies slowest.
-                result[f"{layer}.{prefix}lora_A.weight"] = torch.cat([b.t() for b, _ in fused]).contiguous()
-                # A becomes PEFT's B, [in, n * rank * experts]: the expert varies fastest.
-                rows = torch.stack([a for _, a in fused]).permute(2, 1, 0)
-                result[f"{layer}.{prefix}lora_B.weight"] = rows.flatten(1).contiguous()
-    # The third part from the end, as in ``...mlp.up_proj.lora_A.weight``.
-    modules = {name.split(".")[-3] for name in result}
-    return result, {**config, **_fused_config(config, projections, modules)}
-
-
-def _fuse_pairs(pairs: Mapping[str, Mapping[str, Tensor]], parts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """Return B ``[out, n * rank]`` and A ``[n * rank, in]`` of the projections that one parameter holds."""
-    example = next(iter(pairs.values()))
-    # A projection without an adapter gets zeros, which add nothing.
-    b = [pairs[part]["B"] if part in pairs else torch.zeros_like(example["B"]) for part in parts]
-    a = [pairs[part]["A"] if part in pairs else torch.zeros_like(example["A"]) for part in parts]
-    return torch.block_diag(*b), torch.cat(a)
-
-
-def _fused_config(config: Mapping[str, Any], projections: set[str], modules: set[str]) -> dict[str, Any]:
-    fused = {"gate_up_proj": bool(projections & {"gate", "up"}), "down_proj": "down" in projections}
-    # Two projections in one parameter have twice the rank; twice the alpha keeps the scale.
-    twice = r".*\.experts\.gate_up_proj"
-    return {
-        "target_modules": [name for name in config["target_modules"] if name in modules],
-        "target_parameters": [f"mlp.experts.{name}" for name, is_present in fused.items() if is_present],
-        "rank_pattern": {twice: 2 * config["r"]} if fused["gate_up_proj"] else {},
-        "alpha_pattern": {twice: 2 * config["lora_alpha"]} if fused["gate_up_proj"] else {},
-    }

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from megatron_dppo.config.reward_options import (
     BUILT_IN_REWARDS,
     CodeOptions,
     JudgeOptions,
-    ReasoningGymOptions,
     RewardModelOptions,
     read_options,
 )
 from megatron_dppo.config.section import Section
 from megatron_dppo.errors import FunctionError, RewardError
 from megatron_dppo.functions import content_hash, load_function
-from megatron_dppo.rewards import task_rewards
+from megatron_dppo.functions.packages import INSTALL, installed
+from megatron_dppo.functions.packages import load as load_entry_point
 from megatron_dppo.rewards.signatures import ITEM_CONVENTION, CallConvention, RunInfo, is_async, recognize_signature
-from megatron_dppo.rewards.task_rewards import words_reward
-from megatron_dppo_answers import math as math_reward_module
+from megatron_dppo_answers.math import math_reward, quick_math_reward
 
+GROUP = "megatron_dppo.rewards"
+"""Entry points by name: functions that return the ``PackagedReward`` for the options of a built-in name."""
 _ALSO = "".join(f"{name!r}, " for name in BUILT_IN_REWARDS)
+
+QuickScore = Callable[[str, str, Mapping[str, Any]], float | None]
+"""Function of completion, label and metadata that needs no process; None leaves the sample to a process."""
+
+
+@dataclass(frozen=True)
+class PackagedReward:
+    """A reward function of the signature ``megatron_dppo``, and a quick form of it if it has one."""
+
+    function: Callable[..., float]
+    quick: QuickScore | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class RewardFunction:
     convention: CallConvention
     is_async: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+    quick: QuickScore | None = None
 
 
 def load(spec: FunctionSpec) -> RewardFunction:
@@ -65,10 +78,7 @@ def load(spec: FunctionSpec) -> RewardFunction:
             options = read_options(spec.name, spec.options)
         except ValueError as error:
             raise RewardError(f"{spec.table}.{error}") from error
-        function, convention = _built_in(spec, options)
-        return RewardFunction(
-            function, convention or recognize_signature(spec.name, function, "megatron_dppo"), is_async(function)
-        )
+        return _built_in(spec, options)
     if spec.content and content_hash(spec.name) != spec.content:
         raise RewardError(
             f"{spec.table}.function = {spec.name!r}: the file was edited while the run uses it, so a new process "
@@ -82,27 +92,46 @@ def load(spec: FunctionSpec) -> RewardFunction:
     return RewardFunction(function, convention, is_async(function), spec.options)
 
 
-def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any], CallConvention | None]:
-    """Return a built-in function, and its convention unless it takes the four arguments of our own signature."""
+def _built_in(spec: FunctionSpec, options: Section) -> RewardFunction:
     # Imported where they are used, because the HTTP client takes long to import in every process.
     if isinstance(options, RewardModelOptions):
         from megatron_dppo.rewards.reward_model import RewardModel
 
-        return RewardModel(options, spec.table, spec.run_info.started_at), ITEM_CONVENTION
+        return _of_items(RewardModel(options, spec.table, spec.run_info.started_at))
     if isinstance(options, JudgeOptions):
         from megatron_dppo.rewards.judge import Judge
 
-        return Judge(options, spec.table), ITEM_CONVENTION
+        return _of_items(Judge(options, spec.table))
     if isinstance(options, CodeOptions):
         from megatron_dppo.rewards.code import Code
 
-        return Code(options, spec.table), ITEM_CONVENTION
-    if isinstance(options, ReasoningGymOptions):
-        return task_rewards.make_reasoning_gym_reward(partial_credit=options.partial_credit), None
-    return {"math": math_reward_module.math_reward, "words": words_reward, "none": no_reward}[spec.name], None
+        return _of_items(Code(options, spec.table))
+    reward = _OF_TRAINER.get(spec.name) or _packaged_reward(spec, options)
+    convention = recognize_signature(spec.name, reward.function, "megatron_dppo")
+    return RewardFunction(reward.function, convention, is_async(reward.function), quick=reward.quick)
+
+
+def _of_items(function: Callable[..., Any]) -> RewardFunction:
+    return RewardFunction(function, ITEM_CONVENTION, is_async(function))
+
+
+def _packaged_reward(spec: FunctionSpec, options: Section) -> PackagedReward:
+    points = installed(GROUP)
+    if spec.name not in points:
+        raise RewardError(
+            f"{spec.table}.function = {spec.name!r} needs a package with this entry point of {GROUP}, got "
+            f"{', '.join(points) or 'none'}. Fix: {INSTALL}"
+        )
+    return cast(PackagedReward, load_entry_point(points[spec.name])(options))
 
 
 def no_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:
     """Return 0 for every response."""
     del prompt, completion, label, metadata
     return 0.0
+
+
+_OF_TRAINER = {
+    "math": PackagedReward(math_reward, quick_math_reward),
+    "none": PackagedReward(no_reward),
+}

@@ -12,9 +12,7 @@ from megatron_dppo.functions import content_hash
 from megatron_dppo.rewards.functions import FunctionSpec, load
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.scoring import ScoringOutcome
-from megatron_dppo.rewards.task_rewards import words_reward
 from megatron_dppo.rewards.worker import Worker
-from megatron_dppo_answers.math import quick_math_reward
 
 
 class FunctionPool:
@@ -37,6 +35,7 @@ class FunctionPool:
         loaded = load(spec)
         # A worker that is started later must not load an edited file.
         self.spec = replace(spec, content=content_hash(spec.name))
+        self._quick_score = loaded.quick
         self._is_batched = loaded.convention.is_batched
         self._max_chunk_size = async_concurrency if loaded.is_async else 1
         concurrent = loaded.is_async and not self._is_batched
@@ -87,12 +86,10 @@ class FunctionPool:
                 self._queue.extendleft([unscored[middle:], unscored[:middle]])
 
     def _quick(self, item: RewardItem) -> ScoringOutcome | None:
-        if self.spec.name == "words" and item.label.split():
-            return ScoringOutcome(words_reward(prompt="", completion=item.completion, label=item.label, metadata={}))
-        if self.spec.name != "math":
+        if self._quick_score is None:
             return None
-        verdict = quick_math_reward(item.completion, item.label, item.metadata)
-        return None if verdict is None else ScoringOutcome(verdict)
+        score = self._quick_score(item.completion, item.label, item.metadata)
+        return None if score is None else ScoringOutcome(score)
 
     def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
         # A batch function gets one chunk per worker, an async function several samples, any other a single one.

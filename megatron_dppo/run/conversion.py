@@ -1,8 +1,7 @@
-"""Conversion of Hugging Face folders to Megatron ``torch_dist`` checkpoints and back, on any layout."""
+"""A Megatron model with the weights of a Hugging Face folder or a ``torch_dist`` checkpoint, on any layout."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,22 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.layout import Layout, pipeline_split, resolve_parallel
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
-from megatron_dppo.data.training_samples import RowShape, pack, to_training_sample
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.export.hf_folder import save_hf_folder
-from megatron_dppo.export.quantization import Quantization
-from megatron_dppo.hf.folder import is_mtp_weight, model_shape, read_hf_config
+from megatron_dppo.hf.folder import model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform
-
-_LAYOUT_FILE = "conversion.json"
-_CHECK_TOKENS = 48
 
 
 @dataclass
@@ -49,17 +41,6 @@ class Converter:
         if (note := weights.note()) and dist.get_rank() == 0:
             print(note, file=sys.stderr)
 
-    def save_megatron(self, target: Path) -> None:
-        """Write a ``torch_dist`` checkpoint of the weights."""
-        from megatron_dppo.mcore.checkpoint.save_load import save_model
-
-        if target.exists():
-            raise CheckpointError(f"{target} already exists; choose another folder or delete it")
-        # No rank may create the folder before every rank has looked for it.
-        dist.barrier()
-        text = json.dumps({"hf_folder": str(self.hf_folder), "layout": str(self.layout)}, indent=2)
-        save_model(target, self.models, {_LAYOUT_FILE: text + "\n"})
-
     def load_megatron(self, checkpoint: Path) -> None:
         """Load a ``torch_dist`` checkpoint of any layout, converted or written in training.
 
@@ -77,59 +58,10 @@ class Converter:
         if note and dist.get_rank() == 0:
             print(f"note: {note}", file=sys.stderr)
 
-    def save_hf(self, target: Path, dtype: torch.dtype, quantization: Quantization | None = None) -> None:
-        """Stream the weights to a Hugging Face folder; each rank writes some of its files."""
-        save_hf_folder(target, self.hf_folder, self.export(), dtype, group=dist.group.WORLD, quantization=quantization)
-
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name, adapters merged (a collective)."""
         exported: Iterator[tuple[str, Tensor]] = self.bridge.export(*([] if self.lora is None else [self.lora.merge]))
         return exported
-
-    def find_differences(self) -> list[str]:
-        """Compare the model's weights with the Hugging Face folder: names, shapes, every bit. A collective."""
-        source = FolderWeights(self.hf_folder)
-        shape = model_shape(self.hf_config)
-        expected = {name for name in source.names() if not is_mtp_weight(name, shape)}
-        exported = set()
-        differences = []
-        for name, tensor in self.export():
-            exported.add(name)
-            if name not in expected:
-                differences.append(f"{name} is not in {self.hf_folder}")
-                continue
-            # Exact if the model has the folder's dtype, or a wider one.
-            original = source[name].to(tensor.dtype)
-            if original.shape != tensor.shape:
-                differences.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(original.shape)}")
-            elif not torch.equal(original, tensor.cpu()):
-                largest = float((original.double() - tensor.cpu().double()).abs().max())
-                differences.append(f"{name} differs by up to {largest:.1e}")
-        # A tied folder may hold the output layer as well; the export has it as the embedding only.
-        tied = {"lm_head.weight"} if self.hf_config.tie_word_embeddings else set()
-        return differences + [f"{name} was never exported" for name in sorted(expected - exported - tied)]
-
-    def measure_logprob_error(self) -> float:
-        """Return the largest log-probability difference to transformers (fp32) on a random sequence. A collective."""
-        from megatron_dppo.mcore.forward import forward_logprobs
-        from megatron_dppo.mcore.head import OutputHead
-
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.hf_config.vocab_size, (_CHECK_TOKENS + 1,), generator=generator).tolist()
-        sample = to_training_sample(ids[:1], ids[1:], None, 0.0)
-        head = OutputHead(self.models[-1], self.groups.tp, self.hf_config.vocab_size, 1.0)
-        batch = pack([sample], RowShape(row_multiple=self.layout.row_multiple))
-        logprobs = forward_logprobs(self.models, [batch], head)
-        # The other stages report 0, so the maximum below is that of the last one.
-        error = torch.zeros(1)
-        if logprobs:  # on the last pipeline stage
-            expected = _transformers_logprobs(self.hf_folder, sample.tokens, sample.labels)
-            error[0] = (logprobs[0].cpu()[: sample.num_tokens] - expected).abs().max()
-        if self.groups.world is not None:
-            device = next(self.models[0].parameters()).device
-            error = error.to(device)
-            dist.all_reduce(error, dist.ReduceOp.MAX)
-        return float(error)
 
 
 def _read_lora_config(checkpoint: Path) -> LoraConfig:
@@ -143,15 +75,6 @@ def _read_lora_config(checkpoint: Path) -> LoraConfig:
         return LoraConfig.model_validate(read_state(checkpoint).get("config", {}).get("lora", {}))
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} has an unusable config.lora, which a run does not write") from error
-
-
-def _transformers_logprobs(folder: Path, tokens: Tensor, labels: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    with torch.no_grad():
-        logp = model(tokens[None]).logits[0].float().log_softmax(-1)
-    return logp.gather(-1, labels[:, None]).squeeze(-1)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.serving.command import read_api_key, sglang_targets
 from megatron_dppo.export.adapter_folder import adapter_config
@@ -33,6 +32,7 @@ from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.setup.agents import load_agent_package
 from megatron_dppo.setup.batch_invariant_engine import BatchInvariantEngine
 from megatron_dppo.setup.inputs import Inputs
+from megatron_dppo.setup.perturbation import open_perturbation
 from megatron_dppo.setup.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
 from megatron_dppo.types.token_columns import columns_on_request
@@ -225,7 +225,7 @@ def build_sampling_engine(
             dtype=DTYPES[rollout.dtype],
             device=device,
             function=function,
-            perturbation=Perturbation(**rollout.perturbation.model_dump()),
+            perturbation=open_perturbation(rollout.perturbation),
         )
     spread = _request_spread(rollout, len(servers), *ranks)
     return ServerEngine(

@@ -19,7 +19,6 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
-from megatron_dppo.engines.local.perturbation import WeightQuantizer
 from megatron_dppo.engines.serving.environment import expandable_segments_variable, shares_memory
 from megatron_dppo.errors import ConfigError, ErrorCollector, GenerateError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import model_shape
@@ -33,6 +32,7 @@ from megatron_dppo.setup.agents import load_agent_package
 from megatron_dppo.setup.engines import connect_servers, open_generate_function, open_scorer
 from megatron_dppo.setup.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.setup.output_checks import output_problems, space_problems
+from megatron_dppo.setup.perturbation import open_perturbation
 from megatron_dppo.setup.run_folder import check_output_dir, foreign_files
 from megatron_dppo.setup.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
 from megatron_dppo.setup.teacher_setup import teacher_problems, teacher_servers
@@ -229,9 +229,9 @@ def _megatron(start: Start) -> Iterable[UserError]:
 
 
 def _perturbation(start: Start) -> Iterable[UserError]:
-    weights = start.config.rollout.perturbation.weights
-    if weights != "none":
-        WeightQuantizer(weights)  # raises if a package is missing
+    perturbation = open_perturbation(start.config.rollout.perturbation)
+    if perturbation is not None:
+        perturbation.check()
     return ()
 
 

@@ -8,17 +8,15 @@ import os
 import platform
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.io import dump_toml, load_config, validate
+from megatron_dppo.config.io import dump_toml, load_config
 from megatron_dppo.config.paths import absolute_path
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.user_functions import functions_as_text
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files import read_regular_file, write_synced
 from megatron_dppo.process.marker import MARKER
@@ -131,29 +129,6 @@ def load_run_config(folder: Path, overrides: Sequence[str], *, with_functions: b
     cwd = Path(str(starts[-1].get("cwd", ".")))
     all_overrides = [*overrides, "--run.output_dir", str(folder)]
     return load_config(folder / CONFIG, all_overrides, relative_to=cwd, with_functions=with_functions)
-
-
-def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Config:
-    """Return the configuration that a step of a run was trained with: that of the last start before the step.
-
-    Raises:
-        ConfigError: The folder has no run, no start before the step, or an invalid configuration.
-    """
-    load_run_config(folder, ())  # raises if this is not the folder of a run
-    before = [start for start in read_starts(folder) if (start.get("resumed_step") or 0) < step]
-    if not before:
-        raise ConfigError(f"{folder / STARTS} has no start of the run before step {step}")
-    start = before[-1]
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / CONFIG
-        with functions_as_text():
-            recorded = validate(start.get("config", {}), str(folder / STARTS))
-        file.write_text(dump_toml(recorded), encoding="utf-8")
-        all_overrides = [*overrides, "--run.output_dir", str(folder)]
-        try:
-            return load_config(file, all_overrides, relative_to=Path(start.get("cwd", ".")))
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(str(file), str(folder / CONFIG))) from error
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

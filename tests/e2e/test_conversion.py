@@ -111,12 +111,13 @@ import sys
 from pathlib import Path
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.run.conversion import open_converter
+from megatron_dppo_convert.comparison import find_differences, measure_logprob_error
 for folder in map(Path, sys.argv[1:]):
     with open_converter(str(folder / "upcycled"), ParallelConfig(), "fp32") as converter:
         converter.load_hf()
-        assert not converter.find_differences()
+        assert not find_differences(converter)
         converter.hf_folder = folder / "dense"
-        print("error", converter.measure_logprob_error())
+        print("error", measure_logprob_error(converter))
 """
 
 

@@ -32,7 +32,7 @@ _TORCH_DISTRIBUTED = {
     "run",
     "commands",
 }
-_TORCH_DISTRIBUTED |= {"megatron_dppo_doctor", "megatron_dppo_lab", "megatron_dppo_megatron_cpu", "megatron_dppo_plan"}
+_TORCH_DISTRIBUTED |= {f"megatron_dppo_{name}" for name in ("convert", "doctor", "lab", "megatron_cpu", "plan")}
 """Packages that talk between ranks."""
 ANSWERS = "megatron_dppo_answers"
 CONVERSATIONS = "megatron_dppo_conversations"
@@ -57,8 +57,8 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "public": ({"config", "losses", "types"}, {"torch"}),
     "head": ({"types"}, {"torch", "triton"}),
     "data": (
-        {"errors", "files", "source_names", "types", CONVERSATIONS, ENGINES},
-        {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "reasoning_gym", "jinja2"},
+        {"errors", "files", "functions", "source_names", "types", CONVERSATIONS, ENGINES},
+        {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "jinja2"},
     ),
     "report": (
         {"errors", "files", "parallel", "types"},
@@ -66,7 +66,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "rewards": (
         {"config", "data", "errors", "functions", ANSWERS, CONVERSATIONS},
-        {"aiohttp", "numpy", "reasoning_gym", "transformers"},
+        {"aiohttp", "numpy", "transformers"},
     ),
     "mcore": (
         {"config", "errors", "files", "head", "hf", "losses", "parallel", "types", MEGATRON_CPU},
@@ -82,7 +82,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     "policy": ({"config", "data", "head", "hf", "losses", "mcore", "parallel", "report", "types", ENGINES}, {"torch"}),
     "engines": (
         {"config", "errors", "hf", "report", "rollout", "types", ENGINES},
-        {"aiohttp", "modelopt", "numpy", "torch", "transformers"},
+        {"aiohttp", "numpy", "torch", "transformers"},
     ),
     "export": (
         {"config", "errors", "files", "hf", "parallel", ENGINES},
@@ -121,14 +121,14 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "numpy", "orjson", "renderers", "torch", "transformers"},
     ),
     "megatron_dppo_report": (BASE | CORE | WINGS | {"setup", ENGINES}, {"numpy", "torch"}),
-    "megatron_dppo_convert": (ALL, {"torch", "transformers"}),
+    "megatron_dppo_convert": (ALL, {"safetensors", "torch", "transformers"}),
     "megatron_dppo_doctor": (ALL, {"numpy", "pyarrow", "torch", "transformers"}),
     "megatron_dppo_lab": (
-        ALL | {"megatron_dppo_convert", "megatron_dppo_report"},
-        {"matplotlib", "numpy", "pydantic", "tomli_w", "torch", "transformers"},
+        ALL | {ANSWERS, "megatron_dppo_convert", "megatron_dppo_report"},
+        {"matplotlib", "numpy", "pydantic", "reasoning_gym", "tokenizers", "tomli_w", "torch", "transformers"},
     ),
     "megatron_dppo_plan": (ALL, {"megatron", "numpy", "tomli_w", "torch", "transformers"}),
-    "megatron_dppo_tinker": (ALL | {"megatron_dppo_agents"}, {"aiohttp", "pydantic", "torch"}),
+    "megatron_dppo_tinker": (ALL | {"megatron_dppo_agents", "megatron_dppo_doctor"}, {"aiohttp", "pydantic", "torch"}),
 }
 
 TRITON = ("row_kernels_triton", "triton_kernels")
@@ -279,6 +279,6 @@ def test_the_packages_that_load_without_megatron_are_those_that_the_table_promis
     light = set(modules_without_megatron())
     heavy = {package_of(file) for file in FILES if name_of(file) not in light and file.stem not in (*TRITON, "train")}
     assert heavy == {"commands", "mcore", "policy", "process", "run", "setup"} | {
-        f"megatron_dppo_{name}" for name in ("doctor", "megatron_cpu", "plan", "tinker")
+        f"megatron_dppo_{name}" for name in ("doctor", "lab", "megatron_cpu", "plan", "tinker")
     }
     assert {"megatron_dppo.weights.publish", "megatron_dppo.weights.sync", "megatron_dppo.setup.engines"} <= light

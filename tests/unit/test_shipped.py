@@ -13,8 +13,8 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import UserError
-from megatron_dppo.files import shipped_folder
 from megatron_dppo_convert.command import CONVERSIONS
+from megatron_dppo_lab.shipped import shipped_folder
 from source_folders import LIBRARIES, PACKAGES, SOURCES
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.tasks import write_model_folder
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo_lab.catalogue import TASKS
+from megatron_dppo_lab.embedded_tasks import write_model_folder
 from megatron_dppo_lab.grid import PLACEHOLDER_PATHS, merged
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,17 +16,18 @@ from torch import Tensor
 from megatron_dppo.engines.local.batches import MAX_BATCH, MAX_VALUES, BatchMemory, split_batch
 from megatron_dppo.engines.local.decode import Decoded, decode
 from megatron_dppo.engines.local.lockstep import CompletionTarget, LockstepRunner, PendingResponse
-from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
-from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore
+from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.hf.folder import build_hf_model, copy_into_model, end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.turns import GenerateFunction
-from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample, VersionSpan
+from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, SamplingParams, VersionSpan
 from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.server import GenerateRequest, Generation
+
+_R = TypeVar("_R")
 
 
 class LocalEngine:
@@ -68,11 +69,10 @@ class LocalEngine:
         self._end_tokens = end_tokens(hf_config, tokenizer)
         self._routing = routing_shape(hf_config)
         self._memory = BatchMemory.from_config(hf_config)
-        perturbation = perturbation or Perturbation()
         # Before the RouteRecorder, whose hooks must see the choices of perturbed routers.
-        self._perturbed = PerturbedModel(self._model, perturbation, self._routing)
-        self._unrecorded_top_p = perturbation.unrecorded_top_p
-        self._unrecorded_temperature = perturbation.unrecorded_temperature
+        self._perturbed = None if perturbation is None else perturbation.apply(self._model, self._routing)
+        self._unrecorded_top_p = 1.0 if perturbation is None else perturbation.unrecorded_top_p
+        self._unrecorded_temperature = 1.0 if perturbation is None else perturbation.unrecorded_temperature
         self._reveals_hidden_filter = False
         self._recorder = None if self._routing is None else RouteRecorder(self._model, self._routing)
         self._function = function
@@ -85,7 +85,8 @@ class LocalEngine:
         """Copy full tensors into this copy; every later completion has ``version``."""
         copy_into_model(self._model, weights)
         # The copy is in full precision, so every update is rounded anew.
-        self._perturbed.quantize_weights()
+        if self._perturbed is not None:
+            self._perturbed.quantize_weights()
         self.policy_version = version
 
     def generate(
@@ -159,36 +160,9 @@ class LocalEngine:
         """Include the hidden filter in later log-probabilities and sampling masks; the samples stay the same."""
         self._reveals_hidden_filter = self._unrecorded_top_p < 1
 
-    def rescore(
-        self,
-        samples: Sequence[TrainingSample],
-        temperature: float,
-        *,
-        fp32_head: bool = False,
-        token_by_token: bool = False,
-    ) -> list[Tensor]:
-        """Return the log-probabilities ``[T]`` of the labels of each sample under this copy, see ``rescore``.
-
-        Samples with routes are replayed.
-        """
-
-        def score() -> list[Tensor]:
-            # The routes of a call have one format: with combine weights or without.
-            routes = samples[0].routed_experts if samples else None
-            forced = None
-            if self._routing is not None and routes is not None:
-                has_weights = routes.shape[-1] > self._routing.topk
-                forced = ForcedRoutes(self._model, replace(self._routing, weights=has_weights))
-            return rescore(
-                self._model,
-                samples,
-                temperature=temperature,
-                forced=forced,
-                fp32_head=fp32_head,
-                token_by_token=token_by_token,
-            )
-
-        return self._thread.submit(score).result()
+    def call_with_model(self, function: Callable[[Any, RoutingShape | None], _R]) -> _R:
+        """Return the result of a function of this copy and the shape of its routes, in the thread that samples."""
+        return self._thread.submit(function, self._model, self._routing).result()
 
     def close(self) -> None:
         """Free the copy of the weights, and cancel whatever a user function left running."""
@@ -235,7 +209,8 @@ class LocalEngine:
         """Complete the samples, or stop them when the target is reached."""
         seed = _call_seed(samples, params)
         generator = torch.Generator(self._device).manual_seed(seed)
-        self._perturbed.seed_noise(seed, self._device)
+        if self._perturbed is not None:
+            self._perturbed.seed_noise(seed, self._device)
         if self._function is None:
             self._complete_single_turns(samples, params, generator, target)
             return

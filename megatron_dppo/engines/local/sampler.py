@@ -14,6 +14,8 @@ from torch.nn import Module
 
 from megatron_dppo.types import MISSING_EXPERT, RoutingShape, SamplingMask, SamplingParams, with_weights
 
+LINEAR_ATTENTION = "linear_attn"
+"""Name of linear attention in the decoder layers of transformers that have it."""
 _LARGEST_RACE = 1 << 22
 """Largest number of probabilities of a step that race. Beyond it, random numbers would take most of the time."""
 _INVERSION_BLOCK = 1 << 20
@@ -153,6 +155,11 @@ class SamplingMaskRecord:
         all_rows = SamplingMask(ids, counts.int().cpu())
         ends = list(accumulate(steps))
         return [all_rows[end - number : end] for end, number in zip(ends, steps, strict=True)]
+
+
+def linear_attention_layers(model: Any) -> list[Any]:
+    """Return the decoder layers of a transformers causal language model that have linear attention."""
+    return [layer for layer in model.model.layers if hasattr(layer, LINEAR_ATTENTION)]
 
 
 def routers_by_layer(model: Any, shape: RoutingShape) -> dict[int, Module]:

@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from megatron_dppo.commands.main import main
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.errors import DataError
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_doctor.diagnose.dumps import read_dump
 from megatron_dppo_doctor.diagnose.foreign import DeclaredSampling, diagnose_rollouts
 from megatron_dppo_doctor.diagnose.ledger import NOT_SEPARATED, OTHER_TRAINER, ROUTER_IDS, SAMPLER, Ledger
+from megatron_dppo_lab.perturbation import Perturbation
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 CONFIG, TOKENIZER = read_hf_config(MODEL), load_tokenizer(MODEL)

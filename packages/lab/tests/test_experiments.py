@@ -13,8 +13,8 @@ import pytest
 from experiment_rows import row_of
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import validate
-from megatron_dppo.engines.local import perturbation as quantized
 from megatron_dppo_lab import catalogue as tasks
+from megatron_dppo_lab import perturbation as quantized
 from megatron_dppo_lab import runner
 from megatron_dppo_lab.catalogue import (
     LOSSES,

@@ -16,10 +16,11 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskError
 from megatron_dppo.hf.folder import read_hf_config
 from megatron_dppo.report.records import read_metrics, read_records
-from megatron_dppo.setup.starts import load_config_of_step, record_start
+from megatron_dppo.setup.starts import record_start
 from megatron_dppo_doctor.doctor.command import _Redactor
 from megatron_dppo_doctor.replay import command as replay
 from megatron_dppo_doctor.replay.replay import _read_record
+from megatron_dppo_doctor.replay.step_config import load_config_of_step
 from megatron_dppo_lab import examples
 from megatron_dppo_port import command as port
 from megatron_dppo_report import command as report

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_dppo.commands import registry
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.functions import packages
 from source_folders import ROOT
 
 
@@ -19,7 +20,7 @@ def point(name: str, value: str) -> EntryPoint:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(packages, "entry_points", lambda group: points)
 
 
 def test_each_installed_command_has_what_a_command_needs() -> None:
@@ -35,7 +36,7 @@ def test_one_name_of_two_packages_is_an_error_and_the_same_module_twice_is_not(m
     offer(monkeypatch, train, train, point("mine", "a"))
     assert [*registry.installed_commands()] == ["mine", "train"]
     offer(monkeypatch, train, point("train", "elsewhere.train"))
-    with pytest.raises(ConfigError, match=r"the command train: megatron_dppo.commands.train of .* and"):
+    with pytest.raises(ConfigError, match=r"train of megatron_dppo.commands: megatron_dppo.commands.train of .* and"):
         registry.installed_commands()
 
 

@@ -18,10 +18,10 @@ from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.export.adapter_folder import (
     adapter_config,
     describe_peft_problem,
-    fuse_experts,
     save_adapter,
     write_adapter,
 )
+from megatron_dppo_convert.fused_adapter import fuse_experts
 from tests.distributed.lora import ALL, ALPHA, LATENT, LATENT_PLAIN_QUERY, MIXTRAL, MLP, RANK, Float64
 from tests.distributed.parity import Case
 from tests.unit.peft_error import peft_error, peft_model

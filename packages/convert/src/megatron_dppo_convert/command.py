@@ -137,10 +137,11 @@ def _add_hf_to_megatron(parser: argparse.ArgumentParser) -> None:
 
 def _hf_to_megatron(options: argparse.Namespace) -> int:
     from megatron_dppo.run.conversion import open_converter
+    from megatron_dppo_convert.saving import save_megatron
 
     with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
         converter.load_hf()
-        converter.save_megatron(Path(options.out_folder))
+        save_megatron(converter, Path(options.out_folder))
         print(f"wrote {options.out_folder} ({converter.layout})")
     return 0
 
@@ -162,12 +163,13 @@ def _megatron_to_hf(options: argparse.Namespace) -> int:
     from megatron_dppo.export.quantization import Quantization
     from megatron_dppo.parallel.platform import DTYPES
     from megatron_dppo.run.conversion import open_converter
+    from megatron_dppo_convert.saving import save_hf
 
     target = _new_folder(options.out_folder)
     quantization = Quantization(options.quantize) if options.quantize else None
     with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
         converter.load_megatron(Path(options.checkpoint))
-        converter.save_hf(target, DTYPES[options.dtype], quantization)
+        save_hf(converter, target, DTYPES[options.dtype], quantization)
     print(f"wrote {options.out_folder}")
     return 0
 
@@ -178,7 +180,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 
 
 def _adapter(options: argparse.Namespace) -> int:
-    from megatron_dppo.export.adapter_folder import fuse_adapter
+    from megatron_dppo_convert.fused_adapter import fuse_adapter
 
     fuse_adapter(options.adapter, _new_folder(options.out))
     print(f"wrote {options.out}")
@@ -240,14 +242,15 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     from megatron_dppo.run.conversion import open_converter
+    from megatron_dppo_convert.comparison import find_differences, measure_logprob_error
 
     with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
         if options.checkpoint is None:
             converter.load_hf()
         else:
             converter.load_megatron(Path(options.checkpoint))
-        problems = converter.find_differences()
-        error = converter.measure_logprob_error()
+        problems = find_differences(converter)
+        error = measure_logprob_error(converter)
     bound = _LOGPROB_BOUNDS[options.dtype]
     if error > bound:
         problems.append(f"log-probabilities differ from transformers by {error:.1e}, more than {bound:.0e}")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.files import shipped_folder
 from megatron_dppo_lab.grid import LossSetting, Mismatch, Settings, merged
+from megatron_dppo_lab.shipped import shipped_folder
 from megatron_dppo_lab.smollm2 import GGUF_SHA256, MIXTURE
 from megatron_dppo_lab.third_losses import THIRD_LOSSES
 

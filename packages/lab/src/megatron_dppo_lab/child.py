@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from megatron_dppo.config.io import validate
 from megatron_dppo.config.paths import resolve_paths
 from megatron_dppo.config.schema import Config
-from megatron_dppo.data.tasks import write_model_folder
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.files import write_synced
 from megatron_dppo.process.marker import MARKER
@@ -27,6 +26,7 @@ from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import FOLDER as ROLLOUTS
 from megatron_dppo.setup.starts import CONFIG, STARTS
 from megatron_dppo_lab.catalogue import REAL_MIXTURE, task_files
+from megatron_dppo_lab.embedded_tasks import write_model_folder
 from megatron_dppo_lab.grid import GridRun, Settings, merged
 from megatron_dppo_lab.smollm2 import mixture_folder, model_folder
 from megatron_dppo_lab.store import weights_digest

@@ -67,7 +67,7 @@ def run_example(name: str, files: Path, *, output: Path, processes: int, seed: i
     Raises:
         UserError: The model cannot be built.
     """
-    from megatron_dppo.parallel.platform import has_fast_bf16  # Imports torch, which the listing does not need.
+    from megatron_dppo_lab.fast_bf16 import has_fast_bf16  # Imports torch, which the listing does not need.
 
     example = RUNNABLE[name]
     start_time = time.perf_counter()

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.files import disk_errors, shipped_folder
+from megatron_dppo.files import disk_errors
 from megatron_dppo_lab.example_run import RUNNABLE, run_example
+from megatron_dppo_lab.shipped import shipped_folder
 
 HELP = "list, copy or run the examples; copy the launch scripts"
 HAS_OVERRIDES = True

@@ -13,13 +13,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engines.local.perturbation import QUANTIZATION_MODULE, require_modelopt
 from megatron_dppo.errors import UserError
 from megatron_dppo_lab.child import COSTS, RunRecords, log_path, make_base, make_row
 from megatron_dppo_lab.grid import GridRun
+from megatron_dppo_lab.perturbation import QUANTIZATION_MODULE, require_modelopt
 from megatron_dppo_lab.store import Rows, Store
 
-PRELOAD = "megatron_dppo.run.preload"
+PRELOAD = "megatron_dppo_lab.preload"
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample
+from megatron_dppo_doctor.diagnose.rescore import rescore_by_engine
 from megatron_dppo_tinker.bodies import Sample
 from megatron_dppo_tinker.errors import RequestError, require_finite
 from megatron_dppo_tinker.models import AdapterSpec, AdapterState
@@ -183,7 +184,7 @@ class SamplingEngine:
                 loss_mask=torch.ones(count, dtype=torch.bool),
                 advantages=torch.zeros(count),
             )
-            result[1:] = require_finite(self._engine.rescore([sample], 1.0)[0])
+            result[1:] = require_finite(rescore_by_engine(self._engine, [sample], 1.0)[0])
         if job.last_n is not None:
             result[: -job.last_n] = torch.nan
         return result

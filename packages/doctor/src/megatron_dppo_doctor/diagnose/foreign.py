@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo.errors import DataError
 from megatron_dppo.hf.folder import (
     build_hf_model,
@@ -41,6 +40,7 @@ from megatron_dppo_doctor.diagnose.ledger import (
     Ledger,
     make_ledger,
 )
+from megatron_dppo_doctor.diagnose.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo_engines.route_checks import compact_routes
 
 _MIN_IMPROVEMENT = 2.0

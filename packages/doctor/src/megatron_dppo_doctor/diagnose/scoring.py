@@ -26,6 +26,7 @@ from megatron_dppo_doctor.diagnose.ledger import (
     UNEXPLAINED,
     CauseScoring,
 )
+from megatron_dppo_doctor.diagnose.rescore import rescore_by_engine
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.host_memory import ReferenceWeights
@@ -141,7 +142,7 @@ class RunScorer:
                     scores.append([])
                 else:
                     options = {"fp32_head": cause == ENGINE, "token_by_token": cause == RECURRENCE}
-                    scores.append(engine.rescore(plain, self.temperature, **options))
+                    scores.append(rescore_by_engine(engine, plain, self.temperature, **options))
             return scores
 
         return list(zip(causes, self._score_with_engines(versions, score), strict=True))

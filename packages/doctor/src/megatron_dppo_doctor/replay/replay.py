@@ -33,9 +33,9 @@ from megatron_dppo.run.recording import SampleRecords, StepRecord, join_records
 from megatron_dppo.run.run_records import reduce_updates
 from megatron_dppo.run.step import PolicyUpdater, StepBatch, make_samples
 from megatron_dppo.setup.resume import CANNOT_RESHARD, layout_identity
-from megatron_dppo.setup.starts import load_config_of_step
 from megatron_dppo.setup.teacher_setup import build_teacher
 from megatron_dppo_doctor.replay.outcome import ReplayOutcome
+from megatron_dppo_doctor.replay.step_config import load_config_of_step
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.groups import ParallelGroups

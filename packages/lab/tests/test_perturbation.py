@@ -16,15 +16,17 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.engines.local import perturbation as quantized
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation, PerturbedModel
 from megatron_dppo.engines.local.sampler import Sampler
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.functions import packages
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
 from megatron_dppo.run.guard import FirstUpdateGuard
+from megatron_dppo.setup.perturbation import open_perturbation
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_doctor.diagnose import run as diagnosis
+from megatron_dppo_lab import perturbation as quantized
+from megatron_dppo_lab.perturbation import Perturbation, PerturbedModel
 from tests.unit.configs import config as configured
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
@@ -256,3 +258,24 @@ def test_the_guard_of_the_first_update_does_not_stop_a_difference_that_is_asked_
     ]
     guards[1]({"abs_prob_diff": 0.5})
     assert guards[0].max_prob_diff is not None and guards[1].max_prob_diff is None
+
+
+def test_the_trainer_opens_what_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = config(router_noise=0.1, weights="int8", unrecorded_top_p=0.9, state_dtype="bf16").rollout.perturbation
+    opened = open_perturbation(section)
+    assert isinstance(opened, Perturbation) and vars(opened) == section.model_dump()
+    assert open_perturbation(config().rollout.perturbation) is None
+    monkeypatch.setattr(packages, "entry_points", lambda group: [])
+    assert open_perturbation(config().rollout.perturbation) is None, "a run without one needs no package"
+    with pytest.raises(ConfigError, match=r"\[rollout.perturbation\] needs .*got none. Fix: pip install -e"):
+        open_perturbation(section)
+
+
+def test_a_start_with_coarse_weights_asks_for_modelopt_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(quantized, "import_module", missing)
+    Perturbation(router_noise=0.1).check()
+    with pytest.raises(ConfigError, match=r"weights = 'fp8'.*megatron-dppo\[modelopt\]"):
+        Perturbation(weights="fp8").check()

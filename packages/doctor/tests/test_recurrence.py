@@ -8,13 +8,13 @@ from torch import Tensor
 
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation
-from megatron_dppo.engines.local.rescore import rescore
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
 from megatron_dppo.setup.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
 from megatron_dppo_doctor.diagnose.ledger import ENGINE, RECURRENCE, UNEXPLAINED, CauseScoring, make_ledger
+from megatron_dppo_doctor.diagnose.rescore import rescore, rescore_by_engine
+from megatron_dppo_lab.perturbation import Perturbation
 from tests.distributed.families import family_config, in_float64
 from tests.distributed.parity import randomize
 from tests.silent_tokenizer import SilentTokenizer
@@ -57,7 +57,7 @@ def test_without_a_perturbation_all_ways_of_computing_agree_with_float64(family:
         with torch.no_grad():
             expected = exact(sample.tokens[None]).logits[0].log_softmax(-1).gather(1, sample.labels[:, None])[:, 0]
         for token_by_token in (False, True):
-            (row,) = engine.rescore([sample], 1.0, token_by_token=token_by_token)
+            (row,) = rescore_by_engine(engine, [sample], 1.0, token_by_token=token_by_token)
             assert (row - expected).abs().max() < 2e-5, token_by_token
     engine.close()
 
@@ -65,8 +65,8 @@ def test_without_a_perturbation_all_ways_of_computing_agree_with_float64(family:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_coarse_state_is_attributed_to_the_recurrence_and_to_nothing_else(family: str) -> None:
     engine, samples = sampled(family, Perturbation(state_dtype="bf16"))
-    in_chunks = engine.rescore(samples, 1.0)
-    token_by_token = engine.rescore(samples, 1.0, token_by_token=True)
+    in_chunks = rescore_by_engine(engine, samples, 1.0)
+    token_by_token = rescore_by_engine(engine, samples, 1.0, token_by_token=True)
     exact = rescore(model_of(family), samples, temperature=1.0)
 
     def tokens(rows: list[Tensor]) -> Tensor:
@@ -84,11 +84,11 @@ def test_a_coarse_state_is_attributed_to_the_recurrence_and_to_nothing_else(fami
 
 def test_the_model_is_as_before_after_a_scoring_that_failed() -> None:
     engine, samples = sampled("qwen3_next", Perturbation())
-    before = engine.rescore(samples, 1.0)
+    before = rescore_by_engine(engine, samples, 1.0)
     broken = [to_training_sample([1, 2], [10**6], [-1.0], 1.0)]
     with pytest.raises((IndexError, RuntimeError)):
-        engine.rescore(broken, 1.0, token_by_token=True)
-    assert all(torch.equal(a, b) for a, b in zip(before, engine.rescore(samples, 1.0), strict=True))
+        rescore_by_engine(engine, broken, 1.0, token_by_token=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, rescore_by_engine(engine, samples, 1.0), strict=True))
     engine.close()
 
 

@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from megatron_dppo.config.reward_options import ReasoningGymOptions
+from megatron_dppo.config.section import Section
 from megatron_dppo.errors import RewardError
+from megatron_dppo.rewards.functions import PackagedReward
 from megatron_dppo_answers.math import extract_answer
 
 
-def make_reasoning_gym_reward(*, partial_credit: bool = False) -> Callable[..., float]:
-    """Return a reward function of our own signature; each row names its task in ``source_dataset``.
+def make_reasoning_gym_reward(options: ReasoningGymOptions) -> PackagedReward:
+    """Return the built-in function ``reasoning_gym``; each row names its task in ``source_dataset``.
 
     Raises:
         RewardError: Reasoning-gym is not installed.
@@ -23,9 +26,9 @@ def make_reasoning_gym_reward(*, partial_credit: bool = False) -> Callable[..., 
     _import_reasoning_gym()
 
     def reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:
-        return reasoning_gym_reward(completion, label, metadata, partial_credit=partial_credit)
+        return reasoning_gym_reward(completion, label, metadata, partial_credit=options.partial_credit)
 
-    return reward
+    return PackagedReward(reward)
 
 
 def reasoning_gym_reward(
@@ -72,6 +75,17 @@ def _import_reasoning_gym() -> Any:
             "'megatron-dppo[reasoning-gym]' (its dependency pycosat needs a C compiler)"
         ) from error
     return reasoning_gym
+
+
+def make_words_reward(_options: Section) -> PackagedReward:
+    """Return the built-in function ``words``."""
+    return PackagedReward(words_reward, _quick_words_reward)
+
+
+def _quick_words_reward(completion: str, label: str, metadata: Mapping[str, object]) -> float | None:
+    if not label.split():
+        return None  # an error, which a process reports
+    return words_reward(prompt="", completion=completion, label=label, metadata=metadata)
 
 
 def words_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.data import reasoning_gym as source_module
 from megatron_dppo.data.prompts import load_rows
 from megatron_dppo.errors import DataError, RewardError
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer
-from megatron_dppo.rewards import task_rewards as reward_module
+from megatron_dppo_lab import reasoning_gym_task as source_module
+from megatron_dppo_lab import task_rewards as reward_module
 
 SOURCE = "task:reasoning_gym:chain_sum?size=200&seed=3&max_terms=3"
 

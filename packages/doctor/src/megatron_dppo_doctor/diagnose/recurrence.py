@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LAYER = "linear_attn"
-"""Name of linear attention in the decoder layers of transformers that have it."""
-
-
-def linear_attention_layers(model: Any) -> list[Any]:
-    """Return the decoder layers of a transformers causal language model that have linear attention."""
-    return [layer for layer in model.model.layers if hasattr(layer, _LAYER)]
+from megatron_dppo.engines.local.sampler import LINEAR_ATTENTION, linear_attention_layers
 
 
 class TokenByToken(nn.Module):
@@ -51,7 +45,7 @@ def decoding_linear_attention(model: Any) -> Iterator[Callable[[int], None]]:
         Function that sets how many tokens of the next sequence are read at once.
     """
     layers = linear_attention_layers(model)
-    originals = [getattr(layer, _LAYER) for layer in layers]
+    originals = [getattr(layer, LINEAR_ATTENTION) for layer in layers]
     wrappers = [TokenByToken(original, model.config) for original in originals]
 
     def read_at_once(num_tokens: int) -> None:
@@ -60,21 +54,8 @@ def decoding_linear_attention(model: Any) -> Iterator[Callable[[int], None]]:
 
     try:
         for layer, wrapper in zip(layers, wrappers, strict=True):
-            setattr(layer, _LAYER, wrapper)
+            setattr(layer, LINEAR_ATTENTION, wrapper)
         yield read_at_once
     finally:
         for layer, original in zip(layers, originals, strict=True):
-            setattr(layer, _LAYER, original)
-
-
-def round_states(model: Any, dtype: torch.dtype) -> None:
-    """Round the recurrent states of linear attention to a dtype whenever a layer has updated them."""
-
-    def round_state(layer: Any, _args: Any, kwargs: dict[str, Any], _output: Tensor) -> None:
-        cache = kwargs.get("cache_params")
-        if cache is not None:
-            state = cache.get_recurrent_state(layer.layer_idx)
-            state.copy_(state.to(dtype))
-
-    for layer in linear_attention_layers(model):
-        getattr(layer, _LAYER).register_forward_hook(round_state, with_kwargs=True)
+            setattr(layer, LINEAR_ATTENTION, original)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.engines.local.recurrence import decoding_linear_attention
+from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.engines.local.sampler import build_filters, combine_weights, routers_by_layer
 from megatron_dppo.types import (
     MISSING_EXPERT,
@@ -21,6 +21,7 @@ from megatron_dppo.types import (
     select_experts,
     select_weights,
 )
+from megatron_dppo_doctor.diagnose.recurrence import decoding_linear_attention
 
 
 class ForcedRoutes:
@@ -106,6 +107,37 @@ def rescore(
             logprobs = scores.log_softmax(-1).gather(1, sample.labels.to(device)[:, None])[:, 0]
             results.append(logprobs.cpu())
     return results
+
+
+def rescore_by_engine(
+    engine: LocalEngine,
+    samples: Sequence[TrainingSample],
+    temperature: float,
+    *,
+    fp32_head: bool = False,
+    token_by_token: bool = False,
+) -> list[Tensor]:
+    """Return the log-probabilities ``[T]`` of the labels of each sample under an engine's copy; see ``rescore``.
+
+    Samples with routes are replayed.
+    """
+
+    def score(model: Any, routing: RoutingShape | None) -> list[Tensor]:
+        # The routes of a call have one format: with combine weights or without.
+        routes = samples[0].routed_experts if samples else None
+        forced = None
+        if routing is not None and routes is not None:
+            forced = ForcedRoutes(model, replace(routing, weights=routes.shape[-1] > routing.topk))
+        return rescore(
+            model,
+            samples,
+            temperature=temperature,
+            forced=forced,
+            fp32_head=fp32_head,
+            token_by_token=token_by_token,
+        )
+
+    return engine.call_with_model(score)
 
 
 def _prompt_length(sample: TrainingSample) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.chat import load_tokenizer
-from megatron_dppo.data.tasks import demonstration, problems, write_model_folder
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config
 from megatron_dppo.rewards import math_reward
+from megatron_dppo_lab.embedded_tasks import demonstration, problems, write_model_folder
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples/chain_sum/model"

@@ -5,20 +5,41 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qsl
 
+from megatron_dppo.data.tasks import Split, TaskRow
 from megatron_dppo.errors import DataError
 
 PREFIX = "task:reasoning_gym:"
 INSTRUCTION = "\nPut the final answer in \\boxed{}."
 _SIZE = 2000
 
-Problem = tuple[str, str | list[dict[str, str]], str, Mapping[str, Any]]
-"""Location, prompt, label and metadata."""
+
+@dataclass(frozen=True)
+class ReasoningGymTask:
+    """One of the package's tasks.
+
+    Args:
+        source: See ``problems``.
+
+    Raises:
+        DataError: The source names no task.
+    """
+
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.source.startswith(PREFIX):
+            raise DataError(f"{self.source!r} does not name a task of the package. Fix: write '{PREFIX}NAME'")
+
+    def rows(self, split: Split) -> list[TaskRow]:
+        """Return the problems of a split."""
+        return problems(self.source, split)
 
 
-def problems(source: str, split: Literal["train", "eval"]) -> list[Problem]:
+def problems(source: str, split: Split) -> list[TaskRow]:
     """Return the problems of a split. A checksum of the question puts a tenth of them in ``eval``.
 
     Args:
@@ -33,7 +54,7 @@ def problems(source: str, split: Literal["train", "eval"]) -> list[Problem]:
     name, _, query = source.removeprefix(PREFIX).partition("?")
     options = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     chat, instruction = (_flag(source, key, options.pop(key, default)) for key, default in _FLAGS.items())
-    made: list[Problem] = []
+    made: list[TaskRow] = []
     questions: set[str] = set()
     for index, entry in enumerate(_entries(source, name, {"size": _SIZE, "seed": 0} | options)):
         question = str(entry["question"])

@@ -9,10 +9,10 @@ import torch
 
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.perturbation import Perturbation
-from megatron_dppo.engines.local.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo.hf.folder import routing_shape, stream_model
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample, with_weights
+from megatron_dppo_doctor.diagnose.rescore import ForcedRoutes, rescore, rescore_by_engine, with_filter
+from megatron_dppo_lab.perturbation import Perturbation
 from tests.distributed.families import in_float64
 from tests.distributed.parity import Case, hf_reference, samples
 from tests.distributed.replay import ForcedRouters, foreign_routes, foreign_weights
@@ -85,12 +85,13 @@ def test_an_engine_with_noisy_routers_and_a_hidden_filter_scores_its_own_answers
     for before, after in zip(hidden, shown, strict=True):
         assert before.sampling_mask is None and after.sampling_mask is not None
         assert torch.equal(before.labels, after.labels), "the same draws, told otherwise"
-    for sample, row in zip(shown, engine.rescore(shown, TEMPERATURE), strict=True):
+    for sample, row in zip(shown, rescore_by_engine(engine, shown, TEMPERATURE), strict=True):
         assert sample.rollout_logprobs is not None and sample.sampling_mask is not None
         difference = (row - sample.rollout_logprobs)[sample.loss_mask].abs().max()
         assert difference < 1e-5
-    head = engine.rescore(shown, TEMPERATURE, fp32_head=True)
-    assert all(torch.equal(a, b) for a, b in zip(head, engine.rescore(shown, TEMPERATURE), strict=True)), "fp32 already"
+    head = rescore_by_engine(engine, shown, TEMPERATURE, fp32_head=True)
+    plain = rescore_by_engine(engine, shown, TEMPERATURE)
+    assert all(torch.equal(a, b) for a, b in zip(head, plain, strict=True)), "fp32 already"
     live = rescore(model, [replace(sample, sampling_mask=None) for sample in shown], temperature=TEMPERATURE)
     assert max(float((a - b).abs().max()) for a, b in zip(live, head, strict=True)) > 0.1, "noise and filter do matter"
     engine.close()

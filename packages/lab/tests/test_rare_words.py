@@ -13,13 +13,14 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.data.supervised import SupervisedDataset
-from megatron_dppo.data.tasks import TASKS, write_model_folder
 from megatron_dppo.errors import DataError
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config
 from megatron_dppo.rewards.functions import FunctionSpec
 from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.scorer import RewardScorer
-from megatron_dppo.rewards.task_rewards import words_reward
+from megatron_dppo_lab import embedded_tasks
+from megatron_dppo_lab.embedded_tasks import write_model_folder
+from megatron_dppo_lab.task_rewards import words_reward
 
 FOLDER = Path(__file__).parents[3] / "examples/rare_words/model"
 SIZES = {"rare_words": (1, 0.05, 4024), "rare_chain": (4, 0.08, 4024), "rare_words_32k": (1, 0.05, 32700)}
@@ -38,8 +39,8 @@ def test_each_key_has_one_fixed_answer_of_rare_words(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_warm_up_corpus_has_the_configured_rate_of_correct_words_and_zipf_words(name: str) -> None:
-    task, rng, right, others = TASKS[f"task:{name}"], random.Random(5), 0, Counter[str]()
-    answers, number = dict(task.rows("train")), 20_000
+    task, rng, right, others = getattr(embedded_tasks, name), random.Random(5), 0, Counter[str]()
+    answers, number = dict(task.problems("train")), 20_000
     for _ in range(number):
         key, response = task.demonstration(rng)
         for got, wanted in zip(response.split(), answers[key].split(), strict=True):
@@ -84,7 +85,7 @@ def test_the_committed_folder_equals_the_output_of_the_tool(tmp_path: Path) -> N
 def test_each_word_is_one_token_and_the_model_is_tiny() -> None:
     tokenizer, config = load_tokenizer(FOLDER), read_hf_config(FOLDER)
     assert config.vocab_size == len(tokenizer) == 4092
-    for key, label in TASKS["task:rare_chain"].rows("train"):
+    for key, label in embedded_tasks.rare_chain.problems("train"):
         assert tokenizer(key).input_ids[0] == 1 and len(tokenizer(key).input_ids) == 2
         ids = tokenizer(label, add_special_tokens=False).input_ids
         assert len(ids) == 4 and tokenizer.decode([*ids, 2], skip_special_tokens=True) == label
@@ -96,7 +97,7 @@ def test_the_vocabulary_of_32k_has_one_token_for_each_word_and_its_model_is_narr
     write_model_folder("rare_words_32k", tmp_path)
     tokenizer, config = load_tokenizer(tmp_path), read_hf_config(tmp_path)
     assert config.vocab_size == len(tokenizer) == 2**15
-    rows = TASKS["task:rare_words_32k"].rows("train")
+    rows = embedded_tasks.rare_words_32k.problems("train")
     ids = [tokenizer(label, add_special_tokens=False).input_ids for _, label in rows]
     assert all(len(each) == 1 for each in ids) and [tokenizer.convert_tokens_to_ids("?")] not in ids
     # Nearly all words are beyond the vocabulary of the other tasks.
@@ -108,7 +109,8 @@ def test_the_vocabulary_of_32k_has_one_token_for_each_word_and_its_model_is_narr
 
 
 def test_the_error_of_an_unknown_task_lists_the_available_ones() -> None:
-    with pytest.raises(DataError, match="'task:chain_sum', 'task:rare_words', 'task:rare_chain'"):
+    listed = "'task:chain_sum', 'task:rare_chain', 'task:rare_words', .*a file, or hf:owner/name$"
+    with pytest.raises(DataError, match=listed):
         list(iter_rows("task:rare_wrds", "train"))
 
 

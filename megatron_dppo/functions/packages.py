@@ -1,0 +1,49 @@
+"""Objects that installed packages offer by name: entry points of one group."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from megatron_dppo.errors import ConfigError
+
+INSTALL = "pip install -e . in the clone of megatron_dppo"
+"""Fix if a package of this repository is not found: its source is used without an installation of this version."""
+
+
+def installed(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of all installed packages by name; nothing is imported.
+
+    Raises:
+        ConfigError: Two packages offer one name.
+    """
+    result: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        other = result.setdefault(point.name, point)
+        # A library may be installed alone and as a part of megatron-dppo.
+        if other.value != point.value:
+            raise ConfigError(
+                f"two packages offer {point.name} of {group}: {other.value} of {package_name(other)} and {point.value} "
+                f"of {package_name(point)}. Fix: pip uninstall one of them"
+            )
+    return result
+
+
+def load(point: EntryPoint) -> Any:
+    """Import what an entry point names.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    try:
+        return point.load()
+    except Exception as error:  # a package from elsewhere may raise anything
+        raise ConfigError(
+            f"{point.name} of {point.group}: {point.value} of {package_name(point)} cannot be imported: "
+            f"{type(error).__name__}: {error}. Fix: {INSTALL}, or another version of that package"
+        ) from error
+
+
+def package_name(point: EntryPoint) -> str:
+    """Return the name of the package that offers an entry point."""
+    return point.dist.name if point.dist is not None else "an unknown package"
