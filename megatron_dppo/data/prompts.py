@@ -8,7 +8,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import DataError
 from megatron_dppo.source_names import name_sources
 from megatron_dppo.types import Prompt, PromptLimits
+from megatron_dppo.types.model_folder import Tokenizer
 
 T = TypeVar("T")
 
@@ -138,7 +139,7 @@ class PromptDataset:
     def __init__(
         self,
         rows: Sequence[DataRow],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -275,7 +276,7 @@ def _as_task(prompt: Prompt, row: DataRow) -> Prompt:
     return replace(prompt, messages=tuple(messages), is_task=True)
 
 
-def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions, *, writes_tools: bool) -> Prompt:
+def _to_prompt(row: DataRow, tokenizer: Tokenizer, chat: ChatOptions, *, writes_tools: bool) -> Prompt:
     text, is_templated = chat.render(row, tokenizer, writes_tools=writes_tools)
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:

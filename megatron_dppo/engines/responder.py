@@ -20,6 +20,7 @@ from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.rollout.user_function import run_user_function
 from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, SamplingParams
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_engines.server import GenerateRequest, Generation
 from megatron_dppo_engines.servers.pool import ServerPool
 
@@ -184,7 +185,7 @@ class Responder:
     def __init__(
         self,
         pool: ServerPool,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         end_tokens: tuple[int, ...],
         function: GenerateFunction | None,
         siblings_per_server: int | None = None,

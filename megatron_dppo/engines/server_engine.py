@@ -19,6 +19,7 @@ from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.sampling_sums import RankSums
 from megatron_dppo_engines.server import InferenceServer
@@ -36,7 +37,7 @@ _ABORT_INTERVAL = 0.2
 T = TypeVar("T")
 
 
-def build_contract(hf_config: Any, tokenizer: Any) -> Contract:
+def build_contract(hf_config: HfConfig, tokenizer: Tokenizer) -> Contract:
     """Return the contract for responses of servers with this model."""
     return Contract(
         vocab_size=hf_config.vocab_size,
@@ -72,8 +73,8 @@ class ServerEngine:
     def __init__(
         self,
         servers: Sequence[InferenceServer],
-        tokenizer: Any,
-        hf_config: Any,
+        tokenizer: Tokenizer,
+        hf_config: HfConfig,
         *,
         max_in_flight: int,
         health_seconds: float,

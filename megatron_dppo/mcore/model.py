@@ -40,6 +40,7 @@ from megatron_dppo.mcore.transformer_engine import (
 )
 from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.types import MicroBatch
+from megatron_dppo.types.model_folder import HfConfig
 
 
 class LoadBalancingLosses:
@@ -103,7 +104,7 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
 
 
 def transformer_config(
-    hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
+    hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
 ) -> TransformerConfig:
     """Return Megatron's TransformerConfig of a model.
 
@@ -213,7 +214,7 @@ def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
     return summarize_kernels(config, model.transformer, engine=has_transformer_engine())
 
 
-def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
+def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
     """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet.
 
     Raises:
@@ -229,7 +230,7 @@ def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device:
         ) from error
 
 
-def _build_chunks(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
+def _build_chunks(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
     vpp_size = config.virtual_pipeline_model_parallel_size
     last_stage = config.pipeline_model_parallel_size - 1
     with output_layer_without_fusion() as chunks:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +29,7 @@ from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import Divergence, MicroBatch
+from megatron_dppo.types.model_folder import HfConfig
 
 _TRAINING_FIELDS = (
     "recompute_",
@@ -63,7 +63,7 @@ class MegatronTeacher:
         model: ModelConfig,
         distillation: DistillationConfig,
         temperature: float,
-        hf_config: Any,
+        hf_config: HfConfig,
         weights: WeightSource,
         layout: Layout,
         groups: ParallelGroups,

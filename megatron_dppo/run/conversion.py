@@ -24,6 +24,7 @@ from megatron_dppo.export.quantization import Quantization
 from megatron_dppo.hf.folder import is_mtp_weight, model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.types.model_folder import HfConfig
 
 _LAYOUT_FILE = "conversion.json"
 _CHECK_TOKENS = 48
@@ -34,7 +35,7 @@ class Converter:
     """Model without optimizer, on this rank's part of a layout."""
 
     hf_folder: Path
-    hf_config: Any
+    hf_config: HfConfig
     layout: Layout
     models: list[Any]
     bridge: Any

@@ -22,7 +22,7 @@ from megatron_dppo.report.records import Record, read_records
 from megatron_dppo.rollout.pending import Submission
 from megatron_dppo.rollout.request_scheduler import sampling_params
 from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup, SamplingParams
+from megatron_dppo.types import Metric, Prompt, Rollout, RolloutGroup
 from megatron_dppo_answers.math import extract_answer
 
 SAMPLES = "samples.jsonl"

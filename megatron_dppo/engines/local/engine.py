@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams, TrainingSample, VersionSpan
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.server import GenerateRequest, Generation
 
@@ -51,8 +51,8 @@ class LocalEngine:
 
     def __init__(
         self,
-        hf_config: Any,
-        tokenizer: Any,
+        hf_config: HfConfig,
+        tokenizer: Tokenizer,
         *,
         dtype: torch.dtype,
         device: torch.device,

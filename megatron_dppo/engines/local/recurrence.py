@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_dppo.types.model_folder import HfConfig
+
 _LAYER = "linear_attn"
 """Name of linear attention in the decoder layers of transformers that have it."""
 
@@ -26,7 +28,7 @@ class TokenByToken(nn.Module):
         hf_config: Configuration of the model.
     """
 
-    def __init__(self, layer: nn.Module, hf_config: Any) -> None:
+    def __init__(self, layer: nn.Module, hf_config: HfConfig) -> None:
         super().__init__()
         self._layer = layer
         self._hf_config = hf_config
