@@ -89,6 +89,8 @@ def update_policy(
 ) -> list[StepResult]:
     """Apply one optimizer update per mini-batch and epoch; a collective of all ranks.
 
+    Long because it is the order of all phases of an update, a few lines for each.
+
     Args:
         trainer: Policy of this rank.
         config: Configuration of the run.

@@ -87,16 +87,12 @@ def plan_servers(
     node_options = node_arguments(rollout, options, node)
     gpus_by_server = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
     keys = _read_keys(rollout, environ)
-    env = keys.env | transfer_variables(rollout, environ)
+    env = keys.env | _server_variables(rollout, environ)
     if keys.config_file and "config" in options:
         raise ConfigError(
             "[rollout.sglang] config: the API key is passed with --config, and SGLang accepts only one such file; "
             "write its content into [rollout.sglang], or leave rollout.servers.api_key_env out"
         )
-    if rollout.engine == "vllm":
-        env |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_vllm_extension(environ)}
-        if rollout.weight_sync.method == "adapter":
-            env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     command = servers.command or [sys.executable, "-m", _MODULES[rollout.engine]]
     urls = servers.resolved_urls
     listens = answers_requests(rollout.engine, node)
@@ -122,6 +118,16 @@ def plan_servers(
         )
         for i, url in enumerate(urls)
     ]
+
+
+def _server_variables(rollout: RolloutConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that all servers need, besides those of the API keys."""
+    variables = dict(transfer_variables(rollout, environ))
+    if rollout.engine == "vllm":
+        variables |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_vllm_extension(environ)}
+        if rollout.weight_sync.method == "adapter":
+            variables |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    return variables
 
 
 def check_engine(engine: str) -> None:
