@@ -23,7 +23,7 @@ def advantages_by(
     rewards: Tensor,
     valid: Tensor,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     groups: Sequence[RolloutGroup] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_dppo.engines.client_processes import ClientProcesses
 from megatron_dppo.engines.responder import (
@@ -137,7 +137,7 @@ class ServerEngine:
 
         self.run(exclude())
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, None, T]) -> T:
         """Run a coroutine, such as a weight sync, in the event loop that the servers belong to."""
         return self._thread.run(coroutine)
 
@@ -319,7 +319,7 @@ def _set_if_complete(group: Sequence[InFlightResponse], future: SampledFuture) -
         future.set_result(completions)
 
 
-async def _gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_or_cancel(coroutines: Sequence[Coroutine[object, None, T]]) -> list[T]:
     """Return all results in order; if one fails, cancel the others and wait for their end."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_dppo.config.reward_options import (
     BUILT_IN_REWARDS,
@@ -35,7 +34,7 @@ class FunctionSpec:
     """``reward.signature``."""
     run_info: RunInfo = field(default_factory=RunInfo)
     """Values of the run that some signatures pass."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Options of a built-in function, or keyword arguments of a user function."""
     table: str = "reward"
     """Table that names the function, for messages: ``reward`` or ``reward.functions.NAME``."""
@@ -47,10 +46,10 @@ class FunctionSpec:
 class RewardFunction:
     """A loaded function and its calling convention."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     convention: CallConvention
     is_async: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def load(spec: FunctionSpec) -> RewardFunction:
@@ -82,7 +81,7 @@ def load(spec: FunctionSpec) -> RewardFunction:
     return RewardFunction(function, convention, is_async(function), spec.options)
 
 
-def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., Any], CallConvention | None]:
+def _built_in(spec: FunctionSpec, options: Section) -> tuple[Callable[..., object], CallConvention | None]:
     """Return a built-in function, and its convention unless it takes the four arguments of our own signature."""
     # Imported where they are used, because the HTTP client takes long to import in every process.
     if isinstance(options, RewardModelOptions):

@@ -155,7 +155,7 @@ class PerturbedModel:
             # Not the seed itself: the sampler uses that.
             self._generator = torch.Generator(device).manual_seed(random.Random(f"router/{seed}").getrandbits(62))
 
-    def _add_noise(self, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def _add_noise(self, router: Any, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Return the router's ``(logits [n, E], weights [n, k], experts [n, k])`` for its logits with noise added."""
         logits, weights, experts = output
         assert self._generator is not None, "seed_noise comes first"

@@ -35,7 +35,7 @@ class TokenByToken(nn.Module):
         self.num_at_once = 1
         """Number of tokens that are read at once."""
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         """Compute the layer for one sequence ``[1, T, hidden_size]`` without padding."""
         from transformers import DynamicCache
 
@@ -72,7 +72,7 @@ def decoding_linear_attention(model: Any) -> Iterator[Callable[[int], None]]:
 def round_states(model: Any, dtype: torch.dtype) -> None:
     """Round the recurrent states of linear attention to a dtype whenever a layer has updated them."""
 
-    def round_state(layer: Any, _args: Any, kwargs: dict[str, Any], _output: Tensor) -> None:
+    def round_state(layer: Any, _args: object, kwargs: dict[str, Any], _output: Tensor) -> None:
         cache = kwargs.get("cache_params")
         if cache is not None:
             state = cache.get_recurrent_state(layer.layer_idx)

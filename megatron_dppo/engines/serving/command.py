@@ -233,7 +233,7 @@ _OTHER_WEIGHTS = (
 """Beginnings of options with which a server has weights, or copies of them, that a sync does not send."""
 
 
-def _skips_weights(rollout: RolloutConfig, model: ModelConfig, user_options: Mapping[str, Any]) -> bool:
+def _skips_weights(rollout: RolloutConfig, model: ModelConfig, user_options: Mapping[str, object]) -> bool:
     """Return True if the first weight sync sends all weights of a server, and proves it: then it reads no file.
 
     Until then its weights are random numbers, and no request is sent to it. Only adapters, quantized weights, and what
@@ -296,7 +296,7 @@ def _adapter_options(engine: str, lora: LoraConfig) -> dict[str, Any]:
     return options | {"max-lora-rank": ranks[0], "max-loras": 1}
 
 
-def _arguments(engine: str, options: Mapping[str, Any]) -> list[str]:
+def _arguments(engine: str, options: Mapping[str, object]) -> list[str]:
     return [part for key, value in options.items() for part in _argument(engine, key, value)]
 
 
@@ -352,7 +352,9 @@ def _with_vllm_extension(environ: Mapping[str, str]) -> str:
     return os.pathsep.join(part for part in (str(VLLM_EXTENSION), environ.get("PYTHONPATH")) if part)
 
 
-def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequence[str], skip: int) -> list[list[str]]:
+def _split_gpus(
+    rollout: RolloutConfig, options: Mapping[str, object], gpus: Sequence[str], skip: int
+) -> list[list[str]]:
     """Return the GPUs of each server; an empty list on a machine without GPUs."""
     if not gpus:
         return []
@@ -371,7 +373,7 @@ def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequen
     return [list(gpus[skip + i * size : skip + (i + 1) * size]) for i in range(count)]
 
 
-def count_gpus_per_server(engine: str, options: Mapping[str, Any]) -> int:
+def count_gpus_per_server(engine: str, options: Mapping[str, object]) -> int:
     """Return the number of GPUs of one server that is started with ``options``.
 
     Raises:
