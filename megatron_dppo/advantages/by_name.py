@@ -23,7 +23,7 @@ def advantages_by(
     rewards: Tensor,
     valid: Tensor,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     groups: Sequence[RolloutGroup] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Tensor:
@@ -68,15 +68,22 @@ def advantages_by(
         return greedy_advantages(rewards, *greedy_rewards(groups), valid)
     if not is_function_name(name):
         return group_relative_advantages(rewards, cast(Literal["mean", "std", "leave_one_out"], name), valid)
-    function, given = get_user_function(name, "train.advantage"), dict(options or {})
-    advantages = _call_user_function(function, rewards, valid, given, groups)
+    return _user_advantages(name, rewards, valid, dict(options or {}), groups)
+
+
+def _user_advantages(
+    name: str, rewards: Tensor, valid: Tensor, options: dict[str, Any], groups: Sequence[RolloutGroup] | None
+) -> Tensor:
+    """Return the advantages of a user's function, which the first call checks to depend on each group alone."""
+    function = get_user_function(name, "train.advantage")
+    advantages = _call_user_function(function, rewards, valid, options, groups)
     # The check calls the function once more for each group, so it runs only at the first call that has several groups.
     if name not in _CHECKED and len(rewards) > 1:
         # Each group alone must have the same advantages, because ranks hold different groups.
         for index in range(len(rewards)):
             part = slice(index, index + 1)
             group = None if groups is None else groups[part]
-            alone = _call_user_function(function, rewards[part], valid[part], given, group)
+            alone = _call_user_function(function, rewards[part], valid[part], options, group)
             if not torch.allclose(alone[0], advantages[index], rtol=1e-5, atol=1e-6):
                 raise FunctionError(
                     f"train.advantage = {name!r} gives group {index} the advantages {advantages[index].tolist()} among "

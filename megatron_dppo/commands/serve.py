@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_dppo.config.rollout import RolloutConfig
     from megatron_dppo.engines.serving.nodes import ServerNode
+    from megatron_dppo_engines.serving.server_process import ServerPlan
 
 HELP = "start the inference servers of a run"
 HAS_OVERRIDES = True
@@ -74,8 +75,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from megatron_dppo.config.io import load_config
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
-    from megatron_dppo.engines.serving.environment import rank_variables
-    from megatron_dppo.engines.serving.nodes import count_nodes
     from megatron_dppo.files import check_model_folder
     from megatron_dppo_engines.serving.processes import visible_gpus
 
@@ -86,22 +85,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from megatron_dppo.setup.preflight import check_flags
 
         check_flags(config.model, config.train)
-    if options.print_mode:
-        print(_mode(config.rollout))
-        return 0
-    if options.print_rank_variables:
-        for name, value in rank_variables(config.rollout, os.environ).items():
-            print(f"{name}={value}")
+    if only_prints:
+        _print_for_scripts(options, config.rollout)
         return 0
     check_engine(config.rollout.engine)
-    if options.print_nodes:
-        print(count_nodes(config.rollout.engine, getattr(config.rollout, config.rollout.engine)))
-        return 0
     if config.rollout.servers.urls:
         return _attach(config.rollout, options.urls_file)
     check_model_folder(config.model.path, "model.path")
     if config.rollout.servers.model is not None:
         check_model_folder(config.rollout.servers.model, "rollout.servers.model")
+    node = _server_node(options)
+    visible = visible_gpus(os.environ)
     server = server_options(
         config.rollout,
         config.model,
@@ -109,8 +103,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         routed_experts=config.train.needs_engine_routing,
         topk_logprobs=config.topk_logprobs,
     )
-    visible = visible_gpus(os.environ)
-    node = _server_node(options)
     plans = plan_servers(config.rollout, server, os.environ, visible, options.skip_gpus, node)
     network = _network_variables(config.rollout, node)
     plans = [replace(plan, env=plan.env | network) for plan in plans]
@@ -120,26 +112,47 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(shlex.join(plan.argv) if gpus is None else f"CUDA_VISIBLE_DEVICES={gpus} {shlex.join(plan.argv)}")
         return 0
     from megatron_dppo.engines.serving.environment import shares_communicator
-    from megatron_dppo.process.orphans import no_orphans
     from megatron_dppo_engines.serving.collectives import require_equal_versions
-    from megatron_dppo_engines.serving.processes import ServerGroup, StopRequest
 
     if visible and shares_communicator(config.rollout) and config.rollout.engine != "local":
         versions = require_equal_versions(config.rollout.engine, config.rollout.servers.command, sys.executable)
         if versions is not None:
             _log(f"the servers' environment has {versions}, as the trainer's")
+    # Only the first node of a server answers requests.
+    urls = config.rollout.servers.resolved_urls if node is None or node.rank == 0 else []
+    _keep_running(plans, options, options.log_dir or Path(config.run.output_dir.rstrip("/") + "-servers"), urls)
+    return 0
+
+
+def _keep_running(plans: list[ServerPlan], options: argparse.Namespace, log_dir: Path, urls: Sequence[str]) -> None:
+    """Start the servers, write the URLs when all are healthy, and stop the servers at a signal."""
+    from megatron_dppo.process.orphans import no_orphans
+    from megatron_dppo_engines.serving.processes import ServerGroup, StopRequest
+
     if options.urls_file is not None:
         options.urls_file.unlink(missing_ok=True)
-    log_dir = options.log_dir or Path(config.run.output_dir.rstrip("/") + "-servers")
     group = ServerGroup(plans, log_dir, options.start_timeout, _log)
     with no_orphans(), StopRequest(options.grace) as stop, group:
         if group.wait_healthy(stop):
-            # Only the first node of a server answers requests.
-            answers = node is None or node.rank == 0
-            _write_urls(options.urls_file, config.rollout.servers.resolved_urls if answers else [])
+            _write_urls(options.urls_file, urls)
             group.watch(stop)
         _log("stopping the servers")
-    return 0
+
+
+def _print_for_scripts(options: argparse.Namespace, rollout: RolloutConfig) -> None:
+    """Print what a script asks for, instead of starting servers."""
+    from megatron_dppo.engines.serving.command import check_engine
+    from megatron_dppo.engines.serving.environment import rank_variables
+    from megatron_dppo.engines.serving.nodes import count_nodes
+
+    if options.print_mode:
+        print(_mode(rollout))
+    elif options.print_rank_variables:
+        for name, value in rank_variables(rollout, os.environ).items():
+            print(f"{name}={value}")
+    else:
+        check_engine(rollout.engine)
+        print(count_nodes(rollout.engine, getattr(rollout, rollout.engine)))
 
 
 def _server_node(options: argparse.Namespace) -> ServerNode | None:

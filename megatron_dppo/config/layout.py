@@ -160,7 +160,7 @@ _SPLIT_FIELDS = (
 """Fields of ``model.transformer`` that split the layers unevenly over pipeline stages."""
 
 
-def layer_split(transformer: Mapping[str, Any]) -> dict[str, Any]:
+def layer_split(transformer: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of ``model.transformer`` that split the layers unevenly. Empty for an even split."""
     return {name: transformer[name] for name in _SPLIT_FIELDS if transformer.get(name) not in (None, False)}
 
@@ -170,7 +170,7 @@ def resolve_layout(
     batch: BatchSizes,
     world_size: int,
     shape: ModelShape,
-    transformer: Mapping[str, Any] | None = None,
+    transformer: Mapping[str, object] | None = None,
 ) -> Layout:
     """Resolve the layout of a run, whose prompts and samples must also divide.
 
@@ -198,7 +198,7 @@ def unchecked_layout(parallel: ParallelConfig, world_size: int) -> Layout:
 
 
 def resolve_parallel(
-    parallel: ParallelConfig, world_size: int, shape: ModelShape, transformer: Mapping[str, Any] | None = None
+    parallel: ParallelConfig, world_size: int, shape: ModelShape, transformer: Mapping[str, object] | None = None
 ) -> Layout:
     """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
 
@@ -308,7 +308,7 @@ def _world_problems(parallel: ParallelConfig, layout: Layout) -> list[str]:
     return problems
 
 
-def _model_problems(layout: Layout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
+def _model_problems(layout: Layout, shape: ModelShape, transformer: Mapping[str, object]) -> list[str]:
     checks = [
         (shape.num_attention_heads, layout.tp, "attention heads", "tensor_model_parallel_size"),
         (shape.num_query_groups, layout.tp, "query groups", "tensor_model_parallel_size"),

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import check_arguments, content_hash, has_parameter, is_function_name, load_function
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., object])
 _ATTRIBUTE = "function_needs"
 BuiltInAdvantage = Literal["mean", "std", "leave_one_out", "opo", "gdpo", "remax", "none"]
 
@@ -97,7 +97,7 @@ class UserFunction:
     """Declared inputs."""
     content_hash: str
     """SHA-256 of its file. Empty for a function of a module."""
-    function: Callable[..., Any] = field(compare=False)
+    function: Callable[..., object] = field(compare=False)
     """The callable."""
 
 

@@ -8,7 +8,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import DataError
 from megatron_dppo.source_names import name_sources
 from megatron_dppo.types import Prompt, PromptLimits
+from megatron_dppo.types.model_folder import Tokenizer
 
 T = TypeVar("T")
 
@@ -108,6 +109,52 @@ def load_rows(
     return LoadedRows(*drop_duplicates(iter_all(), deduplicate))
 
 
+@dataclass(frozen=True)
+class _LengthLimits:
+    """Longest prompt, and handling of longer ones. The fields are arguments of ``PromptDataset``."""
+
+    max_prompt_tokens: int
+    max_new_tokens: int
+    context_length: int
+    overlong: Overlong
+    max_new_tokens_key: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that is allowed."""
+        return min(self.max_prompt_tokens, self.context_length - self.max_new_tokens)
+
+    def fit(self, prompt: Prompt) -> Prompt | None:
+        """Return the prompt if it is short enough. A longer one is cut, or None drops it.
+
+        Raises:
+            DataError: It is too long, and must not be cut or dropped.
+        """
+        if len(prompt.token_ids) <= self.longest:
+            return prompt
+        # If the response may fill the context, no prompt fits, however short.
+        if self.overlong == "error" or self.max_new_tokens >= self.context_length:
+            raise DataError(self._message(prompt))
+        if self.overlong == "drop":
+            return None
+        return replace(prompt, token_ids=prompt.token_ids[-self.longest :])
+
+    def _message(self, prompt: Prompt) -> str:
+        length = len(prompt.token_ids)
+        if length > self.max_prompt_tokens:
+            return (
+                f"{prompt.prompt_id}: the prompt has {length} tokens, more than data.max_prompt_tokens = "
+                f"{self.max_prompt_tokens}. Shorten or remove the row, raise data.max_prompt_tokens, or set "
+                "data.overlong_prompts = 'drop' or 'truncate_left'"
+            )
+        key = self.max_new_tokens_key
+        return (
+            f"{prompt.prompt_id}: the prompt has {length} tokens; with {key} = {self.max_new_tokens} that is "
+            f"{length + self.max_new_tokens}, more than the model's context of {self.context_length}. Shorten the "
+            f"prompt or lower {key}"
+        )
+
+
 class PromptDataset:
     """Rows as tokenized prompts; epoch e is a reshuffle by ``(seed, e)``, so that a cursor is one integer.
 
@@ -138,7 +185,7 @@ class PromptDataset:
     def __init__(
         self,
         rows: Sequence[DataRow],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -154,7 +201,7 @@ class PromptDataset:
             raise DataError("the data set has no rows; expected at least one prompt")
         chat = chat or ChatOptions()
         chat.check(tokenizer)
-        limits = {"data.max_prompt_tokens": max_prompt_tokens, "the context": context_length - max_new_tokens}
+        limits = _LengthLimits(max_prompt_tokens, max_new_tokens, context_length, overlong, max_new_tokens_key)
         self._seed = seed
         self.num_dropped = 0
         self.num_truncated = 0
@@ -169,27 +216,18 @@ class PromptDataset:
             for row in rows:
                 # For the error below: ``PackedList`` knows nothing of rows.
                 location = row.location
-                # The variables of the template are for the agent's calls, which a task in plain text has to become.
-                is_text = are_tasks and isinstance(row.prompt, str)
-                options = replace(chat, template_kwargs={}) if is_text else chat
-                prompt = _to_prompt(row, tokenizer, options, writes_tools=not are_tasks)
-                prompt = _as_task(prompt, row) if are_tasks else prompt
-                exceeded = [item for item in limits.items() if len(prompt.token_ids) > item[1]]
-                # If the response may fill the context, no prompt fits, however short.
-                if exceeded and overlong == "truncate_left" and max_new_tokens < context_length:
-                    prompt = replace(prompt, token_ids=prompt.token_ids[-min(limits.values()) :])
-                    self.num_truncated, exceeded = self.num_truncated + 1, []
-                if not exceeded:
-                    self.longest = max(self.longest, len(prompt.token_ids))
-                    if weights and prompt.limits is not None:
-                        self.sizes[prompt.limits.source] += 1
-                    # Not the name of the file: a renamed file is the same stream.
-                    digest.update(f"{prompt.token_ids} {prompt.label}\n".encode())
-                    yield prompt
-                elif overlong == "error" or max_new_tokens >= context_length:
-                    raise DataError(_too_long(prompt, *exceeded[0], max_new_tokens_key, max_new_tokens, context_length))
-                else:
+                prompt = (_to_task if are_tasks else _to_prompt)(row, tokenizer, chat)
+                fitting = limits.fit(prompt)
+                if fitting is None:
                     self.num_dropped += 1
+                    continue
+                self.num_truncated += fitting is not prompt
+                self.longest = max(self.longest, len(fitting.token_ids))
+                if weights and fitting.limits is not None:
+                    self.sizes[fitting.limits.source] += 1
+                # Not the name of the file: a renamed file is the same stream.
+                digest.update(f"{fitting.token_ids} {fitting.label}\n".encode())
+                yield fitting
 
         try:
             self._prompts = PackedList(iter_prompts())
@@ -198,20 +236,24 @@ class PromptDataset:
                 f"{location}: the row holds an object that cannot be sent to the other ranks: {error}. Write it as "
                 "text or as numbers, or leave its column out"
             ) from error
+        self._digest = digest.hexdigest()[:12]
+        self._check_left(len(rows), limits.longest)
+        self.mix = SourceMix(list(weights.values())) if weights else None
+        """Shares of the sources ``sizes``. None without weights."""
+
+    def _check_left(self, num_rows: int, longest: int) -> None:
+        """Check that a prompt is left, and one of each source with a weight."""
         if not len(self):
             raise DataError(
-                f"all {len(rows)} prompts are longer than {min(limits.values())} tokens and data.overlong_prompts = "
-                "'drop' leaves none; raise data.max_prompt_tokens"
+                f"all {num_rows} prompts are longer than {longest} tokens and data.overlong_prompts = 'drop' leaves "
+                "none; raise data.max_prompt_tokens"
             )
-        self._digest = digest.hexdigest()[:12]
         if empty := [name for name, size in self.sizes.items() if not size]:
             raise DataError(
                 f'data.sources."{empty[0]}" has a weight, but no prompt of this source is left: all its rows are too '
                 "long, or repeat rows of earlier sources. Fix: remove the source from data.train, or see "
                 "data.overlong_prompts and data.deduplicate"
             )
-        self.mix = SourceMix(list(weights.values())) if weights else None
-        """Shares of the sources ``sizes``. None without weights."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -252,30 +294,21 @@ class PromptDataset:
         return f"{len(self)} prompts, {self._digest}{mix}"
 
 
-def _too_long(prompt: Prompt, name: str, limit: int, key: str, max_new_tokens: int, context_length: int) -> str:
-    length = len(prompt.token_ids)
-    if name == "the context":
-        return (
-            f"{prompt.prompt_id}: the prompt has {length} tokens; with {key} = {max_new_tokens} that is "
-            f"{length + max_new_tokens}, more than the model's context of {context_length}. Shorten the prompt or "
-            f"lower {key}"
-        )
-    return (
-        f"{prompt.prompt_id}: the prompt has {length} tokens, more than {name} = {limit}. Shorten or remove the "
-        f"row, raise {name}, or set data.overlong_prompts = 'drop' or 'truncate_left'"
-    )
-
-
-def _as_task(prompt: Prompt, row: DataRow) -> Prompt:
+def _to_task(row: DataRow, tokenizer: Tokenizer, chat: ChatOptions) -> Prompt:
+    messages = row.prompt
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+        # The variables of the template are for the agent's calls, which a task in plain text has to become.
+        chat = replace(chat, template_kwargs={})
+    prompt = _to_prompt(row, tokenizer, chat, writes_tools=False)
     if not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
         raise DataError(
             f"{row.location}: the messages end with an assistant message, which an agent cannot continue; remove it"
         )
-    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     return replace(prompt, messages=tuple(messages), is_task=True)
 
 
-def _to_prompt(row: DataRow, tokenizer: Any, chat: ChatOptions, *, writes_tools: bool) -> Prompt:
+def _to_prompt(row: DataRow, tokenizer: Tokenizer, chat: ChatOptions, *, writes_tools: bool = True) -> Prompt:
     text, is_templated = chat.render(row, tokenizer, writes_tools=writes_tools)
     ids = tokenizer(text, add_special_tokens=not is_templated).input_ids
     if not ids:

@@ -73,14 +73,7 @@ def to_training_sample(
         loss_mask[first:] &= response_logprobs.isfinite()
         aligned = torch.zeros(length, dtype=torch.float32)
         aligned[first:] = torch.where(loss_mask[first:], response_logprobs, 0.0)
-    carried: dict[str, Any] = dict(columns or {})
-    if topk is not None:
-        carried["rollout_topk_ids"], carried["rollout_topk_logprobs"] = topk
-    carried |= {
-        name: rows
-        for name, rows in (("sampling_mask", sampling_mask), ("routed_experts", routed_experts))
-        if rows is not None
-    }
+    carried = _carried(columns or {}, topk, sampling_mask, routed_experts)
     _check_columns(carried, len(prompt_ids), len(response_ids))
     return TrainingSample(
         tokens=sequence[:-1],
@@ -260,15 +253,6 @@ def pack(
     is_padding = torch.ones(size, dtype=torch.bool)
     for start, end in zip(starts, sample_ends, strict=True):
         is_padding[start:end] = False
-    columns: dict[str, Any] = {}
-    for column in TOKEN_COLUMNS:
-        if column.name is None or not column.is_packed:
-            continue
-        parts = [getattr(sample, column.name) for sample in samples]
-        if column.is_optional:
-            _check_alike(column, parts)
-        if (first := getattr(like, column.name)) is not None:
-            columns[column.name] = column.pack(parts, sample_ends, size, first)
     return MicroBatch(
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         sequence_ids=torch.repeat_interleave(torch.tensor(sequences), repeats),
@@ -278,8 +262,41 @@ def pack(
         max_seqlen=max(lengths),
         num_padding=int(is_padding.sum()),
         is_padding=is_padding,
-        **columns,
+        **_packed_columns(samples, like, sample_ends, size),
     )
+
+
+def _carried(
+    columns: Mapping[str, TokenRows],
+    topk: tuple[Tensor, Tensor] | None,
+    sampling_mask: SamplingMask | None,
+    routed_experts: Tensor | None,
+) -> dict[str, Any]:
+    """Return the columns that a sample takes as they are, by name; those with an argument of their own win."""
+    topk_ids, topk_logprobs = topk or (None, None)
+    arguments: dict[str, TokenRows | None] = {
+        "rollout_topk_ids": topk_ids,
+        "rollout_topk_logprobs": topk_logprobs,
+        "sampling_mask": sampling_mask,
+        "routed_experts": routed_experts,
+    }
+    return {**columns, **{name: rows for name, rows in arguments.items() if rows is not None}}
+
+
+def _packed_columns(
+    samples: Sequence[TrainingSample], like: TrainingSample, sample_ends: Sequence[int], size: int
+) -> dict[str, Any]:
+    """Return the columns of a row of ``size`` tokens in which the samples end at ``sample_ends``."""
+    columns: dict[str, Any] = {}
+    for column in TOKEN_COLUMNS:
+        if column.name is None or not column.is_packed:
+            continue
+        parts = [getattr(sample, column.name) for sample in samples]
+        if column.is_optional:
+            _check_alike(column, parts)
+        if (first := getattr(like, column.name)) is not None:
+            columns[column.name] = column.pack(parts, sample_ends, size, first)
+    return columns
 
 
 def _check_alike(column: TokenColumn, parts: Sequence[Any]) -> None:

@@ -20,6 +20,7 @@ from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.rollout.user_function import run_user_function
 from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, SamplingParams
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_engines.server import GenerateRequest, Generation
 from megatron_dppo_engines.servers.pool import ServerPool
 
@@ -38,7 +39,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, None, T]) -> T:
         """Run a coroutine and return its result; it is cancelled if the caller is interrupted."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -47,7 +48,7 @@ class LoopThread:
             future.cancel()  # has no effect if the coroutine itself raised
             raise
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def start(self, coroutine: Coroutine[object, None, None]) -> None:
         """Start a coroutine that handles its own errors, and return at once."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._started.add(future)  # the loop holds its tasks only weakly
@@ -184,7 +185,7 @@ class Responder:
     def __init__(
         self,
         pool: ServerPool,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         end_tokens: tuple[int, ...],
         function: GenerateFunction | None,
         siblings_per_server: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_dppo.engines.client_processes import ClientProcesses
 from megatron_dppo.engines.responder import (
@@ -19,6 +19,7 @@ from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.sampling_sums import RankSums
 from megatron_dppo_engines.server import InferenceServer
@@ -36,7 +37,7 @@ _ABORT_INTERVAL = 0.2
 T = TypeVar("T")
 
 
-def build_contract(hf_config: Any, tokenizer: Any) -> Contract:
+def build_contract(hf_config: HfConfig, tokenizer: Tokenizer) -> Contract:
     """Return the contract for responses of servers with this model."""
     return Contract(
         vocab_size=hf_config.vocab_size,
@@ -72,8 +73,8 @@ class ServerEngine:
     def __init__(
         self,
         servers: Sequence[InferenceServer],
-        tokenizer: Any,
-        hf_config: Any,
+        tokenizer: Tokenizer,
+        hf_config: HfConfig,
         *,
         max_in_flight: int,
         health_seconds: float,
@@ -136,7 +137,7 @@ class ServerEngine:
 
         self.run(exclude())
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, None, T]) -> T:
         """Run a coroutine, such as a weight sync, in the event loop that the servers belong to."""
         return self._thread.run(coroutine)
 
@@ -318,7 +319,7 @@ def _set_if_complete(group: Sequence[InFlightResponse], future: SampledFuture) -
         future.set_result(completions)
 
 
-async def _gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_or_cancel(coroutines: Sequence[Coroutine[object, None, T]]) -> list[T]:
     """Return all results in order; if one fails, cancel the others and wait for their end."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -73,11 +73,8 @@ def save_hf_folder(
         CheckpointError: The format of ``quantization`` cannot hold a weight, or ``source`` joins experts.
     """
     target = Path(target)
-    if quantization is not None and num_joined_experts(source) is not None:
-        raise CheckpointError(
-            f"Expected a model with one weight for each expert for a folder in {quantization.format}, got {source}, "
-            "which joins the experts of a layer in one tensor. Fix: write it without quantization."
-        )
+    if quantization is not None:
+        _check_separate_experts(source, quantization)
     partial = target.with_name(target.name + ".partial")
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     fp32_names = frozenset[str]()
@@ -98,6 +95,14 @@ def save_hf_folder(
         # The stream is a collective: a rank that failed must still take every tensor, or the others wait for it.
         drain(stream)
         writer.close()
+
+
+def _check_separate_experts(source: str | Path, quantization: Quantization) -> None:
+    if num_joined_experts(source) is not None:
+        raise CheckpointError(
+            f"Expected a model with one weight for each expert for a folder in {quantization.format}, got {source}, "
+            "which joins the experts of a layer in one tensor. Fix: write it without quantization."
+        )
 
 
 def _fp32_names(source: Path) -> frozenset[str]:

@@ -24,7 +24,7 @@ def is_function_name(name: str) -> bool:
     return bool(module and function)
 
 
-def load_function(name: str, setting: str, also: str = "") -> Callable[..., Any]:
+def load_function(name: str, setting: str, also: str = "") -> Callable[..., object]:
     """Import the function; a file is executed again at each call.
 
     Args:
@@ -73,7 +73,7 @@ def _import_module(name: str) -> Any:
 
 
 def check_arguments(
-    function: Callable[..., Any], name: str, setting: str, takes: Sequence[str], options: Mapping[str, Any]
+    function: Callable[..., object], name: str, setting: str, takes: Sequence[str], options: Mapping[str, object]
 ) -> None:
     """Check that a function can be called with some positional arguments, and with options by name.
 
@@ -97,7 +97,7 @@ def check_arguments(
         ) from error
 
 
-def has_parameter(function: Callable[..., Any], name: str) -> bool:
+def has_parameter(function: Callable[..., object], name: str) -> bool:
     """Return whether a function has a parameter of that name."""
     try:
         return name in inspect.signature(function).parameters
@@ -115,7 +115,7 @@ def content_hash(name: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file.endswith(".py") else ""
 
 
-def _signature(function: Callable[..., Any]) -> str:
+def _signature(function: Callable[..., object]) -> str:
     try:
         return str(inspect.signature(function))
     except (TypeError, ValueError):

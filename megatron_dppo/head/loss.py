@@ -90,6 +90,8 @@ def dppo_head_loss(
             valid id stands twice in its row, a label is not in its Top-K set, or outside its sampling mask, or
             ``main_grad`` does not fit. After them: the loss has a gradient in a row without one in the plan. In
             backward: a second.
+
+    Long because the docstring states the contract of every argument; the body is a list of steps.
     """
     # Checks first, before any collective: a rank that raised later would leave the others waiting.
     _check_needs(needs)

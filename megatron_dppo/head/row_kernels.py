@@ -104,6 +104,8 @@ def row_statistics_torch(
 ) -> Tensor:
     """``row_statistics`` in plain torch.
 
+    Long because each step reads and overwrites the same memory, so that the order is the algorithm.
+
     With ``overwrite``, for logits in the dtype of the statistics, exp((logit - m) / temperature) takes the place of the
     first ``shard_size`` logits, for ``gradient_of_exponentials``.
     """

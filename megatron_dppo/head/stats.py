@@ -121,6 +121,8 @@ def vocab_parallel_head_stats(
             the temperature is not positive, a label or a valid id is outside the vocabulary (on CUDA a device-side
             assertion, as for the next), a valid id stands twice in its row, there are more ids than the vocabulary
             has, a label is outside its sampling mask, or ``main_grad`` does not fit.
+
+    Long because the docstring states the contract of every argument; the body is a list of steps.
     """
     head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     rows = Rows.of(hidden, plan)

@@ -143,6 +143,8 @@ def statistics_kernel(
 ) -> None:
     """Write one row of ``out [n, 4 + num_ids]``, with ``SQUARES`` one number more.
 
+    Long because a Triton kernel passes each running sum by name, once for full blocks and once for the last.
+
     ``IDS`` is a power of 2 that is not below ``num_ids``.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families import FAMILIES
+from megatron_dppo.types.model_folder import HfConfig
 
 _ROPE = ("rope_parameters", "rope_scaling")
 """Dictionaries of the rotary embedding in transformers 5 and 4."""
@@ -56,7 +56,7 @@ _COUNTED = ("layer", "expert", "dense_replace", "depth")
 """Parts of the keys that count layers or experts, of which transformers makes lists."""
 
 
-def check_counts(values: Mapping[str, Any]) -> None:
+def check_counts(values: Mapping[str, object]) -> None:
     """Check the numbers of layers and experts in a config.json, before transformers makes a list or a module of each.
 
     Raises:
@@ -84,7 +84,7 @@ def check_counts(values: Mapping[str, Any]) -> None:
             check_counts(nested)
 
 
-def check_config_keys(values: Mapping[str, Any], hf_config: Any, file: Path) -> None:
+def check_config_keys(values: Mapping[str, object], hf_config: HfConfig, file: Path) -> None:
     """Check that every key of config.json is known, and that two spellings of a key agree.
 
     transformers ignores a key that its class does not have, and servers may compute with it. null is a key that is not
@@ -127,12 +127,12 @@ def _generation_keys() -> set[str]:
     return set(vars(GenerationConfig()))
 
 
-def _dict(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _dict(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
-def _contradictions(values: Mapping[str, Any], hf_config: Any) -> Iterator[str]:
+def _contradictions(values: Mapping[str, object], hf_config: HfConfig) -> Iterator[str]:
     """Yield each pair of spellings with different values."""
     both = [(name, _dict(values, name)) for name in _ROPE]
     if all(rope for _, rope in both) and both[0][1] != both[1][1]:

@@ -28,6 +28,7 @@ from megatron_dppo.hf.families.family import check_sizes
 from megatron_dppo.hf.families.rules import OUTPUT, rename
 from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
 from megatron_dppo.types import RoutingShape
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 
 WeightStream = Iterable[tuple[str, Tensor]]
 
@@ -44,7 +45,7 @@ _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 _FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
 
 
-def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
+def read_hf_config(path: str | Path, key: str = "model.path") -> HfConfig:
     """Return the transformers configuration of a folder.
 
     Its ``eos_token_id`` lists the end tokens of config.json and of generation_config.json. Servers stop at both.
@@ -77,7 +78,7 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> Any:
     return hf_config
 
 
-def _load_config(folder: Path) -> Any:
+def _load_config(folder: Path) -> HfConfig:
     from transformers import AutoConfig
 
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -97,7 +98,7 @@ def _load_config(folder: Path) -> Any:
     return hf_config
 
 
-def _check_tied(values: dict[str, Any]) -> None:
+def _check_tied(values: Mapping[str, object]) -> None:
     """Check that a nested language model is tied if the model around it is: readers take one or the other key."""
     nested = values.get("text_config")
     key = "tie_word_embeddings"
@@ -105,7 +106,7 @@ def _check_tied(values: dict[str, Any]) -> None:
         raise CheckpointError(f"Expected text_config.{key} = {values[key]} as {key}, got {nested[key]}. Fix: set both.")
 
 
-def _language_model(hf_config: Any) -> Any:
+def _language_model(hf_config: HfConfig) -> HfConfig:
     """Return the configuration of the language model, which is nested in that of a model for images."""
     text_config = getattr(hf_config, "text_config", None)
     if text_config is None or text_config.model_type not in FAMILIES:
@@ -125,7 +126,7 @@ def with_served_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**({} if family is None else family.served_keys(values)), **values}
 
 
-def is_mxfp4(hf_config: Any) -> bool:
+def is_mxfp4(hf_config: HfConfig) -> bool:
     """Return True if a configuration says that the experts are quantized to MXFP4, as released gpt-oss models are."""
     quantization = getattr(hf_config, "quantization_config", None)
     return (
@@ -155,7 +156,7 @@ def _config_values(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _add_generation_end_tokens(folder: Path, hf_config: Any) -> None:
+def _add_generation_end_tokens(folder: Path, hf_config: HfConfig) -> None:
     file = folder / "generation_config.json"
     if not file.is_file():
         return
@@ -171,7 +172,7 @@ def _add_generation_end_tokens(folder: Path, hf_config: Any) -> None:
         hf_config.eos_token_id = tokens
 
 
-def _token_ids(value: Any, file: Path, hf_config: Any) -> list[int]:
+def _token_ids(value: Any, file: Path, hf_config: HfConfig) -> list[int]:
     """Return the tokens of an ``eos_token_id``: a token, a list of them, or null."""
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     vocab_size = getattr(hf_config, "vocab_size", math.inf)
@@ -181,7 +182,7 @@ def _token_ids(value: Any, file: Path, hf_config: Any) -> list[int]:
     return tokens
 
 
-def model_shape(hf_config: Any) -> ModelShape:
+def model_shape(hf_config: HfConfig) -> ModelShape:
     """Return the sizes of a model.
 
     Raises:
@@ -199,7 +200,7 @@ def model_shape(hf_config: Any) -> ModelShape:
         ) from error
 
 
-def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | None:
+def routing_shape(hf_config: HfConfig, *, weights: bool = False) -> RoutingShape | None:
     """Return the sizes of an MoE model's routes, with or without combine weights. None for a dense model."""
     shape = model_shape(hf_config)
     if shape.num_experts is None:
@@ -217,12 +218,12 @@ def routing_shape(hf_config: Any, *, weights: bool = False) -> RoutingShape | No
     )
 
 
-def end_tokens(hf_config: Any, tokenizer: Any) -> frozenset[int]:
+def end_tokens(hf_config: HfConfig, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end a response: those of the tokenizer, and of a configuration of ``read_hf_config``."""
     return configured_end_tokens(hf_config) | {tokenizer.eos_token_id}
 
 
-def configured_end_tokens(hf_config: Any) -> frozenset[int]:
+def configured_end_tokens(hf_config: HfConfig) -> frozenset[int]:
     """Return the end tokens of a configuration of ``read_hf_config``, without the tokenizer's."""
     configured = hf_config.eos_token_id
     tokens = configured if isinstance(configured, list) else [configured]
@@ -234,7 +235,7 @@ def preload_models() -> None:
     import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 
-def build_hf_model(hf_config: Any, dtype: torch.dtype, seed: int | None = None) -> Any:
+def build_hf_model(hf_config: HfConfig, dtype: torch.dtype, seed: int | None = None) -> Any:
     """Return a transformers causal language model with random weights. ``seed`` makes them reproducible.
 
     The norms of latents have the configuration's ``rms_norm_eps``, as in Megatron, SGLang and vLLM. transformers always
@@ -278,7 +279,7 @@ def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield rename(name, family.disk_names), tensor
 
 
-def weight_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
+def weight_shapes(hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of a model, by its name on disk; nothing is allocated.
 
     Raises:
@@ -360,7 +361,7 @@ def is_mtp_weight(name: str, shape: ModelShape) -> bool:
     return layer is not None and 0 <= int(layer[1]) - shape.num_layers < shape.num_mtp_layers
 
 
-def stream_folder(path: str | Path, hf_config: Any, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
+def stream_folder(path: str | Path, hf_config: HfConfig, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
     """Check that a folder's weights fit its config.json, and return a stream of those that the model has.
 
     Raises:
@@ -372,12 +373,12 @@ def stream_folder(path: str | Path, hf_config: Any, key: str = "model.path") -> 
     return ((name, tensor) for name, tensor in weights if not is_mtp_weight(name, shape))
 
 
-def parameter_count(hf_config: Any) -> int:
+def parameter_count(hf_config: HfConfig) -> int:
     """Return the number of weights; tied ones count once."""
     return sum(torch.Size(shape).numel() for shape in weight_shapes(hf_config).values())
 
 
-def check_weights_fit(path: str | Path, hf_config: Any, key: str = "model.path") -> None:
+def check_weights_fit(path: str | Path, hf_config: HfConfig, key: str = "model.path") -> None:
     """Check that a folder's safetensors files are complete and match its config.json.
 
     Args:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
@@ -45,7 +45,7 @@ def published_name(name: str) -> str:
 class StoredWeight:
     """One weight in an open safetensors file."""
 
-    file: Any
+    file: safe_open
     """Handle of ``safe_open``."""
     name: str
     """Name in the file."""
@@ -85,7 +85,7 @@ class ExpertWeight(StoredWeight):
 class QuantizedExpertWeight(ExpertWeight):
     """One expert's weight in a tensor of all experts in MXFP4, whose rows are those of the weight."""
 
-    scales_file: Any
+    scales_file: safe_open
     """Handle of the file of the scales."""
 
     def read(self) -> Tensor:
@@ -102,7 +102,7 @@ class QuantizedExpertWeight(ExpertWeight):
         return (rows, shape[2] * BLOCK), "BF16"
 
 
-def _header(file: Any, name: str) -> tuple[tuple[int, ...], str]:
+def _header(file: safe_open, name: str) -> tuple[tuple[int, ...], str]:
     header = file.get_slice(name)
     return tuple(header.get_shape()), str(header.get_dtype())
 
@@ -111,7 +111,7 @@ def _scales_name(name: str) -> str:
     return name.removesuffix(_BLOCKS) + _SCALES
 
 
-def stored_weights(files: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, StoredWeight]]:
+def stored_weights(files: Mapping[str, safe_open], names: Iterable[str]) -> Iterator[tuple[str, StoredWeight]]:
     """Yield the weights of the stored tensors ``names`` by their usual names: itself, or one for each expert.
 
     Args:
@@ -137,7 +137,7 @@ def stored_weights(files: Mapping[str, Any], names: Iterable[str]) -> Iterator[t
 
 
 def _expert_weights(
-    files: Mapping[str, Any], name: str, module: str, kind: str, layout: FusedExperts, *, is_quantized: bool
+    files: Mapping[str, safe_open], name: str, module: str, kind: str, layout: FusedExperts, *, is_quantized: bool
 ) -> Iterator[tuple[str, StoredWeight]]:
     header = _header(files[name], name)
     if is_quantized:

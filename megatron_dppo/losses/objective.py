@@ -66,6 +66,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
             ``megatron_dppo.policy_loss`` also refuses ``logprobs`` without a gradient, of integers, NaN or above 0, and
             advantages that are not finite. A GPU would wait for these values, so there only the first call of each
             loss checks them. A name as ``config`` and a list as a column are a TypeError.
+
+    Long because the docstring has the contract and an example; the body is a list of steps.
     """
     loss = as_loss(config)
     # Prepare: check the inputs, and replace values outside the loss mask by zeros.

@@ -31,7 +31,7 @@ from megatron_dppo_megatron_cpu.layers import weight_device
 class OutputNorm(torch.nn.Module):
     """Weight of the RMSNorm of each head. All tensor-parallel ranks have it, and each rank has other heads."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         # Megatron passes its default here; the model's value is in the config.
         del eps
@@ -70,7 +70,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         self.gated_delta_rule = choose_kernels(self.config).mix
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Any = None, **_: Any
+        self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Any = None, **_: object
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer for ``hidden_states [T, 1, hidden_size]`` of a ``PackedRow``; return the same shape."""
         del attention_mask

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -14,6 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.losses import Objective
@@ -23,10 +24,12 @@ from megatron_dppo.mcore.row import MicroBatchRow, RowRecord, record_row
 from megatron_dppo.types import Metric, MicroBatch
 
 _ResultT = TypeVar("_ResultT")
+_LossFunction = Callable[[MicroBatchRow, Tensor], tuple[Tensor, Tensor, _ResultT]]
+"""Returns the loss, the token count and a result of a row's hidden states."""
 
 
 def forward_backward(
-    chunks: Sequence[Any],
+    chunks: Sequence[Module],
     batches: Sequence[MicroBatch],
     head: OutputHead,
     objective: Objective,
@@ -80,7 +83,7 @@ def forward_backward(
 
 @torch.no_grad()
 def forward_logprobs(
-    chunks: Sequence[Any], batches: Sequence[MicroBatch], head: OutputHead, cp_group: ProcessGroup | None = None
+    chunks: Sequence[Module], batches: Sequence[MicroBatch], head: OutputHead, cp_group: ProcessGroup | None = None
 ) -> list[Tensor]:
     """Return the log-probabilities ``[T]`` of the labels of each micro-batch, 0 outside the loss mask.
 
@@ -91,7 +94,7 @@ def forward_logprobs(
 
 @torch.no_grad()
 def forward_hidden_states(
-    chunks: Sequence[Any],
+    chunks: Sequence[Module],
     batches: Sequence[MicroBatch],
     read: Callable[[MicroBatchRow, Tensor], _ResultT],
     cp_group: ProcessGroup | None = None,
@@ -104,12 +107,12 @@ def forward_hidden_states(
 
 
 def _read(
-    chunks: Sequence[Any],
+    chunks: Sequence[Module],
     batches: Sequence[MicroBatch],
     cp_group: ProcessGroup | None,
-    read: Callable[[MicroBatchRow, Tensor], Any],
-) -> list[Any]:
-    def collect(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+    read: Callable[[MicroBatchRow, Tensor], _ResultT],
+) -> list[_ResultT]:
+    def collect(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, _ResultT]:
         # Megatron collects the third value of a loss function; the loss and the token count are placeholders.
         count = torch.tensor(0, dtype=torch.int, device=hidden.device)
         return hidden.new_zeros(()), count, read(row, hidden)
@@ -119,7 +122,10 @@ def _read(
 
 
 def _row_factory(
-    chunks: Sequence[Any], cp_group: ProcessGroup | None, skips_zero_advantage: bool, noise: NoiseFactory | None = None
+    chunks: Sequence[Module],
+    cp_group: ProcessGroup | None,
+    skips_zero_advantage: bool,
+    noise: NoiseFactory | None = None,
 ) -> Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow]:
     device = next(chunks[0].parameters()).device
 
@@ -130,9 +136,11 @@ def _row_factory(
     return make_row
 
 
-def _forward_step(loss_function: Callable[..., Any], data: Iterator[MicroBatchRow], model: Any) -> tuple[Tensor, Any]:
+def _forward_step(
+    loss_function: _LossFunction[_ResultT], data: Iterator[MicroBatchRow], model: Module
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, _ResultT]]]:
     row = next(data)
-    extra: dict[str, Any] = {"output_processor": hidden_states_only} if HAS_OUTPUT_PROCESSOR else {}
+    extra: dict[str, object] = {"output_processor": hidden_states_only} if HAS_OUTPUT_PROCESSOR else {}
     if any(isinstance(each, Float16Module) for each in (model, getattr(model, "module", None))):
         # Float16Module would convert its output to fp32: the head reads bf16 hidden states and accumulates in fp32.
         extra["fp32_output"] = False
@@ -148,15 +156,15 @@ def _forward_step(loss_function: Callable[..., Any], data: Iterator[MicroBatchRo
 
 
 def _run_schedule(
-    chunks: Sequence[Any],
+    chunks: Sequence[Module],
     batches: Sequence[MicroBatch],
     make_row: Callable[[MicroBatch, TeacherTargets | None], MicroBatchRow],
-    loss_function: Callable[..., Any],
+    loss_function: _LossFunction[_ResultT],
     *,
     forward_only: bool,
     reduces: bool = True,
     teacher_targets: Sequence[TeacherTargets] = (),
-) -> list[Any]:
+) -> list[_ResultT]:
     if not batches:
         raise ValueError("Expected at least one micro-batch on every rank, got none. Fix: pass an empty one.")
     # With virtual pipeline stages each model chunk reads the micro-batches from an iterator of its own.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size
@@ -30,7 +29,7 @@ _OTHER_ACTIVATION = {
 """Fields of ``model.transformer`` with which the fused SwiGLU would compute something else, or Megatron refuses it."""
 
 
-def default_fusions(overrides: Mapping[str, Any], *, is_cuda: bool, engine: bool, experts: bool) -> dict[str, bool]:
+def default_fusions(overrides: Mapping[str, object], *, is_cuda: bool, engine: bool, experts: bool) -> dict[str, bool]:
     """Return the fields of ``FUSIONS``: on with Transformer Engine, off without it and on CPU.
 
     Router replay goes with all of them: it sets the experts of a token before any of these kernels runs. (The one
@@ -101,7 +100,7 @@ def output_layer_without_fusion() -> Iterator[list[GPTModel]]:
             model.output_layer.gradient_accumulation_fusion = False
 
 
-def summarize_kernels(config: TransformerConfig, overrides: Mapping[str, Any], *, engine: bool) -> str:
+def summarize_kernels(config: TransformerConfig, overrides: Mapping[str, object], *, engine: bool) -> str:
     """One line for the start of a run on CUDA."""
     return _summarize_fusions(config, overrides, engine=engine) + _summarize_delta_nets(config)
 
@@ -116,7 +115,7 @@ def _summarize_delta_nets(config: TransformerConfig) -> str:
     return "; gated delta nets by plain torch: flash-linear-attention is for bf16 and fp16, without deterministic_mode"
 
 
-def _summarize_fusions(config: TransformerConfig, overrides: Mapping[str, Any], *, engine: bool) -> str:
+def _summarize_fusions(config: TransformerConfig, overrides: Mapping[str, object], *, engine: bool) -> str:
     off = [name for name in FUSIONS if not getattr(config, name)]
     if not engine:
         experts = "" if config.num_moe_experts is None else ", experts by torch's grouped GEMM in bf16"
@@ -133,7 +132,7 @@ def _summarize_fusions(config: TransformerConfig, overrides: Mapping[str, Any], 
     )
 
 
-def _why_off(name: str, config: TransformerConfig, overrides: Mapping[str, Any]) -> str:
+def _why_off(name: str, config: TransformerConfig, overrides: Mapping[str, object]) -> str:
     if name == "moe_permute_fusion" and config.num_moe_experts is None:
         return ""
     if name in overrides:
@@ -154,7 +153,7 @@ _CAPABILITY = (8, 9)
 _BLACKWELL = (10, 0)
 
 
-def check_fp8(fields: Mapping[str, Any], dtype: str, platform: Platform, *, transformer_engine: bool) -> None:
+def check_fp8(fields: Mapping[str, object], dtype: str, platform: Platform, *, transformer_engine: bool) -> None:
     """Check that this machine supports ``model.transformer.fp8``.
 
     Args:
@@ -195,6 +194,6 @@ def check_fp8(fields: Mapping[str, Any], dtype: str, platform: Platform, *, tran
         )
 
 
-def row_multiple(fields: Mapping[str, Any]) -> int:
+def row_multiple(fields: Mapping[str, object]) -> int:
     """Return the multiple that the number of tokens of a GEMM must be: 1 without FP8."""
     return int(get_fp8_align_size(fields.get("fp8_recipe", "delayed"))) if fields.get("fp8") else 1

@@ -42,7 +42,7 @@ HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward)
 """True if GPTModel.forward has the hook (megatron-core 0.17 and newer)."""
 
 
-def hidden_states_only(*, hidden_states: Tensor, **_: Any) -> Tensor:
+def hidden_states_only(*, hidden_states: Tensor, **_: object) -> Tensor:
     """Return hidden states ``[T, 1, H]`` as ``[1, T, H]``, the layout of logits; GPTModel's ``output_processor``."""
     return hidden_states.transpose(0, 1)
 

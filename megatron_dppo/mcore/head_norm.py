@@ -5,8 +5,6 @@ Megatron and Transformer Engine have norms over each head alone. This one is a l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel import (
@@ -27,7 +25,7 @@ class QueryNorm(torch.nn.Module):
     tensor parallelism, by their name, which makes the gradient complete.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         # Megatron passes its default here; the model's value is in the config.
         del eps

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megatron_dppo.mcore.mapping import router_biases
@@ -49,7 +49,7 @@ class OffloadedModel:
             All other weights are loaded for the duration of ``loaded``.
     """
 
-    def __init__(self, chunks: Sequence[Any], device: torch.device, *, by_layer: bool) -> None:
+    def __init__(self, chunks: Sequence[GPTModel], device: torch.device, *, by_layer: bool) -> None:
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers] if by_layer else []
         layer_parameter_ids = {id(p) for layer in layers for p in layer.parameters()}
         # A dict by id: tied weights appear in several chunks and must be offloaded once.
@@ -86,7 +86,7 @@ class ReferenceWeights:
         chunks: Unwrapped model chunks of this rank.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[GPTModel]) -> None:
         self._parameters = [
             tensor for chunk in chunks for tensor in (*chunk.parameters(), *dict(router_biases(chunk)).values())
         ]

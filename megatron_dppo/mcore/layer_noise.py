@@ -136,7 +136,7 @@ class LayerNoise:
             leaf.data.fill_(self.log_std[number - self._layers.start])
         return partial(RowNoise.from_batch, part=self._part, name=f"{self._seed}/{policy_version}")
 
-    def _add(self, layer: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _add(self, layer: int, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add noise to a layer's input, in rows with noise; a forward pre-hook."""
         noise: RowNoise | None = getattr(kwargs.get("packed_seq_params"), "noise", None)
         if noise is None:

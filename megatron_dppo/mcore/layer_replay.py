@@ -149,7 +149,7 @@ class LayerReplay(RouterReplay):
         if self._counts.keeps_tokens:
             self.differences = torch.stack([known, differs[0]], 1)
 
-    def replay_weights(self, _router: Any, _inputs: Any, output: _Routed) -> _Routed | None:
+    def replay_weights(self, _router: object, _inputs: object, output: _Routed) -> _Routed | None:
         """Replace the router's probabilities ``[num_local_tokens, num_experts]`` by the weights of the routes.
 
         A forward hook of the router. It also counts how far the live weights are from them.

@@ -42,6 +42,7 @@ from megatron_dppo.mcore.transformer_engine import (
 )
 from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.types.model_folder import HfConfig
 from megatron_dppo_megatron_cpu.latent import ReplicatedLinear
 from megatron_dppo_megatron_cpu.layers import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
@@ -49,7 +50,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's parameters with padded vocabulary entries, which Megatron Bridge exports."""
 
 
-def provider_config(hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform) -> Any:
+def provider_config(hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform) -> Any:
     """Return Megatron Bridge's provider of a model, a TransformerConfig, with this run's settings.
 
     Raises:
@@ -91,7 +92,7 @@ def provider_config(hf_config: Any, model: ModelConfig, layout: Layout, platform
     return provider
 
 
-def _torch_layers(hf_config: Any) -> Callable[..., TransformerBlockSubmodules]:
+def _torch_layers(hf_config: HfConfig) -> Callable[..., TransformerBlockSubmodules]:
     """Return the spec of layers without Transformer Engine, and tell the mappings how these are split."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
@@ -106,7 +107,7 @@ def _torch_layers(hf_config: Any) -> Callable[..., TransformerBlockSubmodules]:
     return spec
 
 
-def _provider(hf_config: Any) -> Any:
+def _provider(hf_config: HfConfig) -> Any:
     try:
         from megatron.bridge import AutoBridge
     except ImportError as error:
@@ -163,7 +164,7 @@ class ProvidedWeights:
         hf_config: Transformers configuration of the model.
     """
 
-    def __init__(self, chunks: list[GPTModel], hf_config: Any) -> None:
+    def __init__(self, chunks: list[GPTModel], hf_config: HfConfig) -> None:
         self._chunks = chunks
         self._hf_config = hf_config
         self._shape = model_shape(hf_config)
@@ -259,7 +260,7 @@ def _gather(names: list[str]) -> list[str]:
     return sorted(set(chain.from_iterable(all_gather_objects(names, dist.group.WORLD))))
 
 
-def _pretrained(hf_config: Any, source: WeightSource) -> Any:
+def _pretrained(hf_config: HfConfig, source: WeightSource) -> Any:
     """Return a configuration and weights as Megatron Bridge reads them; nothing is read yet."""
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from megatron.bridge.models.hf_pretrained.state import StateDict, StateSource

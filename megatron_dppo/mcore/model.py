@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from megatron_dppo.mcore.transformer_engine import (
 )
 from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.types import MicroBatch
+from megatron_dppo.types.model_folder import HfConfig
 
 
 class LoadBalancingLosses:
@@ -103,7 +104,7 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
 
 
 def transformer_config(
-    hf_config: Any, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
+    hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform, *, router_replay: bool = False
 ) -> TransformerConfig:
     """Return Megatron's TransformerConfig of a model.
 
@@ -125,12 +126,7 @@ def transformer_config(
     # The name of Megatron's argument, which its TransformerConfig has as a function.
     if family_fields.pop("quick_geglu", False):
         family_fields["activation_func"] = quick_gelu
-    topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)
-    if topk > experts:
-        raise_unsupported(hf_config, "num_experts_per_tok", topk, f"at most the {experts} experts")
-    if topk == 1 and family_fields.get("moe_router_pre_softmax") is False:
-        # The weight of the only expert is always 1, so the router has no gradient.
-        raise_unsupported(hf_config, "num_experts_per_tok", 1, "at least 2 with norm_topk_prob = true")
+    _check_routes(hf_config, family_fields)
     values: dict[str, Any] = dict(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -148,7 +144,9 @@ def transformer_config(
     overrides = checked_overrides(model.transformer, router_replay=router_replay)
     check_padding_support(overrides, layout.row_multiple * row_multiple(overrides))
     check_fp8(overrides, model.dtype, platform, transformer_engine=has_te)
-    fused = default_fusions(overrides, is_cuda=platform.is_cuda, engine=has_te, experts=experts > 0)
+    fused = default_fusions(
+        overrides, is_cuda=platform.is_cuda, engine=has_te, experts=bool(family_fields.get("num_moe_experts"))
+    )
     kind = MLATransformerConfig if family_fields.get("multi_latent_attention") else TransformerConfig
     try:
         config = kind(**(values | fused | family_fields | overrides))
@@ -159,7 +157,25 @@ def transformer_config(
             f"{type(error).__name__}: {error}. Fix: change model.transformer or [parallel]"
         ) from error
     check_pipeline_split(config, layout)
-    yarn = get_family(hf_config).rope(hf_config).yarn or {}
+    _set_yarn(config, get_family(hf_config).rope(hf_config).yarn or {})
+    return config
+
+
+def _check_routes(hf_config: HfConfig, family_fields: Mapping[str, Any]) -> None:
+    """Check that a token's experts exist, and that their router gets a gradient.
+
+    Raises:
+        CheckpointError: There are too many, or the only one always has the weight 1.
+    """
+    topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)
+    if topk > experts:
+        raise_unsupported(hf_config, "num_experts_per_tok", topk, f"at most the {experts} experts")
+    if topk == 1 and family_fields.get("moe_router_pre_softmax") is False:
+        # The weight of the only expert is always 1, so the router has no gradient.
+        raise_unsupported(hf_config, "num_experts_per_tok", 1, "at least 2 with norm_topk_prob = true")
+
+
+def _set_yarn(config: TransformerConfig, yarn: Mapping[str, object]) -> None:
     if yarn and config.apply_rope_fusion:
         raise ConfigError(
             "model.transformer.apply_rope_fusion = true with YaRN: the fused kernel leaves out YaRN's factor in packed "
@@ -167,7 +183,6 @@ def transformer_config(
         )
     for name, value in yarn.items():
         setattr(config, f"yarn_{name}", value)
-    return config
 
 
 def training_fields(model: ModelConfig, layout: Layout, platform: Platform) -> dict[str, Any]:
@@ -213,7 +228,7 @@ def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
     return summarize_kernels(config, model.transformer, engine=has_transformer_engine())
 
 
-def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
+def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
     """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet.
 
     Raises:
@@ -229,7 +244,7 @@ def build_model(config: TransformerConfig, hf_config: Any, pp_rank: int, device:
         ) from error
 
 
-def _build_chunks(config: TransformerConfig, hf_config: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
+def _build_chunks(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
     vpp_size = config.virtual_pipeline_model_parallel_size
     last_stage = config.pipeline_model_parallel_size - 1
     with output_layer_without_fusion() as chunks:

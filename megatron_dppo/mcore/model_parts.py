@@ -28,12 +28,13 @@ from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.row_padding import exclude_padding
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.types.model_folder import HfConfig
 
 
 class Placement(NamedTuple):
     """Which model is distributed, and over which ranks."""
 
-    hf_config: Any
+    hf_config: HfConfig
     """Transformers configuration of the model."""
     layout: Layout
     """Checked layout of the ranks."""

@@ -13,17 +13,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 _ADAM_KEYS = frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"})
 
 
-def is_offloaded(optimizer: Any) -> bool:
+def is_offloaded(optimizer: MegatronOptimizer) -> bool:
     """Return True if a part of Megatron's optimizer keeps state on the host."""
     return isinstance(optimizer.optimizer, HybridDeviceOptimizer)
 
@@ -59,7 +61,7 @@ def _start(hybrid: HybridDeviceOptimizer) -> None:
     hybrid._sync_sub_optimizers_state_to_hdo()
 
 
-HOST_ALLOCATIONS: Sequence[tuple[Any, str]] = (
+HOST_ALLOCATIONS: Sequence[tuple[type | ModuleType, str]] = (
     (HybridDeviceOptimizer, "_init_sub_optimizers"),
     (HybridDeviceOptimizer, "_set_sub_optimizer_grads"),
     (sys.modules[__name__], "_start"),
@@ -67,10 +69,12 @@ HOST_ALLOCATIONS: Sequence[tuple[Any, str]] = (
 """Functions of a ``HybridDeviceOptimizer`` that allocate on the host: (owner, name)."""
 
 
-def gpu_tensors(optimizer: Any) -> Iterator[Tensor]:
+def gpu_tensors(optimizer: object) -> Iterator[Tensor]:
     """Yield a ``HybridDeviceOptimizer``'s tensors on the GPU; nothing for other optimizers."""
-    part: Any = getattr(optimizer, "gpu_optimizer", None)
-    for group in part.param_groups if part is not None else ():
+    part: torch.optim.Optimizer | None = getattr(optimizer, "gpu_optimizer", None)
+    if part is None:
+        return
+    for group in part.param_groups:
         for parameter in group["params"]:
             yield parameter
             yield from (tensor for tensor in part.state.get(parameter, {}).values() if isinstance(tensor, Tensor))
@@ -78,7 +82,7 @@ def gpu_tensors(optimizer: Any) -> Iterator[Tensor]:
                 yield parameter.grad
 
 
-def hybrid_settings(optimizer: Any) -> Set[str]:
+def hybrid_settings(optimizer: MegatronOptimizer) -> Set[str]:
     """Return the names of a ``HybridDeviceOptimizer``'s settings in its parameter groups; none for other optimizers.
 
     They hold classes, which a checkpoint must not.

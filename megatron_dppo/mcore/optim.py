@@ -181,22 +181,7 @@ class Optimizer:
     ) -> None:
         self._chunks = list(chunks)
         self.megatron = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=optimizer.lr,
-                min_lr=optimizer.min_lr,
-                weight_decay=optimizer.weight_decay,
-                adam_beta1=optimizer.adam_beta1,
-                adam_beta2=optimizer.adam_beta2,
-                adam_eps=optimizer.adam_eps,
-                clip_grad=optimizer.clip_grad,
-                bf16=config.bf16,
-                fp16=config.fp16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=parallel.use_distributed_optimizer,
-                overlap_param_gather=parallel.overlap_param_gather,
-                **_memory_fields(optimizer, config),
-            ),
+            _megatron_config(optimizer, parallel, config),
             self._chunks,
             # They serve Megatron's own checkpoint formats, which this package does not write.
             use_gloo_process_groups=False,
@@ -235,10 +220,13 @@ class Optimizer:
             wd_incr_style="constant",
             use_checkpoint_opt_param_scheduler=False,
         )
-        # Hooks that Megatron's schedules read from the TransformerConfig.
+        self._set_hooks(config, overlaps=parallel.overlap_grad_reduce)
+
+    def _set_hooks(self, config: TransformerConfig, *, overlaps: bool) -> None:
+        """Set the hooks that Megatron's schedules read from the TransformerConfig."""
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.megatron.scale_loss
-        if parallel.overlap_grad_reduce:
+        if overlaps:
             # Gradients are reduced in the last micro-batch only. The interleaved schedule takes one hook per chunk.
             no_sync_hooks = [chunk.no_sync for chunk in self._chunks]
             config.no_sync_func = no_sync_hooks if len(no_sync_hooks) > 1 else no_sync_hooks[0]
@@ -391,6 +379,27 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
             yield from _nonempty_tensors(group["params"])
         for state in part.optimizer.state.values():
             yield from _nonempty_tensors(state.values())
+
+
+def _megatron_config(
+    optimizer: OptimizerConfig, parallel: ParallelConfig, config: TransformerConfig
+) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
+        **_memory_fields(optimizer, config),
+    )
 
 
 def _memory_fields(optimizer: OptimizerConfig, config: TransformerConfig) -> dict[str, Any]:

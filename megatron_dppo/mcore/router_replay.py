@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -148,7 +148,7 @@ class ReplayDriver:
         for router in self._routers:
             router.num_recomputed = 0
 
-    def _begin(self, chunk: int, batches: Sequence[MicroBatch], mode: ReplayMode, *_: Any) -> None:
+    def _begin(self, chunk: int, batches: Sequence[MicroBatch], mode: ReplayMode, *_: object) -> None:
         routers = self._chunks[chunk]
         action = RouterReplayAction.REPLAY_FORWARD if mode == "replay" else RouterReplayAction.RECORD
         if mode != "record" and routers:
@@ -166,7 +166,7 @@ class ReplayDriver:
         for router in routers:
             router.set_router_replay_action(action)
 
-    def _end(self, chunk: int, mode: ReplayMode, *_: Any) -> None:
+    def _end(self, chunk: int, mode: ReplayMode, *_: object) -> None:
         for router in self._chunks[chunk]:
             if mode == "record":
                 self._recorded[self._next_batch[chunk]][router.layer] = router.recorded_routes()
@@ -296,7 +296,7 @@ _INCOMPATIBLE_FIELDS = {
 """TransformerConfig fields with the values under which Megatron ignores or undoes replay (None means any value)."""
 
 
-def check_router_replay_support(overrides: Mapping[str, Any]) -> None:
+def check_router_replay_support(overrides: Mapping[str, object]) -> None:
     """Check that no TransformerConfig field makes Megatron ignore replay.
 
     Args:

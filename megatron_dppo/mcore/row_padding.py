@@ -33,7 +33,7 @@ _BY_ALL_TOKENS = {
 """TransformerConfig fields, with the values (None: any) under which padding changes the experts of other tokens."""
 
 
-def check_padding_support(fields: Mapping[str, Any], multiple: int) -> None:
+def check_padding_support(fields: Mapping[str, object], multiple: int) -> None:
     """Check that padding of rows cannot change the experts of tokens.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
@@ -13,9 +11,10 @@ from megatron_dppo.config.layout import Layout
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.model import build_model
 from megatron_dppo.mcore.setup import build_megatron_groups, seed_random_states, shutdown_megatron
+from megatron_dppo.types.model_folder import HfConfig
 
 
-def check_build(hf_config: Any, config: TransformerConfig, layout: Layout) -> None:
+def check_build(hf_config: HfConfig, config: TransformerConfig, layout: Layout) -> None:
     """Build the model of the first rank and of the last pipeline stage on the meta device.
 
     Does nothing if this process has process groups already.
@@ -43,7 +42,7 @@ def check_build(hf_config: Any, config: TransformerConfig, layout: Layout) -> No
             shutdown_megatron()
 
 
-def _build(hf_config: Any, config: TransformerConfig, layout: Layout, pp_rank: int, rank: int) -> None:
+def _build(hf_config: HfConfig, config: TransformerConfig, layout: Layout, pp_rank: int, rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     build_megatron_groups(layout)
     seed_random_states(0)

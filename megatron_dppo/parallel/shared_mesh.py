@@ -87,7 +87,7 @@ class SharedMeshGroup(ProcessGroup):
         self._check_tag(tag)
         return self._world.recv(tensors, self._ranks[srcRank], self._tag)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> None:
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> None:
         """Send the tensor of ``opts.rootRank`` to all ranks, along a binomial tree."""
         size = self.size()
         distance = (self.rank() - opts.rootRank) % size
@@ -104,28 +104,28 @@ class SharedMeshGroup(ProcessGroup):
                 targets.append((self.rank() + bit) % size)
         _wait(work for target in targets for work in self._send(tensors[0], target))
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> None:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: dist.GatherOptions) -> None:
         """Receive the tensors of all ranks on ``opts.rootRank``."""
         if self.rank() == opts.rootRank:
             self._exchange({}, dict(enumerate(outputs[0])), inputs[0])
         else:
             self._exchange({opts.rootRank: inputs[0]}, {}, inputs[0])
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> None:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: dist.ScatterOptions) -> None:
         """Send a tensor to each rank from ``opts.rootRank``."""
         if self.rank() == opts.rootRank:
             self._exchange(dict(enumerate(inputs[0])), {self.rank(): outputs[0]}, inputs[0][self.rank()])
         else:
             self._exchange({}, {opts.rootRank: outputs[0]}, outputs[0])
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> None:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> None:
         """Send the tensors of all ranks to all ranks: first to rank 0, then down a tree."""
         del opts
         root = dist.GatherOptions()
         root.rootRank = 0
         together = inputs[0].new_empty(self.size(), *inputs[0].shape)
         self.gather([list(together.unbind())], inputs, root)
-        self.broadcast([together], root)
+        self.broadcast([together], dist.BroadcastOptions())
         for output, value in zip(outputs[0], together.unbind(), strict=True):
             output.copy_(value)
 
@@ -145,7 +145,7 @@ class SharedMeshGroup(ProcessGroup):
         input: Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
-        opts: Any = None,
+        opts: object = None,
     ) -> None:
         """Send each rank its part of ``input``, which is split along its first dimension; empty sizes: equal parts."""
         del opts
@@ -153,7 +153,7 @@ class SharedMeshGroup(ProcessGroup):
         incoming = output.split(output_split_sizes or len(output) // self.size())
         self._exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)), outgoing[self.rank()])
 
-    def barrier(self, opts: Any = None) -> None:
+    def barrier(self, opts: object = None) -> None:
         """Wait for all ranks."""
         del opts
         self.allgather([list(torch.empty(self.size(), 1).unbind())], [torch.zeros(1)])
@@ -186,7 +186,7 @@ def _wait(works: Iterable[Work]) -> None:
 
 
 def _refuse(name: str) -> Callable[..., None]:
-    def method(self: SharedMeshGroup, *args: Any, **kwargs: Any) -> None:
+    def method(self: SharedMeshGroup, *args: object, **kwargs: object) -> None:
         del self, args, kwargs
         raise NotImplementedError(f"{BACKEND} has no {name}. Fix: use another collective, or the group of all ranks")
 

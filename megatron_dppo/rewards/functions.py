@@ -47,7 +47,7 @@ class FunctionSpec:
     """``reward.signature``."""
     run_info: RunInfo = field(default_factory=RunInfo)
     """Values of the run that some signatures pass."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Options of a built-in function, or keyword arguments of a user function."""
     table: str = "reward"
     """Table that names the function, for messages: ``reward`` or ``reward.functions.NAME``."""
@@ -59,10 +59,10 @@ class FunctionSpec:
 class RewardFunction:
     """A loaded function and its calling convention."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     convention: CallConvention
     is_async: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     quick: QuickScore | None = None
 
 
@@ -97,21 +97,21 @@ def _built_in(spec: FunctionSpec, options: Section) -> RewardFunction:
     if isinstance(options, RewardModelOptions):
         from megatron_dppo.rewards.reward_model import RewardModel
 
-        return _of_items(RewardModel(options, spec.table, spec.run_info.started_at))
+        return _item_reward(RewardModel(options, spec.table, spec.run_info.started_at))
     if isinstance(options, JudgeOptions):
         from megatron_dppo.rewards.judge import Judge
 
-        return _of_items(Judge(options, spec.table))
+        return _item_reward(Judge(options, spec.table))
     if isinstance(options, CodeOptions):
         from megatron_dppo.rewards.code import Code
 
-        return _of_items(Code(options, spec.table))
+        return _item_reward(Code(options, spec.table))
     reward = _OF_TRAINER.get(spec.name) or _packaged_reward(spec, options)
     convention = recognize_signature(spec.name, reward.function, "megatron_dppo")
     return RewardFunction(reward.function, convention, is_async(reward.function), quick=reward.quick)
 
 
-def _of_items(function: Callable[..., Any]) -> RewardFunction:
+def _item_reward(function: Callable[..., Any]) -> RewardFunction:
     return RewardFunction(function, ITEM_CONVENTION, is_async(function))
 
 

@@ -179,7 +179,7 @@ def read_batch(values: object, count: int) -> list[object]:
     return result
 
 
-def error_text(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+def error_text(error: BaseException, function: Callable[..., object] | None = None) -> str:
     """Return an error as short text with the line that raised it, even if its own methods raise.
 
     Args:
@@ -202,7 +202,7 @@ def _user_line(error: BaseException) -> str:
     return ""
 
 
-def _defining_line(function: Callable[..., Any] | None) -> str:
+def _defining_line(function: Callable[..., object] | None) -> str:
     """Return where a function of the user is defined, such as `` (returned by score, my.py:12)``; empty if unknown."""
     try:
         while isinstance(function, partial):

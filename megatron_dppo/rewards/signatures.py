@@ -152,7 +152,7 @@ CONVENTIONS = (
 """Known conventions."""
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
@@ -163,7 +163,7 @@ def _names(parameters: Sequence[inspect.Parameter]) -> set[str]:
 
 def recognize_signature(
     name: str,
-    function: Callable[..., Any],
+    function: Callable[..., object],
     signature: str = "auto",
     options: Mapping[str, object] | None = None,
     table: str = "reward",
@@ -243,7 +243,7 @@ def _check_callable_as(
     convention: CallConvention,
     setting: str,
     table: str,
-    function: Callable[..., Any],
+    function: Callable[..., object],
     parameters: Sequence[inspect.Parameter],
     options: Mapping[str, object],
 ) -> None:
@@ -270,7 +270,7 @@ def _check_callable_as(
 
 def call(
     convention: CallConvention,
-    function: Callable[..., Any],
+    function: Callable[..., object],
     items: Sequence[RewardItem],
     run_info: RunInfo,
     options: Mapping[str, object] | None = None,
@@ -292,6 +292,6 @@ def call(
     return function(*positional, **named, **(options or {}))
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Return True if a call gives a coroutine, for functions and for objects with an async ``__call__``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

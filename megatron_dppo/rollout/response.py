@@ -20,6 +20,7 @@ from megatron_dppo.types import (
     SamplingParams,
     VersionSpan,
 )
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo.types.token_columns import (
     LOGPROBS,
     ROUTES,
@@ -357,7 +358,7 @@ class GrowingResponse:
         for column in self._columns():
             column.append_fill(len(token_ids))
 
-    def completion(self, reason: FinishReason, tokenizer: Any) -> Completion:
+    def completion(self, reason: FinishReason, tokenizer: Tokenizer) -> Completion:
         """Return the response as a completion.
 
         Raises:

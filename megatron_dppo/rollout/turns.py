@@ -29,6 +29,7 @@ from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.stop_strings import StopMatch, StopStrings
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
+from megatron_dppo.types.model_folder import Tokenizer
 
 GenerateFunction = Callable[[Prompt, "Turns"], Awaitable[Completion]]
 SampleTokens = Callable[[GrowingResponse, int, tuple[int, ...]], Awaitable[FinishReason | None]]
@@ -66,7 +67,9 @@ class ResponseBranch:
         sample: Function that extends the sequence.
     """
 
-    def __init__(self, response: GrowingResponse, params: SamplingParams, tokenizer: Any, sample: SampleTokens) -> None:
+    def __init__(
+        self, response: GrowingResponse, params: SamplingParams, tokenizer: Tokenizer, sample: SampleTokens
+    ) -> None:
         self.response = response
         self.position = 0
         """Number of tokens that were sampled or added so far, without recorded ones that are yet to be replayed."""
@@ -199,7 +202,12 @@ class Turns:
     """
 
     def __init__(
-        self, prompt: Prompt, response: GrowingResponse, params: SamplingParams, tokenizer: Any, sample: SampleTokens
+        self,
+        prompt: Prompt,
+        response: GrowingResponse,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        sample: SampleTokens,
     ) -> None:
         self.prompt = prompt
         self.params = params

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.turns import GenerateFunction, SampleTokens, Turns, TurnsStopped, call_generate
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
+from megatron_dppo.types.model_folder import Tokenizer
 
 
 class ResponseInProgress(Protocol):
@@ -20,7 +21,7 @@ async def run_user_function(
     function: GenerateFunction,
     sample: ResponseInProgress,
     params: SamplingParams,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     sample_tokens: SampleTokens,
 ) -> Completion | None:
     """Run a user function until its response is complete or canceled.

@@ -19,6 +19,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.folder import model_shape, read_hf_config
 from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform
+from megatron_dppo.types.model_folder import HfConfig
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Converter:
     """Model without optimizer, on this rank's part of a layout."""
 
     hf_folder: Path
-    hf_config: Any
+    hf_config: HfConfig
     layout: Layout
     models: list[Any]
     bridge: Any

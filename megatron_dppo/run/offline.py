@@ -45,6 +45,7 @@ from megatron_dppo.setup.preflight import check_flags
 from megatron_dppo.setup.resume import find_usable_checkpoint
 from megatron_dppo.setup.starts import load_run_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams
+from megatron_dppo.types.model_folder import HfConfig
 from megatron_dppo_engines.server import ServerInfo
 
 _VERSION = 0
@@ -143,7 +144,7 @@ def open_offline(config: Config, *, run: Path | None, model: Path | None, step: 
 
 
 def _load_checkpoint(
-    config: Config, engine: RolloutEngine, hf_config: Any, device: torch.device, run: Path, step: int | None
+    config: Config, engine: RolloutEngine, hf_config: HfConfig, device: torch.device, run: Path, step: int | None
 ) -> str:
     """Load the weights of a run's checkpoint into the engine, and return the path of the checkpoint."""
     from megatron_dppo.mcore.checkpoint.folder import checkpoint_name, checkpoints_folder
@@ -168,7 +169,7 @@ def _load_checkpoint(
 def _load_weights(
     config: Config,
     engine: RolloutEngine,
-    hf_config: Any,
+    hf_config: HfConfig,
     device: torch.device,
     weights: Callable[[], Iterator[tuple[str, Tensor]]],
 ) -> None:

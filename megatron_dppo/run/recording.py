@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.types import Completion, TrainingSample
+from megatron_dppo.types.model_folder import Tokenizer
 
 if TYPE_CHECKING:
     from megatron_dppo.policy.trainer import PolicyTrainer
@@ -117,7 +118,7 @@ class StepRecorder:
         loss: LossConfig,
         trainer: PolicyTrainer,
         groups: ParallelGroups,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
     ) -> None:
         self._every = log.rollouts_every
         self._loss = loss.name

@@ -89,6 +89,8 @@ class StepBatch:
 class PolicyUpdater:
     """Updates the policy of this rank, step by step, with the loss of the run.
 
+    Long because it is the order of all phases of an update, a few lines for each.
+
     Args:
         trainer: Policy of this rank.
         config: Configuration of the run.

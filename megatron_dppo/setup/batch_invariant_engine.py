@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.types import Completion, Prompt, SamplingMask, SamplingParams, TrainingSample
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.types.token_columns import requested_columns
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class BatchInvariantEngine:
         policy_version: Version of the weights. Set by the publisher; -1 before the first one.
     """
 
-    def __init__(self, trainer: PolicyTrainer, hf_config: Any, tokenizer: Any, budget: int) -> None:
+    def __init__(self, trainer: PolicyTrainer, hf_config: HfConfig, tokenizer: Tokenizer, budget: int) -> None:
         self.policy_version = -1
         self._trainer = trainer
         self._tokenizer = tokenizer

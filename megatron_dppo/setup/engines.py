@@ -35,6 +35,7 @@ from megatron_dppo.setup.inputs import Inputs
 from megatron_dppo.setup.perturbation import open_perturbation
 from megatron_dppo.setup.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.types.token_columns import columns_on_request
 from megatron_dppo.weights.sync import WeightSync
 from megatron_dppo_engines.server import InferenceServer
@@ -121,7 +122,7 @@ def _key(rollout: RolloutConfig) -> str | None:
 
 
 def _client_processes(
-    rollout: RolloutConfig, hf_config: Any, tokenizer: Any, servers: Sequence[InferenceServer]
+    rollout: RolloutConfig, hf_config: HfConfig, tokenizer: Tokenizer, servers: Sequence[InferenceServer]
 ) -> ClientProcesses | None:
     """Return the processes that send requests; None if the trainer sends them itself."""
     count = rollout.servers.client_processes
@@ -199,8 +200,8 @@ def build_engine(
 
 def build_sampling_engine(
     rollout: RolloutConfig,
-    hf_config: Any,
-    tokenizer: Any,
+    hf_config: HfConfig,
+    tokenizer: Tokenizer,
     device: torch.device,
     servers: Sequence[InferenceServer],
     function: GenerateFunction | None,
@@ -255,7 +256,7 @@ def _request_spread(rollout: RolloutConfig, servers: int, rank: int, ranks: int)
 
 
 def build_weight_sync(
-    config: Config, hf_config: Any, device: torch.device, sharing: MemorySharing | None = None
+    config: Config, hf_config: HfConfig, device: torch.device, sharing: MemorySharing | None = None
 ) -> WeightSync:
     """Return the sync that sends weights to the servers, with separate clients.
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -22,7 +21,7 @@ from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
-from megatron_dppo.data.prompts import PromptDataset, load_rows
+from megatron_dppo.data.prompts import LoadedRows, PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
@@ -39,15 +38,16 @@ from megatron_dppo.parallel.objects import broadcast_object
 from megatron_dppo.setup.bridge_checks import bridge_problems
 from megatron_dppo.source_names import name_sources
 from megatron_dppo.types import PromptLimits
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
     """Inputs that every rank reads."""
 
-    hf_config: Any
+    hf_config: HfConfig
     num_parameters: int
-    tokenizer: Any
+    tokenizer: Tokenizer
     layout: Layout
 
 
@@ -72,7 +72,8 @@ class Inputs(ModelInputs, DataSets):
 class PartialModelInputs:
     """Readable parts of ``ModelInputs``: the data are checked even if the model has problems."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer | None
+    """None if it cannot be loaded."""
     context_length: int | None
     layout: Layout | None
     """None if the sizes do not divide, or the model's configuration cannot be read."""
@@ -127,7 +128,7 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
         errors.attempt(_check_vocabulary, config.model.path, tokenizer, hf_config)
     complete = None
     if not errors.errors:
-        assert layout is not None
+        assert hf_config is not None and tokenizer is not None and layout is not None
         parameters = parameter_count(hf_config)
         complete = ModelInputs(hf_config=hf_config, num_parameters=parameters, tokenizer=tokenizer, layout=layout)
     for error in errors.errors:
@@ -185,7 +186,7 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
     return Inputs(**vars(model), train_prompts=train, eval_prompts=held_out, warmup_data=warmup, data_summary=summary)
 
 
-def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
+def _check_model(config: Config, hf_config: HfConfig, shape: ModelShape) -> None:
     """Check that the model supports the configuration."""
     problems, path = ErrorCollector(), config.model.path
     if config.model.provider == "megatron-bridge":
@@ -240,7 +241,7 @@ def _check_model(config: Config, hf_config: Any, shape: ModelShape) -> None:
     problems.raise_if_any()
 
 
-def _check_served_keys(path: str, hf_config: Any) -> None:
+def _check_served_keys(path: str, hf_config: HfConfig) -> None:
     """Check that servers compute the model as its config.json says."""
     values = hf_config.to_dict()
     for key, value in get_family(hf_config).served_keys(values).items():
@@ -251,7 +252,7 @@ def _check_served_keys(path: str, hf_config: Any) -> None:
             )
 
 
-def _check_vocabulary(path: str, tokenizer: Any, hf_config: Any) -> None:
+def _check_vocabulary(path: str, tokenizer: Tokenizer, hf_config: HfConfig) -> None:
     """Check that the model has an embedding for every token of its tokenizer."""
     largest, token = max((index, token) for token, index in tokenizer.get_vocab().items())
     if largest >= hf_config.vocab_size:
@@ -336,7 +337,9 @@ class PromptReader:
         summary: One line for each source that was read.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, context_length: int | None, now: datetime | None = None) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer | None, context_length: int | None, now: datetime | None = None
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._context_length = context_length
@@ -389,17 +392,8 @@ class PromptReader:
             are_tasks=config.agent.is_set,
             weights=data.weights if is_shuffled else None,
         )
-        parts = [f"{len(prompts)} prompts"]
-        if repeated := loaded.num_read - len(loaded.rows):
-            parts.append(f"{repeated} repeated rows dropped")
-        if len(rows) < len(loaded.rows):
-            parts.append(f"a sample of {len(loaded.rows)}")
-        if prompts.num_dropped:
-            parts.append(f"{prompts.num_dropped} too long dropped")
-        if prompts.num_truncated:
-            parts.append(f"{prompts.num_truncated} too long cut at the left")
-        files = source if isinstance(source, str) else ", ".join(source)
-        self.summary.append(f"data     {name}: {', '.join(parts)}; from {files} ({loaded.num_read} rows)")
+        numbers = _describe_numbers(loaded, len(rows), prompts)
+        self.summary.append(f"data     {name}: {numbers}; from {', '.join(listed)} ({loaded.num_read} rows)")
         if prompts.mix is not None:
             shares = zip(prompts.sizes, prompts.mix.shares, strict=True)
             mixed = ", ".join(f"{share / prompts.mix.period:.3g} from {name}" for name, share in shares)
@@ -430,6 +424,26 @@ class PromptReader:
         if self._tokenizer is not None and self._context_length is not None:
             data.check_lengths(self._context_length)
         return data
+
+
+def _describe_numbers(loaded: LoadedRows, num_used: int, prompts: PromptDataset) -> str:
+    """Return the numbers of prompts, and of rows that were left out or cut.
+
+    Args:
+        loaded: Rows of the source.
+        num_used: Rows of these that became prompts.
+        prompts: The prompts.
+    """
+    parts = [f"{len(prompts)} prompts"]
+    if repeated := loaded.num_read - len(loaded.rows):
+        parts.append(f"{repeated} repeated rows dropped")
+    if num_used < len(loaded.rows):
+        parts.append(f"a sample of {len(loaded.rows)}")
+    if prompts.num_dropped:
+        parts.append(f"{prompts.num_dropped} too long dropped")
+    if prompts.num_truncated:
+        parts.append(f"{prompts.num_truncated} too long cut at the left")
+    return ", ".join(parts)
 
 
 def _template_time(run: RunConfig) -> datetime:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.engines.local.batches import BatchMemory
 from megatron_dppo.parallel.platform import DTYPES
+from megatron_dppo.types.model_folder import HfConfig
 
 
 class LocalEngineMemory(NamedTuple):
@@ -24,7 +25,7 @@ class LocalEngineMemory(NamedTuple):
         cls,
         rollout: RolloutConfig,
         data: DataConfig,
-        hf_config: Any,
+        hf_config: HfConfig,
         parameters: int,
         layout: Layout,
         longest_prompt: int | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -138,59 +138,87 @@ def find_resume_point(
         return None
     state = read_state(chosen)
 
-    # Model, seed and data: a fork may have another seed and other data.
     identity = run_identity(config.lora, config.run.seed, inputs)
-    differing = [key for key, value in identity.items() if state["identity"][key] != value]
-    if refused := [key for key in differing if key == "model" or not is_fork]:
-        key = refused[0]
-        old, new = _differences(state["identity"][key], identity[key])
-        sources = "" if key != "prompts" else f" (data.train = {state['config']['data']['train']!r})"
-        here = "" if key != "prompts" else f" (data.train = {config.data.train!r})"
-        raise CheckpointError(
-            f"{chosen} was written with {key} = {old}{sources}, this run has {new}{here}. "
-            "Fix: use the same value, or another run.output_dir"
-        )
-
-    # Layout: any that Megatron can reshard to.
+    same_stream = _has_same_stream(state, chosen, identity, config.data.train, is_fork=is_fork)
     current = layout_identity(config.model, config.parallel, inputs)
-    saved = state["layout"]
-    same_layout = current["layout"] == saved["layout"] and current["world_size"] == saved["world_size"]
-    if inputs.layout.vpp > 1 and current["layout"].partition(_SPLIT)[2] != saved["layout"].partition(_SPLIT)[2]:
-        raise CheckpointError(
-            f"{chosen} was written on {saved['layout']}, this run has {current['layout']}: "
-            f"{CANNOT_RESHARD['virtual_pipeline_size']}. Fix: split the layers as before, or start a new run from the "
-            "exported Hugging Face folder"
-        )
-    for key, reason in CANNOT_RESHARD.items():
-        if current[key] != saved[key]:
-            raise CheckpointError(
-                f"{chosen} was written on {saved['layout']} with {key} = {saved[key]}, this run ({current['layout']}) "
-                f"has {current[key]}: {reason}. Fix: use the old value, or start a new run from the exported Hugging "
-                "Face folder"
-            )
-
+    same_layout = _has_same_layout(state["layout"], chosen, current, has_chunks=inputs.layout.vpp > 1)
     # Settings: those that change the results need checkpoint.accept_changes, except in a fork.
+    saved_models = state.get("served", {})
     changes = broadcast_object(
-        lambda: (
-            _find_changes(state, chosen, config, contents) + find_served_changes(state.get("served", {}), served or {})
-        ),
+        lambda: _find_changes(state, chosen, config, contents) + find_served_changes(saved_models, served or {}),
         _world(),
     )
     check_changes(changes, chosen, accepted=is_fork or config.checkpoint.accept_changes)
-    if is_fork and state["step"] >= config.run.num_steps:
-        raise CheckpointError(
-            f"checkpoint.fork_from = {str(chosen)!r} is at step {state['step']}, and run.num_steps = "
-            f"{config.run.num_steps} counts from the beginning of that run. Fix: raise run.num_steps"
-        )
+    if is_fork:
+        _check_fork_step(chosen, state["step"], config.run.num_steps)
     return ResumePoint(
         chosen,
         same_layout,
         changes=tuple(changes),
         skipped_checkpoints=tuple(skipped_checkpoints),
         is_fork=is_fork,
-        same_stream=not differing,
-        served=state.get("served", {}),
+        same_stream=same_stream,
+        served=saved_models,
     )
+
+
+def _check_fork_step(checkpoint: Path, step: int, num_steps: int) -> None:
+    if step >= num_steps:
+        raise CheckpointError(
+            f"checkpoint.fork_from = {str(checkpoint)!r} is at step {step}, and run.num_steps = {num_steps} counts "
+            "from the beginning of that run. Fix: raise run.num_steps"
+        )
+
+
+def _has_same_stream(
+    state: Mapping[str, Any],
+    checkpoint: Path,
+    identity: Mapping[str, object],
+    sources: str | Sequence[str],
+    *,
+    is_fork: bool,
+) -> bool:
+    """Return True if model, seed and data are those of the checkpoint. A fork may have another seed and other data.
+
+    Raises:
+        CheckpointError: They differ, and are not of a fork.
+    """
+    differing = [key for key, value in identity.items() if state["identity"][key] != value]
+    if refused := [key for key in differing if key == "model" or not is_fork]:
+        key = refused[0]
+        old, new = _differences(state["identity"][key], identity[key])
+        there = "" if key != "prompts" else f" (data.train = {state['config']['data']['train']!r})"
+        here = "" if key != "prompts" else f" (data.train = {sources!r})"
+        raise CheckpointError(
+            f"{checkpoint} was written with {key} = {old}{there}, this run has {new}{here}. "
+            "Fix: use the same value, or another run.output_dir"
+        )
+    return not differing
+
+
+def _has_same_layout(
+    saved: Mapping[str, object], checkpoint: Path, current: Mapping[str, object], *, has_chunks: bool
+) -> bool:
+    """Return True if the current layout is the one saved in the checkpoint.
+
+    Raises:
+        CheckpointError: Megatron cannot reshard the checkpoint to the layout.
+    """
+    splits = [str(layout["layout"]).partition(_SPLIT)[2] for layout in (saved, current)]
+    if has_chunks and splits[0] != splits[1]:
+        raise CheckpointError(
+            f"{checkpoint} was written on {saved['layout']}, this run has {current['layout']}: "
+            f"{CANNOT_RESHARD['virtual_pipeline_size']}. Fix: split the layers as before, or start a new run from the "
+            "exported Hugging Face folder"
+        )
+    for key, reason in CANNOT_RESHARD.items():
+        if current[key] != saved[key]:
+            raise CheckpointError(
+                f"{checkpoint} was written on {saved['layout']} with {key} = {saved[key]}, this run "
+                f"({current['layout']}) has {current[key]}: {reason}. Fix: use the old value, or start a new run from "
+                "the exported Hugging Face folder"
+            )
+    return all(saved[key] == current[key] for key in ("layout", "world_size"))
 
 
 def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, contents: Contents) -> list[Change]:

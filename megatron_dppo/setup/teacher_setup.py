@@ -23,6 +23,7 @@ from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.setup.inputs import ModelInputs
+from megatron_dppo.types.model_folder import HfConfig
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
@@ -89,7 +90,7 @@ def _check(path: str, config: Config, policy: ModelInputs, problems: ErrorCollec
     problems.attempt(check_weights_fit, path, hf_config, "distillation.teacher_path")
 
 
-def _check_vocabulary(name: str, hf_config: Any, policy: ModelInputs) -> None:
+def _check_vocabulary(name: str, hf_config: HfConfig, policy: ModelInputs) -> None:
     if hf_config.vocab_size != policy.hf_config.vocab_size:
         raise ConfigError(
             f"{name} has a vocabulary of {hf_config.vocab_size}, the policy one of {policy.hf_config.vocab_size}. A "
@@ -113,7 +114,7 @@ def _check_tokenizer(name: str, path: str, policy: Any) -> None:
         )
 
 
-def _check_layout(name: str, hf_config: Any, parallel: ParallelConfig, policy: ModelInputs) -> None:
+def _check_layout(name: str, hf_config: HfConfig, parallel: ParallelConfig, policy: ModelInputs) -> None:
     shape = model_shape(hf_config)
     if not shape.num_experts:  # a dense teacher is replicated over the ranks that split the policy's experts
         dense: dict[str, Any] = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}

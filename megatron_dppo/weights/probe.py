@@ -16,6 +16,7 @@ from megatron_dppo.errors import ContractViolation, ServerError
 from megatron_dppo.hf.folder import end_tokens
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object, is_leader
 from megatron_dppo.types import SamplingParams, TrainingSample
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.weights.attempt import call_all
 from megatron_dppo.weights.probe_requests import (
     LostWeightsError,
@@ -75,8 +76,8 @@ class Probe:
         trainer: PolicyTrainer,
         params: SamplingParams,
         *,
-        hf_config: Any,
-        tokenizer: Any,
+        hf_config: HfConfig,
+        tokenizer: Tokenizer,
         prompts: PromptDataset,
         dtype: str,
         micro_batch_tokens: int,
@@ -244,7 +245,7 @@ def _merge_stages(columns_by_sample: _Columns, trainer: PolicyTrainer) -> list[T
     return result
 
 
-def _long_prompt(tokenizer: Any, prompts: PromptDataset, max_tokens: int) -> tuple[str, tuple[int, ...]]:
+def _long_prompt(tokenizer: Tokenizer, prompts: PromptDataset, max_tokens: int) -> tuple[str, tuple[int, ...]]:
     """Return the first prompts joined, up to ``max_tokens`` tokens and at least one prompt."""
     text = ""
     tokens = tuple[int, ...]()

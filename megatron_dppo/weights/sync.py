@@ -159,7 +159,7 @@ class WeightSync:
         return attempt.result()
 
     def run(
-        self, work: Callable[[list[InferenceServer]], Coroutine[Any, Any, T]], urls: Iterable[str] | None = None
+        self, work: Callable[[list[InferenceServer]], Coroutine[object, None, T]], urls: Iterable[str] | None = None
     ) -> T:
         """Run a coroutine with all servers, or those at ``urls``, on the event loop of their clients."""
         selected = {server.url for server in self._servers} if urls is None else set(urls)

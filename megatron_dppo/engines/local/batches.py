@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape
+from megatron_dppo.types.model_folder import HfConfig
 
 MAX_BATCH = 512
 """Largest number of sequences that are decoded together."""
@@ -29,7 +29,7 @@ class BatchMemory:
     """Values per token of the widest layer."""
 
     @classmethod
-    def from_config(cls, hf_config: Any) -> BatchMemory:
+    def from_config(cls, hf_config: HfConfig) -> BatchMemory:
         """Return the sizes of a model as transformers computes it."""
         shape = model_shape(hf_config)
         fields = get_family(hf_config).fields(hf_config, shape)

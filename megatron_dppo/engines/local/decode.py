@@ -226,6 +226,8 @@ def decode(
 ) -> Decoded:
     """Continue every prompt up to an end token or ``max_new_tokens`` tokens.
 
+    Long because one loop changes the whole state of the batch: rows, mask, positions and cache.
+
     Args:
         model: A transformers causal language model.
         prompts: Token ids of at least one prompt; equal prompts share their first forward pass.

@@ -24,6 +24,7 @@ from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, SamplingParams, VersionSpan
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.server import GenerateRequest, Generation
 
@@ -52,8 +53,8 @@ class LocalEngine:
 
     def __init__(
         self,
-        hf_config: Any,
-        tokenizer: Any,
+        hf_config: HfConfig,
+        tokenizer: Tokenizer,
         *,
         dtype: torch.dtype,
         device: torch.device,

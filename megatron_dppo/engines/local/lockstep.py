@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_dppo.rollout.response import GrowingResponse
 from megatron_dppo.rollout.turns import GenerateFunction
 from megatron_dppo.rollout.user_function import run_user_function
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_engines.server import GenerateRequest, Generation
 
 DecodeFunction = Callable[[Sequence[GenerateRequest]], Sequence[Generation]]
@@ -77,7 +77,7 @@ class LockstepRunner:
         self,
         function: GenerateFunction,
         params: SamplingParams,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         decode: DecodeFunction,
         target: CompletionTarget | None,
     ) -> None:

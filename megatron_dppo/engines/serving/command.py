@@ -87,16 +87,12 @@ def plan_servers(
     node_options = node_arguments(rollout, options, node)
     gpus_by_server = _split_gpus(rollout, options, gpus, 0 if servers.colocated else skip_gpus)
     keys = _read_keys(rollout, environ)
-    env = keys.env | transfer_variables(rollout, environ)
+    env = keys.env | _server_variables(rollout, environ)
     if keys.config_file and "config" in options:
         raise ConfigError(
             "[rollout.sglang] config: the API key is passed with --config, and SGLang accepts only one such file; "
             "write its content into [rollout.sglang], or leave rollout.servers.api_key_env out"
         )
-    if rollout.engine == "vllm":
-        env |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_vllm_extension(environ)}
-        if rollout.weight_sync.method == "adapter":
-            env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     command = servers.command or [sys.executable, "-m", _MODULES[rollout.engine]]
     urls = servers.resolved_urls
     listens = answers_requests(rollout.engine, node)
@@ -122,6 +118,16 @@ def plan_servers(
         )
         for i, url in enumerate(urls)
     ]
+
+
+def _server_variables(rollout: RolloutConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that all servers need, besides those of the API keys."""
+    variables = dict(transfer_variables(rollout, environ))
+    if rollout.engine == "vllm":
+        variables |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": _with_vllm_extension(environ)}
+        if rollout.weight_sync.method == "adapter":
+            variables |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    return variables
 
 
 def check_engine(engine: str) -> None:
@@ -227,7 +233,7 @@ _OTHER_WEIGHTS = (
 """Beginnings of options with which a server has weights, or copies of them, that a sync does not send."""
 
 
-def _skips_weights(rollout: RolloutConfig, model: ModelConfig, user_options: Mapping[str, Any]) -> bool:
+def _skips_weights(rollout: RolloutConfig, model: ModelConfig, user_options: Mapping[str, object]) -> bool:
     """Return True if the first weight sync sends all weights of a server, and proves it: then it reads no file.
 
     Until then its weights are random numbers, and no request is sent to it. Only adapters, quantized weights, and what
@@ -290,7 +296,7 @@ def _adapter_options(engine: str, lora: LoraConfig) -> dict[str, Any]:
     return options | {"max-lora-rank": ranks[0], "max-loras": 1}
 
 
-def _arguments(engine: str, options: Mapping[str, Any]) -> list[str]:
+def _arguments(engine: str, options: Mapping[str, object]) -> list[str]:
     return [part for key, value in options.items() for part in _argument(engine, key, value)]
 
 
@@ -346,7 +352,9 @@ def _with_vllm_extension(environ: Mapping[str, str]) -> str:
     return os.pathsep.join(part for part in (str(VLLM_EXTENSION), environ.get("PYTHONPATH")) if part)
 
 
-def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequence[str], skip: int) -> list[list[str]]:
+def _split_gpus(
+    rollout: RolloutConfig, options: Mapping[str, object], gpus: Sequence[str], skip: int
+) -> list[list[str]]:
     """Return the GPUs of each server; an empty list on a machine without GPUs."""
     if not gpus:
         return []
@@ -365,7 +373,7 @@ def _split_gpus(rollout: RolloutConfig, options: Mapping[str, Any], gpus: Sequen
     return [list(gpus[skip + i * size : skip + (i + 1) * size]) for i in range(count)]
 
 
-def count_gpus_per_server(engine: str, options: Mapping[str, Any]) -> int:
+def count_gpus_per_server(engine: str, options: Mapping[str, object]) -> int:
     """Return the number of GPUs of one server that is started with ``options``.
 
     Raises:

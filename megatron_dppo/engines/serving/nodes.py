@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.errors import ConfigError
@@ -37,7 +36,7 @@ class ServerNode:
         return self.address.rpartition(":")[2]
 
 
-def count_nodes(engine: str, options: Mapping[str, Any]) -> int:
+def count_nodes(engine: str, options: Mapping[str, object]) -> int:
     """Return the number of nodes of one server: the option ``nnodes``.
 
     Raises:
@@ -49,7 +48,7 @@ def count_nodes(engine: str, options: Mapping[str, Any]) -> int:
     return nodes
 
 
-def node_arguments(rollout: RolloutConfig, options: Mapping[str, Any], node: ServerNode | None) -> tuple[str, ...]:
+def node_arguments(rollout: RolloutConfig, options: Mapping[str, object], node: ServerNode | None) -> tuple[str, ...]:
     """Return the arguments of a server's part on this node; empty for a server on one node.
 
     Args:
@@ -99,7 +98,7 @@ def headless_command(command: Sequence[str]) -> list[str]:
     return [*command[:index], "vllm.entrypoints.cli.main", "serve", *command[index + 1 :]]
 
 
-def _spanning_problem(rollout: RolloutConfig, options: Mapping[str, Any]) -> str | None:
+def _spanning_problem(rollout: RolloutConfig, options: Mapping[str, object]) -> str | None:
     if rollout.engine == "vllm" and any(options.get(name, 1) != 1 for name in ("data-parallel-size", "dp-size", "dp")):
         return "replicas of a vLLM server (data-parallel-size) do not span nodes; start one server for each"
     if rollout.servers.colocated:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, get_args
+from typing import get_args
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraTarget
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.families.bridged import BRIDGED, MARK
 from megatron_dppo.hf.families.family import Family, Rope
+from megatron_dppo.types.model_folder import HfConfig
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
 FAMILIES: Mapping[str, Family] = {
@@ -22,7 +23,7 @@ ALIASES: Mapping[str, str] = {alias: name for name, family in FAMILIES.items() f
 """``model_type`` of config.json that transformers does not know -> that of its family."""
 
 
-def get_family(model: Any) -> Family:
+def get_family(model: HfConfig | ModelShape) -> Family:
     """Return the family of a transformers configuration, or of a ``ModelShape``.
 
     Raises:
@@ -39,7 +40,7 @@ def get_family(model: Any) -> Family:
     )
 
 
-def mark_bridged(hf_config: Any) -> Any:
+def mark_bridged(hf_config: HfConfig) -> HfConfig:
     """Let Megatron Bridge build the model of a transformers configuration that has no family here; returns it."""
     setattr(hf_config, MARK, True)
     return hf_config

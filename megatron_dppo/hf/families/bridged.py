@@ -11,17 +11,18 @@ from typing import Any, NoReturn
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families.family import Family, Rope, head_dim
+from megatron_dppo.types.model_folder import HfConfig
 
 MARK = "is_bridged"
 """Attribute of a transformers configuration whose model Megatron Bridge builds."""
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def _num_experts(hf_config: Any) -> int | None:
+def _num_experts(hf_config: HfConfig) -> int | None:
     return next((value for key in _NUM_EXPERTS if (value := getattr(hf_config, key, None))), None)
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     return ModelShape(
         family=hf_config.model_type,
         num_layers=hf_config.num_hidden_layers,
@@ -34,7 +35,7 @@ def _shape(hf_config: Any) -> ModelShape:
     )
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     """Return the sizes from which the cost of a token is estimated; every layer is taken to be like the others."""
     fields: dict[str, Any] = {"kv_channels": head_dim(hf_config)}
     if shape.num_experts is not None:
@@ -43,11 +44,11 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return fields
 
 
-def _no_rules(_: Any) -> NoReturn:
+def _no_rules(_: HfConfig | ModelShape) -> NoReturn:
     raise CheckpointError("Megatron Bridge has the names and shards of this model's weights; there are no rules here")
 
 
-def _no_rope(_: Any) -> Rope:
+def _no_rope(_: HfConfig) -> Rope:
     return _no_rules(_)
 
 

@@ -23,6 +23,7 @@ from megatron_dppo.hf.families.family import (
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_KEYS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
+from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
 # With MLA the norm before attention is a module of its own. The norms of the latents are in the up projections that
@@ -42,7 +43,7 @@ _LATENT_QUERY = (
 )
 
 
-def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
+def _shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
     require_values(hf_config, attention_bias=False, rope_interleave=True)
     # transformers sizes the rotary embedding by this key, which no published config.json of DeepSeek-V3 has.
     require_values(hf_config, head_dim=hf_config.qk_rope_head_dim)
@@ -59,7 +60,7 @@ def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     )
 
 
-def _lite_shape(hf_config: Any) -> ModelShape:
+def _lite_shape(hf_config: HfConfig) -> ModelShape:
     dense = tuple(i for i, kind in enumerate(hf_config.mlp_layer_types) if kind == "dense")
     # Servers read this key, transformers reads mlp_layer_types.
     require_values(hf_config, first_k_dense_replace=len(dense))
@@ -72,7 +73,7 @@ def _attention(shape: ModelShape) -> tuple[Rule, ...]:
     return _LATENT + (_LATENT_QUERY if shape.has_latent_queries else _QUERY)
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     return (
         sigmoid_fields(hf_config, shape)
         | _rope_fields(hf_config)
@@ -93,7 +94,7 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _rope_fields(hf_config: Any) -> dict[str, Any]:
+def _rope_fields(hf_config: HfConfig) -> dict[str, Any]:
     parameters = rope_parameters(hf_config, "default", "yarn")
     require_full_rotation(hf_config, parameters)
     if parameters["rope_type"] == "default":
@@ -120,12 +121,12 @@ def _rope_fields(hf_config: Any) -> dict[str, Any]:
     )
 
 
-def _rope(hf_config: Any) -> Rope:
+def _rope(hf_config: HfConfig) -> Rope:
     """Return arguments that GPTModel does not read: each MLA layer has its own rotary embedding."""
     return Rope(_rope_fields(hf_config)["rotary_base"])
 
 
-LATENT_TINY: Mapping[str, Any] = dict(
+LATENT_TINY: Mapping[str, object] = dict(
     **SIGMOID_TINY,
     num_key_value_heads=4,
     kv_lora_rank=24,
@@ -161,7 +162,7 @@ _KIMI_K2 = dict(
 )
 
 
-def _served_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _served_keys(values: Mapping[str, Any]) -> Mapping[str, object]:
     routers = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     kinds = values.get("mlp_layer_types")
     return routers if kinds is None else {**routers, "first_k_dense_replace": kinds.count("dense")}

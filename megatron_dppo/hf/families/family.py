@@ -11,6 +11,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families.fused_experts import CHUNKED, FusedExperts
 from megatron_dppo.hf.families.rules import EXPERTS, Rule
+from megatron_dppo.types.model_folder import HfConfig
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class Rope:
     """Fraction of a head's dimensions that is rotated, from the first one."""
     llama3_factor: float | None = None
     """Factor of Llama 3's scaling. None disables scaling."""
-    yarn: Mapping[str, Any] | None = None
+    yarn: Mapping[str, object] | None = None
     """YaRN's parameters by Megatron's names, without ``yarn_``. Megatron reads them as attributes of its
     TransformerConfig, which has no such fields (0.16.1 to 0.19.2). None: no YaRN, or latent attention, whose
     configuration has the fields."""
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Return the arguments by the names of GPTModel."""
         kind = {"position_embedding_type": "rope" if self.yarn is None else "yarn"}
         scaling = (
@@ -41,7 +42,7 @@ class Published:
     """A published model whose weight names and number of weights a test compares with config.json."""
 
     name: str
-    keys: Mapping[str, Any]
+    keys: Mapping[str, object]
     """Keys of its config.json that differ from the defaults of the transformers class."""
     billions: float
     """Weights by the model's card, in billions."""
@@ -61,18 +62,18 @@ class Family:
     """Models of the family, for docs/models.md."""
     features: str
     """Difference from Llama, for docs/models.md."""
-    tiny: Mapping[str, Any]
+    tiny: Mapping[str, object]
     """Keys of config.json of the tiny model of the parity tests, beyond sizes that all families share."""
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Keys of further tiny models, by the name of each."""
     published: tuple[Published, ...] = ()
     recipes: tuple[str, ...] = ()
     """Configuration files in ``examples`` that train a model of the family."""
-    shape: Callable[[Any], ModelShape]
+    shape: Callable[[HfConfig], ModelShape]
     """Returns the sizes from config.json. Raises CheckpointError for unsupported features."""
-    fields: Callable[[Any, ModelShape], dict[str, Any]]
+    fields: Callable[[HfConfig, ModelShape], dict[str, Any]]
     """Returns the family's TransformerConfig fields, beyond those of every family."""
-    rope: Callable[[Any], Rope]
+    rope: Callable[[HfConfig], Rope]
     attention: Callable[[ModelShape], tuple[Rule, ...]]
     dense: tuple[Rule, ...]
     """Rules of the MLP in a layer without experts."""
@@ -87,7 +88,7 @@ class Family:
     other_keys: tuple[str, ...] = ()
     """Keys of published config.json files that the transformers class does not have. ``shape`` checks those that could
     change the model; any further key is refused."""
-    served_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
+    served_keys: Callable[[Mapping[str, Any]], Mapping[str, object]] = lambda values: {}
     """Returns the keys with which SGLang and vLLM compute the family, from the keys of config.json.
 
     transformers does not write them. An exported config.json has them, and no other values go to servers.
@@ -98,7 +99,7 @@ SLIDING = "sliding_attention"
 """Kind of a layer with a sliding window in ``layer_types``."""
 
 
-def raise_unsupported(hf_config: Any, key: str, value: Any, supported: str) -> NoReturn:
+def raise_unsupported(hf_config: HfConfig, key: str, value: object, supported: str) -> NoReturn:
     """Raise the error of an unsupported value in config.json.
 
     Raises:
@@ -110,7 +111,7 @@ def raise_unsupported(hf_config: Any, key: str, value: Any, supported: str) -> N
     )
 
 
-def require_values(hf_config: Any, **expected: Any) -> None:
+def require_values(hf_config: HfConfig, **expected: object) -> None:
     """Check that each key that config.json has holds the expected value, or one of a tuple of values.
 
     Raises:
@@ -124,7 +125,7 @@ def require_values(hf_config: Any, **expected: Any) -> None:
             raise_unsupported(hf_config, key, value, " or ".join(map(repr, allowed)))
 
 
-def check_common_keys(hf_config: Any, kinds: Sequence[str] = ("full_attention",)) -> None:
+def check_common_keys(hf_config: HfConfig, kinds: Sequence[str] = ("full_attention",)) -> None:
     """Check for features that no family supports, and for layers other than those of these ``kinds``.
 
     Raises:
@@ -157,7 +158,7 @@ _SIZES = (
 _LARGEST_SIZE = 2**31 - 1
 
 
-def check_sizes(hf_config: Any) -> None:
+def check_sizes(hf_config: HfConfig) -> None:
     """Check that the sizes in config.json are positive numbers, and fit together where Megatron does not check it.
 
     Raises:
@@ -176,14 +177,14 @@ def check_sizes(hf_config: Any) -> None:
         raise_unsupported(hf_config, "head_dim", rotated, "an even number, since pairs are rotated")
 
 
-def _check_size(hf_config: Any, key: str) -> None:
+def _check_size(hf_config: HfConfig, key: str) -> None:
     value = getattr(hf_config, key, None)
     # By exact type, because True is an int.
     if value is not None and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
         raise_unsupported(hf_config, key, value, f"a whole number from 1 to {_LARGEST_SIZE}")
 
 
-def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
+def rope_parameters(hf_config: HfConfig, *kinds: str) -> Mapping[str, Any]:
     """Return the parameters of the rotary embedding, ``rope_theta`` included.
 
     transformers 5 keeps them in ``rope_parameters``, transformers 4 in ``rope_scaling`` and ``rope_theta``.
@@ -203,7 +204,7 @@ def rope_parameters(hf_config: Any, *kinds: str) -> Mapping[str, Any]:
     return {**parameters, "rope_type": kind, "rope_theta": rope_number(hf_config, theta, "rope_theta")}
 
 
-def rope_number(hf_config: Any, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def rope_number(hf_config: HfConfig, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Return a parameter of the rotary embedding. ``default`` also replaces null and 0, as in transformers.
 
     Raises:
@@ -217,7 +218,7 @@ def rope_number(hf_config: Any, parameters: Mapping[str, Any], key: str, default
     return float(value)
 
 
-def default_rope(hf_config: Any) -> Rope:
+def default_rope(hf_config: HfConfig) -> Rope:
     """Return the rotary embedding of all dimensions of a head, without scaling.
 
     Raises:
@@ -228,7 +229,7 @@ def default_rope(hf_config: Any) -> Rope:
     return Rope(parameters["rope_theta"])
 
 
-def require_full_rotation(hf_config: Any, parameters: Mapping[str, Any]) -> None:
+def require_full_rotation(hf_config: HfConfig, parameters: Mapping[str, Any]) -> None:
     """Check that the rotary embedding covers a whole head.
 
     Raises:
@@ -238,7 +239,7 @@ def require_full_rotation(hf_config: Any, parameters: Mapping[str, Any]) -> None
         raise_unsupported(hf_config, "partial_rotary_factor", factor, "1.0")
 
 
-def partial_rope(hf_config: Any) -> Rope:
+def partial_rope(hf_config: HfConfig) -> Rope:
     """Return the rotary embedding of the first dimensions of a head, without scaling.
 
     Raises:
@@ -251,7 +252,7 @@ def partial_rope(hf_config: Any) -> Rope:
     return Rope(parameters["rope_theta"], percent=percent)
 
 
-def common_shape(hf_config: Any, kinds: Sequence[str] = ("full_attention",), **family_fields: Any) -> ModelShape:
+def common_shape(hf_config: HfConfig, kinds: Sequence[str] = ("full_attention",), **family_fields: Any) -> ModelShape:
     """Return the sizes that all families name alike in config.json, with ``family_fields`` of one family.
 
     Args:
@@ -278,13 +279,13 @@ def common_shape(hf_config: Any, kinds: Sequence[str] = ("full_attention",), **f
     )
 
 
-def head_dim(hf_config: Any) -> int:
+def head_dim(hf_config: HfConfig) -> int:
     """Return the head size of grouped attention."""
     size: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     return size
 
 
-def window_layers(hf_config: Any) -> tuple[int, ...]:
+def window_layers(hf_config: HfConfig) -> tuple[int, ...]:
     """Return the indices of the layers with a sliding window: those of ``layer_types``, or without the key, all.
 
     Raises:
@@ -301,7 +302,7 @@ def window_layers(hf_config: Any) -> tuple[int, ...]:
     return layers
 
 
-def window_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def window_fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     """Return the TransformerConfig fields of sliding windows; {} for a model without."""
     if not shape.window_layers:
         return {}
@@ -313,7 +314,7 @@ def window_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def grouped_fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     """Return the TransformerConfig fields of grouped-query attention."""
     return dict(
         num_query_groups=hf_config.num_key_value_heads,
@@ -324,7 +325,7 @@ def grouped_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def expert_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def expert_fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     """Return the TransformerConfig fields of MoE layers; {} for a dense model."""
     if shape.num_experts is None:
         return {}

@@ -8,17 +8,18 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families.family import Family, Published, grouped_fields, partial_rope
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_KEYS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
+from megatron_dppo.types.model_folder import HfConfig
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     return sigmoid_shape(hf_config, has_qkv_bias=hf_config.attention_bias, has_qk_norm=hf_config.use_qk_norm)
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     return grouped_fields(hf_config, shape) | sigmoid_fields(hf_config, shape)
 
 
-_GLM_4_5_AIR: dict[str, Any] = {"attention_bias": True, "head_dim": 128}
+_GLM_4_5_AIR: dict[str, object] = {"attention_bias": True, "head_dim": 128}
 _GLM_4_5 = _GLM_4_5_AIR | dict(
     hidden_size=5120,
     intermediate_size=12288,

@@ -32,6 +32,7 @@ from megatron_dppo.hf.families.rules import (
     gated,
     gated_bias,
 )
+from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
 _ATTENTION = (
@@ -51,7 +52,7 @@ _QUICK_GELU = 1.702
 """Factor in the sigmoid of Megatron's ``quick_gelu``."""
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     require_values(hf_config, attention_bias=True, swiglu_alpha=_QUICK_GELU)
     # Keys of the published config.json that transformers does not read.
     require_values(hf_config, experts_per_token=hf_config.num_experts_per_tok)
@@ -69,7 +70,7 @@ def _shape(hf_config: Any) -> ModelShape:
     )
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     return (
         grouped_fields(hf_config, shape)
         | expert_fields(hf_config, shape)
@@ -87,7 +88,7 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _rope(hf_config: Any) -> Rope:
+def _rope(hf_config: HfConfig) -> Rope:
     parameters = rope_parameters(hf_config, "default", "yarn")
     if parameters["rope_type"] == "default":
         return default_rope(hf_config)

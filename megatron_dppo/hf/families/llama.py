@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families.family import (
@@ -21,23 +20,24 @@ from megatron_dppo.hf.families.family import (
     window_layers,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
+from megatron_dppo.types.model_folder import HfConfig
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values that Megatron's Llama 3 scaling fixes; all released Llama 3 models have them."""
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     # SmolLM2 has ``rope_interleaved``, which transformers does not read.
     require_values(hf_config, attention_bias=False, sliding_window=None, rope_interleaved=False)
     return common_shape(hf_config)
 
 
-def _mistral_shape(hf_config: Any) -> ModelShape:
+def _mistral_shape(hf_config: HfConfig) -> ModelShape:
     require_values(hf_config, attention_bias=False, layer_types=None)
     return common_shape(hf_config, window_layers=window_layers(hf_config))
 
 
-def _rope(hf_config: Any) -> Rope:
+def _rope(hf_config: HfConfig) -> Rope:
     parameters = rope_parameters(hf_config, "default", "llama3")
     if parameters["rope_type"] == "default":
         return default_rope(hf_config)

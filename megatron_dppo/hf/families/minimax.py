@@ -19,11 +19,12 @@ from megatron_dppo.hf.families.family import (
 )
 from megatron_dppo.hf.families.mixtral import MIXTRAL_EXPERTS, MIXTRAL_NAMES
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule, grouped_attention
+from megatron_dppo.types.model_folder import HfConfig
 
 _BIAS = Rule(M + "mlp.router.expert_bias", (H + "block_sparse_moe.e_score_correction_bias",))
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     require_values(hf_config, sliding_window=None, router_jitter_noise=0.0, attention_bias=False)
     # Keys of the published config.json that transformers does not read.
     require_values(
@@ -48,7 +49,7 @@ def _shape(hf_config: Any) -> ModelShape:
     )
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     routers = dict(
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
@@ -58,7 +59,7 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return grouped_fields(hf_config, shape) | expert_fields(hf_config, shape) | routers
 
 
-def _served_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _served_keys(values: Mapping[str, Any]) -> Mapping[str, object]:
     heads = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     rotated = (values.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
     norms = {"use_qk_norm": True, "qk_norm_type": "per_layer"}

@@ -17,6 +17,7 @@ from megatron_dppo.hf.families.family import (
     window_layers,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, grouped_attention, rename
+from megatron_dppo.types.model_folder import HfConfig
 
 MIXTRAL_NAMES = (
     (".mlp.", ".block_sparse_moe."),
@@ -28,12 +29,12 @@ MIXTRAL_NAMES = (
 MIXTRAL_EXPERTS = tuple(replace(rule, hf=tuple(rename(name, MIXTRAL_NAMES) for name in rule.hf)) for rule in EXPERTS)
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     require_values(hf_config, router_jitter_noise=0.0, attention_bias=False, layer_types=None)
     return common_shape(hf_config, num_experts=hf_config.num_local_experts, window_layers=window_layers(hf_config))
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     # Megatron's softmax after the choice of experts makes the weights add up to 1.
     return grouped_fields(hf_config, shape) | expert_fields(hf_config, shape) | {"moe_router_pre_softmax": False}
 

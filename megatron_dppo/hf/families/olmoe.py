@@ -17,9 +17,10 @@ from megatron_dppo.hf.families.family import (
     require_values,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
+from megatron_dppo.types.model_folder import HfConfig
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     require_values(hf_config, attention_bias=False, clip_qkv=None)
     # transformers gives the norms the size of the hidden state, whatever the size of a head.
     if head_dim(hf_config) * hf_config.num_attention_heads != hf_config.hidden_size:
@@ -27,7 +28,7 @@ def _shape(hf_config: Any) -> ModelShape:
     return common_shape(hf_config, num_experts=hf_config.num_experts, has_qk_norm=True, has_qk_norm_over_heads=True)
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     # Megatron's softmax before the choice of experts leaves the sum of the weights below 1.
     routers = {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
     return grouped_fields(hf_config, shape) | expert_fields(hf_config, shape) | routers

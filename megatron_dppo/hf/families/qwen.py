@@ -17,6 +17,7 @@ from megatron_dppo.hf.families.family import (
     require_values,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, H, M, Rule, gated, grouped_attention
+from megatron_dppo.types.model_folder import HfConfig
 
 SHARED_EXPERT = (
     Rule(M + "mlp.shared_experts.gate_weight", (H + "mlp.shared_expert_gate.weight",)),
@@ -24,7 +25,7 @@ SHARED_EXPERT = (
 )
 
 
-def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
+def _shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
     # Keys of some published config.json files that transformers does not read.
     require_values(
         hf_config,
@@ -38,7 +39,7 @@ def _shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     return common_shape(hf_config, **family_fields)
 
 
-def _moe_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
+def _moe_shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
     layers = range(hf_config.num_hidden_layers)
     step = hf_config.decoder_sparse_step
     # As in transformers: a layer is dense if it is listed, or if no MoE step falls on it.
@@ -46,11 +47,11 @@ def _moe_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     return _shape(hf_config, num_experts=hf_config.num_experts, dense_layers=dense, **family_fields)
 
 
-def _qwen2_moe_shape(hf_config: Any) -> ModelShape:
+def _qwen2_moe_shape(hf_config: HfConfig) -> ModelShape:
     return _moe_shape(hf_config, has_qkv_bias=hf_config.qkv_bias, has_shared_expert=True)
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     fields = grouped_fields(hf_config, shape) | expert_fields(hf_config, shape)
     if shape.num_experts is not None:
         # Megatron's softmax after the choice makes the weights add up to 1; the one before it leaves them smaller.
@@ -61,7 +62,7 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     return fields
 
 
-_EXPERTS_TINY: Mapping[str, Any] = dict(
+_EXPERTS_TINY: Mapping[str, object] = dict(
     head_dim=16,
     moe_intermediate_size=48,
     num_experts=8,

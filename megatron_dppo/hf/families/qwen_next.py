@@ -22,6 +22,7 @@ from megatron_dppo.hf.families.family import (
 )
 from megatron_dppo.hf.families.qwen import SHARED_EXPERT
 from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, QK_NORM, H, Join, M, Rule, Split
+from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
 _L = H + "linear_attn."
@@ -137,7 +138,7 @@ _BY_KEY_HEAD = _linear_rules(("qkvz", "ba"), _join_by_key_head, _split_by_key_he
 _BY_KIND = _linear_rules(("qkv", "z", "b", "a"), _join_kinds, _split_kinds, _sections_of_kinds)
 
 
-def _linear_shape(hf_config: Any) -> LinearAttentionShape:
+def _linear_shape(hf_config: HfConfig) -> LinearAttentionShape:
     layers = range(hf_config.num_hidden_layers)
     if len(hf_config.layer_types) != len(layers):
         raise_unsupported(
@@ -158,7 +159,7 @@ def _linear_shape(hf_config: Any) -> LinearAttentionShape:
     )
 
 
-def _check_layers(hf_config: Any) -> None:
+def _check_layers(hf_config: HfConfig) -> None:
     """Check ``layer_types`` against the interval of layers with full attention, from which SGLang derives them."""
     interval = getattr(hf_config, "full_attention_interval", None)
     if interval is None:
@@ -169,7 +170,7 @@ def _check_layers(hf_config: Any) -> None:
         raise_unsupported(hf_config, "full_attention_interval", interval, f"that of layer_types, {kinds}")
 
 
-def _shape(hf_config: Any) -> ModelShape:
+def _shape(hf_config: HfConfig) -> ModelShape:
     require_values(hf_config, attention_bias=False, attn_output_gate=True)
     # Transformers ignores these keys, and servers do not.
     require_values(
@@ -194,13 +195,13 @@ def _shape(hf_config: Any) -> ModelShape:
     )
 
 
-def _shape_3_5(hf_config: Any) -> ModelShape:
+def _shape_3_5(hf_config: HfConfig) -> ModelShape:
     # transformers ignores these keys, and servers may not.
     require_values(hf_config, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=([], None))
     return _shape(hf_config)
 
 
-def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     sizes = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
     heads = ("linear_num_key_heads", "linear_num_value_heads")
     return (
@@ -220,7 +221,7 @@ def _fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
-_TINY: dict[str, Any] = dict(
+_TINY: dict[str, object] = dict(
     # At 1e-6 the norm of a head's output divides by nearly nothing in such a small model, and amplifies fp32 rounding.
     rms_norm_eps=1e-2,
     head_dim=16,

@@ -8,11 +8,12 @@ from typing import Any
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families.family import common_shape, expert_fields, raise_unsupported, require_values
 from megatron_dppo.hf.families.rules import EXPERTS, ROUTER_BIAS, gated
+from megatron_dppo.types.model_folder import HfConfig
 
 SIGMOID_EXPERTS = EXPERTS + ROUTER_BIAS + gated("mlp.shared_experts", "mlp.shared_experts")
 SIGMOID_KEYS = ("scoring_func", "topk_method", "moe_layer_freq", "num_nextn_predict_layers", "num_mtp_layers")
 """Keys of config.json that servers read, and not every transformers class has."""
-SIGMOID_TINY: Mapping[str, Any] = dict(
+SIGMOID_TINY: Mapping[str, object] = dict(
     moe_intermediate_size=48,
     n_routed_experts=8,
     n_shared_experts=2,
@@ -28,7 +29,7 @@ _EXPERTS_PER_GROUP_SCORE = 2
 """Number of top experts whose scores add up to a group's score in transformers."""
 
 
-def sigmoid_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
+def sigmoid_shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
     """Return the sizes, with ``family_fields`` of one family.
 
     Raises:
@@ -69,7 +70,7 @@ def sigmoid_shape(hf_config: Any, **family_fields: Any) -> ModelShape:
     return common_shape(hf_config, **fields, **family_fields)
 
 
-def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
+def sigmoid_fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     """Return the TransformerConfig fields of experts and routers. The router biases are not updated."""
     groups = _has_groups(hf_config)
     return expert_fields(hf_config, shape) | dict(
@@ -84,7 +85,7 @@ def sigmoid_fields(hf_config: Any, shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _check_groups(hf_config: Any) -> None:
+def _check_groups(hf_config: HfConfig) -> None:
     experts, groups = hf_config.n_routed_experts, hf_config.n_group
     if groups is None or experts % groups:
         raise_unsupported(hf_config, "n_group", groups, f"a divisor of the {experts} experts")
@@ -92,6 +93,6 @@ def _check_groups(hf_config: Any) -> None:
         raise_unsupported(hf_config, "topk_group", hf_config.topk_group, f"at most the {groups} groups")
 
 
-def _has_groups(hf_config: Any) -> bool:
+def _has_groups(hf_config: HfConfig) -> bool:
     """Return True if the group limit excludes any experts."""
     return bool(hf_config.topk_group < hf_config.n_group)

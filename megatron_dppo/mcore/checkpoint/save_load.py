@@ -130,6 +130,8 @@ def save_checkpoint(
 ) -> CheckpointSave:
     """Write ``folder/step_N``, then delete older checkpoints (``checkpoint_folder.prune``).
 
+    Long because what is staged now and what is written later read in one order.
+
     A collective of all ranks. Each rank writes its part of the optimizer state; ranks that hold the same weights divide
     the writing among them.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import megatron_dppo
-from megatron_dppo.errors import UserError
+from megatron_dppo import errors
 
-_PACKAGE = Path(megatron_dppo.__file__).parent
+_PACKAGE = Path(errors.__file__).parent
 
 
 def shipped_folder(name: str, package: Path = _PACKAGE) -> Path:
@@ -29,4 +28,4 @@ def shipped_folder(name: str, package: Path = _PACKAGE) -> Path:
     # site-packages may hold an "examples" folder of another project.
     if beside.is_dir() and (package.parent / "setup.py").is_file():
         return beside
-    raise UserError(f"no {name}/ in {inside.parent} or beside a checkout's setup.py: install the package again")
+    raise errors.UserError(f"no {name}/ in {inside.parent} or beside a checkout's setup.py: install the package again")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dppo.engines.local.sampler import LINEAR_ATTENTION, linear_attention_layers
+from megatron_dppo.types.model_folder import HfConfig
 
 
 class TokenByToken(nn.Module):
@@ -20,14 +21,14 @@ class TokenByToken(nn.Module):
         hf_config: Configuration of the model.
     """
 
-    def __init__(self, layer: nn.Module, hf_config: Any) -> None:
+    def __init__(self, layer: nn.Module, hf_config: HfConfig) -> None:
         super().__init__()
         self._layer = layer
         self._hf_config = hf_config
         self.num_at_once = 1
         """Number of tokens that are read at once."""
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         """Compute the layer for one sequence ``[1, T, hidden_size]`` without padding."""
         from transformers import DynamicCache
 

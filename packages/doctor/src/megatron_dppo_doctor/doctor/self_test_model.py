@@ -7,7 +7,7 @@ new weights are probed again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,23 @@ class _Tokenizer:
 
     eos_token_id = 1
     pad_token_id = 0
+    chat_template: str | None = None
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:
+        """Refuse a text."""
+        raise NotImplementedError
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Refuse a text."""
+        raise NotImplementedError
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return an empty text."""
         return ""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return no texts."""
+        return {}
 
 
 def hf_config() -> Any:
