@@ -97,21 +97,21 @@ def _built_in(spec: FunctionSpec, options: Section) -> RewardFunction:
     if isinstance(options, RewardModelOptions):
         from megatron_dppo.rewards.reward_model import RewardModel
 
-        return _of_items(RewardModel(options, spec.table, spec.run_info.started_at))
+        return _item_function(RewardModel(options, spec.table, spec.run_info.started_at))
     if isinstance(options, JudgeOptions):
         from megatron_dppo.rewards.judge import Judge
 
-        return _of_items(Judge(options, spec.table))
+        return _item_function(Judge(options, spec.table))
     if isinstance(options, CodeOptions):
         from megatron_dppo.rewards.code import Code
 
-        return _of_items(Code(options, spec.table))
+        return _item_function(Code(options, spec.table))
     reward = _OF_TRAINER.get(spec.name) or _packaged_reward(spec, options)
     convention = recognize_signature(spec.name, reward.function, "megatron_dppo")
     return RewardFunction(reward.function, convention, is_async(reward.function), quick=reward.quick)
 
 
-def _of_items(function: Callable[..., Any]) -> RewardFunction:
+def _item_function(function: Callable[..., Any]) -> RewardFunction:
     return RewardFunction(function, ITEM_CONVENTION, is_async(function))
 
 
