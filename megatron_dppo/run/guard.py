@@ -11,6 +11,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import ClassVar
 
 import torch
@@ -119,15 +121,12 @@ class GuardEvidence(ServerEvidence):
         return self._exceeds(server, "far", [_FAR_RATE * tokens.far_responses - cost * tokens.responses])
 
     def add_routes(self, server: str, tokens: ServerSums, limit: float) -> float | None:
-        """Add the rows of the layer with most other experts, and return their share if it is too large."""
-        counts = zip(tokens.routes.rows, tokens.routes.differ, strict=True)
-        share, rows = max(((differ / rows, rows) for rows, differ in counts if rows), default=(0.0, 0))
-        # Bennett's inequality of a sum of indicators, for the worst of the layers.
-        layers = sum(count > 0 for count in tokens.routes.rows)
-        evidence = [
-            rows * (rate * share - limit * math.expm1(rate)) - math.log(max(layers, 1)) for rate in _ROUTE_RATES
-        ]
-        return share if self._exceeds(server, "routes", evidence) else None
+        """Add the rows of each layer with other experts, and return the largest share if a layer has too many."""
+        counts = list(zip(tokens.routes.rows, tokens.routes.differ, strict=True))
+        # Bennett's inequality of a sum of indicators.
+        evidence = [rate * differ - rows * limit * math.expm1(rate) for rows, differ in counts for rate in _ROUTE_RATES]
+        is_exceeded = bool(counts) and self._exceeds(server, "routes_by_layer", evidence, choices=len(counts))
+        return tokens.routes.largest_share if is_exceeded else None
 
 
 @dataclass
@@ -257,6 +256,8 @@ class FirstUpdateGuard:
         """
         step = self._step_problems(metrics) + self._overall_problems(metrics, sums)
         by_server = {} if sums is None else self._server_problems(sums)
+        if step and sums is not None and not by_server:
+            by_server = self._wrong_routes(sums)
         good = {source: each for source, each in (sums or {}).items() if each.tokens and source.server not in by_server}
         # "" stands for an engine without servers, which cannot be left out.
         if by_server and good and "" not in by_server:
@@ -306,6 +307,16 @@ class FirstUpdateGuard:
         if self.is_on_policy and self.max_prob_diff is not None and not disagreement <= limit:
             problems.append(self._routes_problem(disagreement))
         return problems
+
+    def _wrong_routes(self, sums: SumsBySource) -> dict[str, str]:
+        """Return the servers without which the step's routes keep their limit; none if no server is left."""
+        limit = _MAX_LAYER_DISAGREEMENT[self.dtype]
+        rest = {source.server: each.routes for source, each in sums.items()}
+        problems: dict[str, str] = {}
+        while rest and reduce(add, rest.values()).excess(limit) > 0:
+            worst = max(rest, key=lambda server: rest[server].excess(limit))
+            problems[worst] = self._routes_problem(rest.pop(worst).largest_share)
+        return problems if rest else {}
 
     def _routes_problem(self, share: float) -> str:
         return (
