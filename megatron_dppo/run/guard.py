@@ -188,6 +188,8 @@ class FirstUpdateGuard:
     """Test of the servers' sampling. None disables it."""
     selection: SelectionShares = field(default_factory=SelectionShares)
     """Shares of the sampled responses that are not trained on."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Reasons of the servers that this step has left out already, by URL: a stop names them, too."""
     _tested: set[str] = field(default_factory=set)
     """Servers whose tokens of this step are evidence already: a second check must not count them twice."""
 
@@ -204,6 +206,7 @@ class FirstUpdateGuard:
         history: GuardHistory | None = None,
         sampling: SamplingTest | None = None,
         selection: SelectionShares | None = None,
+        left_out: Mapping[str, str] | None = None,
     ) -> FirstUpdateGuard:
         """Return the guard of one step.
 
@@ -217,6 +220,7 @@ class FirstUpdateGuard:
             history: None starts a new one.
             sampling: See the field.
             selection: None: everything is trained on.
+            left_out: See the field. None: no server.
         """
         dtype = coarser(rollout.rounding_dtype, model.dtype)
         # A perturbed engine differs on purpose; the trainer's own model must agree to the bit.
@@ -238,6 +242,7 @@ class FirstUpdateGuard:
             history=history or GuardHistory(),
             sampling=sampling,
             selection=selection or SelectionShares(),
+            left_out=dict(left_out or {}),
         )
 
     def __call__(self, metrics: Mapping[str, float], sums: SumsBySource | None = None) -> dict[str, str]:
@@ -262,10 +267,12 @@ class FirstUpdateGuard:
         # "" stands for an engine without servers, which cannot be left out.
         if by_server and good and "" not in by_server:
             # The step is checked once more without them: a problem of the whole step may be theirs.
+            self.left_out.update(by_server)
             return by_server
         if by_server or step:
             # All at once: they may have one cause.
-            _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()] + step)
+            named = self.left_out | by_server
+            _stop([f"{server}: {problem}" if server else problem for server, problem in named.items()] + step)
         self.history.add([(source.is_stale, each) for source, each in good.items() if not self._is_suspect(source)])
         return {}
 

@@ -392,6 +392,17 @@ def test_a_stop_reports_all_that_the_step_knew() -> None:
         replace(guard(0.5), history=GuardHistory())(METRICS, sums)
 
 
+def test_a_stop_names_the_servers_that_the_step_has_left_out_before() -> None:
+    """The sampling test left out one, the first check another, and the second check stops: all of them are named."""
+    check = replace(guard(), history=GuardHistory(), left_out={"http://copies": "one answer for all"})
+    shifted = {TokenSource("http://a", False): LIES["0.1 nats lower"][0], TokenSource("http://b", False): HONEST}
+    assert list(check(METRICS, shifted)) == ["http://a"]
+    with pytest.raises(TrainingStopped) as stop:
+        check(METRICS, {TokenSource("http://b", False): replace(HONEST, prob_diff=math.nan)})
+    words = ("http://copies: one answer for all", "http://a: log pi", "http://b: the policy's")
+    assert all(word in str(stop.value) for word in words), str(stop.value)
+
+
 def test_small_lies_add_up_over_the_steps_and_teach_no_limit() -> None:
     """Five servers of 256 tokens a step; a difference that six standard errors of a step hide."""
     history = GuardHistory()
