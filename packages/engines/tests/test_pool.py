@@ -310,7 +310,8 @@ def test_the_messages_tell_of_each_server_that_breaks_the_contract_and_of_its_en
     pool = pool_of(servers)
     asyncio.run(ask(pool, 90))
     for server in servers:
-        about = [message for message in pool.counts.messages if message.startswith((f"{server.url}:", f"{server.url} "))]
+        prefixes = (f"{server.url}:", f"{server.url} ")
+        about = [message for message in pool.counts.messages if message.startswith(prefixes)]
         assert len(about) == 2 * (server in servers[1:8]), about
         assert not about or ("1000000" in about[0] and "not used any more" in about[1])
 
