@@ -52,8 +52,8 @@ _MOST_LAYERS = 1024
 """Largest number of layers that is read. Published models have at most 126, and 512 experts for each."""
 _MOST_EXPERTS = 1 << 17
 """Largest number of experts in all layers. Published models have at most 30,720."""
-_COUNTED = ("layer", "expert", "dense_replace", "depth")
-"""Parts of the keys that count layers or experts, of which transformers makes lists."""
+_COUNTED = ("layer", "expert", "dense_replace", "depth", "num_labels")
+"""Parts of the keys that count layers, experts or labels, of which transformers makes lists."""
 
 
 def check_counts(values: Mapping[str, object]) -> None:

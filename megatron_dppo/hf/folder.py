@@ -33,6 +33,9 @@ from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 WeightStream = Iterable[tuple[str, Tensor]]
 
 
+_MOST_CHARACTERS = 4 << 20
+"""Largest size of a config.json. Those of published models have less than 1 MB, and transformers takes seconds for each
+MB of lists."""
 _ROUTER_BIAS = "e_score_correction_bias"
 
 
@@ -81,7 +84,13 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> HfConfig:
 def _load_config(folder: Path) -> HfConfig:
     from transformers import AutoConfig
 
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    if len(text) > _MOST_CHARACTERS:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has {len(text)} characters. Expected at most {_MOST_CHARACTERS}. Fix: copy the "
+            "file again from the model"
+        )
+    values = json.loads(text)
     check_counts(values)
     alias = ALIASES.get(values.get("model_type"))
     _check_tied(values)

@@ -57,6 +57,16 @@ class LayerCounts:
             tuple(map(sum, zip_longest(self.differ, other.differ, fillvalue=0))),
         )
 
+    @property
+    def largest_share(self) -> float:
+        """Share of the rows that differ, in the layer with most of them."""
+        return max((differ / rows for rows, differ in zip(self.rows, self.differ, strict=True) if rows), default=0.0)
+
+    def excess(self, limit: float) -> float:
+        """Return by how many rows the worst layer exceeds a share of ``limit``."""
+        counts = zip(self.rows, self.differ, strict=True)
+        return max((differ - limit * rows for rows, differ in counts), default=0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSums(Sums):

@@ -49,11 +49,12 @@ class ServerEvidence:
         """Restore what ``state`` returned."""
         self.evidence = {server: {k: list(v) for k, v in names.items()} for server, names in state.items()}
 
-    def _exceeds(self, server: str, name: str, increments: Sequence[float]) -> bool:
+    def _exceeds(self, server: str, name: str, increments: Sequence[float], choices: int = 1) -> bool:
+        """Add to a statistic's products, one for each rate and choice, and return True if one exceeds the limit."""
         values = self._values(server, name) or [0.0] * len(increments)
         total = [max(value + increment, 0.0) for value, increment in zip(values, increments, strict=True)]
         self.evidence.setdefault(server, {})[name] = total
-        return max(total) > self.limit
+        return max(total) > self.limit + math.log(choices)
 
     def _values(self, server: str, name: str) -> list[float]:
         return self.evidence.get(server, {}).get(name, [])

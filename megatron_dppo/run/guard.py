@@ -11,6 +11,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import ClassVar
 
 import torch
@@ -119,15 +121,12 @@ class GuardEvidence(ServerEvidence):
         return self._exceeds(server, "far", [_FAR_RATE * tokens.far_responses - cost * tokens.responses])
 
     def add_routes(self, server: str, tokens: ServerSums, limit: float) -> float | None:
-        """Add the rows of the layer with most other experts, and return their share if it is too large."""
-        counts = zip(tokens.routes.rows, tokens.routes.differ, strict=True)
-        share, rows = max(((differ / rows, rows) for rows, differ in counts if rows), default=(0.0, 0))
-        # Bennett's inequality of a sum of indicators, for the worst of the layers.
-        layers = sum(count > 0 for count in tokens.routes.rows)
-        evidence = [
-            rows * (rate * share - limit * math.expm1(rate)) - math.log(max(layers, 1)) for rate in _ROUTE_RATES
-        ]
-        return share if self._exceeds(server, "routes", evidence) else None
+        """Add the rows of each layer with other experts, and return the largest share if a layer has too many."""
+        counts = list(zip(tokens.routes.rows, tokens.routes.differ, strict=True))
+        # Bennett's inequality of a sum of indicators.
+        evidence = [rate * differ - rows * limit * math.expm1(rate) for rows, differ in counts for rate in _ROUTE_RATES]
+        is_exceeded = bool(counts) and self._exceeds(server, "routes_by_layer", evidence, choices=len(counts))
+        return tokens.routes.largest_share if is_exceeded else None
 
 
 @dataclass
@@ -189,6 +188,8 @@ class FirstUpdateGuard:
     """Test of the servers' sampling. None disables it."""
     selection: SelectionShares = field(default_factory=SelectionShares)
     """Shares of the sampled responses that are not trained on."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Reasons of the servers that this step has left out already, by URL: a stop names them, too."""
     _tested: set[str] = field(default_factory=set)
     """Servers whose tokens of this step are evidence already: a second check must not count them twice."""
 
@@ -205,6 +206,7 @@ class FirstUpdateGuard:
         history: GuardHistory | None = None,
         sampling: SamplingTest | None = None,
         selection: SelectionShares | None = None,
+        left_out: Mapping[str, str] | None = None,
     ) -> FirstUpdateGuard:
         """Return the guard of one step.
 
@@ -218,6 +220,7 @@ class FirstUpdateGuard:
             history: None starts a new one.
             sampling: See the field.
             selection: None: everything is trained on.
+            left_out: See the field. None: no server.
         """
         dtype = coarser(rollout.rounding_dtype, model.dtype)
         # A perturbed engine differs on purpose; the trainer's own model must agree to the bit.
@@ -239,6 +242,7 @@ class FirstUpdateGuard:
             history=history or GuardHistory(),
             sampling=sampling,
             selection=selection or SelectionShares(),
+            left_out=dict(left_out or {}),
         )
 
     def __call__(self, metrics: Mapping[str, float], sums: SumsBySource | None = None) -> dict[str, str]:
@@ -257,14 +261,18 @@ class FirstUpdateGuard:
         """
         step = self._step_problems(metrics) + self._overall_problems(metrics, sums)
         by_server = {} if sums is None else self._server_problems(sums)
+        if step and sums is not None and not by_server:
+            by_server = self._wrong_routes(sums)
         good = {source: each for source, each in (sums or {}).items() if each.tokens and source.server not in by_server}
         # "" stands for an engine without servers, which cannot be left out.
         if by_server and good and "" not in by_server:
             # The step is checked once more without them: a problem of the whole step may be theirs.
+            self.left_out.update(by_server)
             return by_server
         if by_server or step:
             # All at once: they may have one cause.
-            _stop([f"{server}: {problem}" if server else problem for server, problem in by_server.items()] + step)
+            named = self.left_out | by_server
+            _stop([f"{server}: {problem}" if server else problem for server, problem in named.items()] + step)
         self.history.add([(source.is_stale, each) for source, each in good.items() if not self._is_suspect(source)])
         return {}
 
@@ -306,6 +314,16 @@ class FirstUpdateGuard:
         if self.is_on_policy and self.max_prob_diff is not None and not disagreement <= limit:
             problems.append(self._routes_problem(disagreement))
         return problems
+
+    def _wrong_routes(self, sums: SumsBySource) -> dict[str, str]:
+        """Return the servers without which the step's routes keep their limit; none if no server is left."""
+        limit = _MAX_LAYER_DISAGREEMENT[self.dtype]
+        remaining = {source.server: each.routes for source, each in sums.items()}
+        problems: dict[str, str] = {}
+        while remaining and reduce(add, remaining.values()).excess(limit) > 0:
+            worst = max(remaining, key=lambda server: remaining[server].excess(limit))
+            problems[worst] = self._routes_problem(remaining.pop(worst).largest_share)
+        return problems if remaining else {}
 
     def _routes_problem(self, share: float) -> str:
         return (

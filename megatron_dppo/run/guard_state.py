@@ -96,11 +96,16 @@ class GuardState:
                 responses=shares["responses_left_out"],
                 group_size=config.rollout.samples_per_prompt,
             ),
+            left_out=self._unreported,
         )
+
+    @property
+    def _unreported(self) -> dict[str, str]:
+        return {url: problem for url, problem in self.excluded.items() if url not in self._reported}
 
     def take_excluded(self) -> dict[str, str]:
         """Return the servers that were excluded since the last call, by URL with the reason."""
-        unreported = {url: problem for url, problem in self.excluded.items() if url not in self._reported}
+        unreported = self._unreported
         self._reported |= unreported.keys()
         return unreported
 

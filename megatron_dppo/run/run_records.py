@@ -42,8 +42,8 @@ from megatron_dppo_engines.sampling_sums import RankSums
 from megatron_dppo_engines.servers.pool import PoolCounts
 from megatron_dppo_engines.servers.response_times import find_slowest
 
-_SHOWN_MESSAGES = 8
-"""Messages about broken contracts and lost servers that one rank prints in a step."""
+_SHOWN_MESSAGES = 128
+"""Messages about broken contracts and lost servers that one rank prints in a step: two for each of 64 servers."""
 _RECORD_BYTES = 1_000_000
 """Far more than a step's records take."""
 

@@ -302,6 +302,20 @@ def test_an_excluded_server_gets_no_request_also_after_a_sync() -> None:
     assert any("it samples otherwise" in message for message in pool.counts.messages)
 
 
+def test_the_messages_tell_of_each_server_that_breaks_the_contract_and_of_its_end() -> None:
+    """Seven of nine servers sample an id that no vocabulary has: two messages for each, whatever is in flight."""
+    servers = fakes(9)
+    for server in servers[1:8]:
+        server.sample = lambda request, position: 10**6
+    pool = pool_of(servers)
+    asyncio.run(ask(pool, 90))
+    for server in servers:
+        prefixes = (f"{server.url}:", f"{server.url} ")
+        about = [message for message in pool.counts.messages if message.startswith(prefixes)]
+        assert len(about) == 2 * (server in servers[1:8]), about
+        assert not about or ("1000000" in about[0] and "not used any more" in about[1])
+
+
 def test_tokens_have_their_server_and_their_ranks_are_added_up_by_server() -> None:
     servers = fakes(2)
     pool = pool_of(servers)

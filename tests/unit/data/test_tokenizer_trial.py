@@ -159,6 +159,9 @@ def test_counts_of_published_models_are_accepted(name: str) -> None:
         {"text_config": {"model_type": "qwen3_moe", "num_hidden_layers": 10**9}},
         {"vision_config": {"depth": 10**9}},
         {"num_hidden_layers": 10**30},
+        {"num_labels": 10**9},
+        {"mlp_only_layers": list(range(10**6))},
+        {"id2label": {str(number): "a" * 9 for number in range(300_000)}},
     ],
 )
 def test_counts_that_no_model_has_are_refused_before_anything_is_built(keys: dict[str, Any], folder: Path) -> None:

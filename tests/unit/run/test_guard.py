@@ -351,10 +351,56 @@ def test_routes_are_judged_by_server(sections: dict[str, Any]) -> None:
         replace(guard(**sections), history=GuardHistory())(quiet, everyone)
 
 
+def few_rows(shares: Sequence[float], rows: int) -> ServerSums:
+    """An honest server of few tokens whose routes differ in a share of each layer's rows."""
+    exact = sums_of([math.log(0.5)] * rows, [math.log(0.5)] * rows)
+    return replace(exact, routes=LayerCounts((rows,) * len(shares), tuple(int(share * rows) for share in shares)))
+
+
+@pytest.mark.parametrize("liars", [1, 2])
+@pytest.mark.parametrize("rows", [6, 20, 48])
+def test_a_step_with_too_many_wrong_routes_names_their_server_however_few_tokens_there_are(
+    rows: int, liars: int
+) -> None:
+    """The evidence of one small step is not enough, but the step cannot train: the others can."""
+    sums = {TokenSource(f"http://{i}", False): few_rows([0.0, 1.0 * (i < liars)], rows) for i in range(5)}
+    metrics = {"abs_prob_diff": 0.0, "router_live_disagreement_max": liars / 5}
+    found = replace(guard(**FP32), history=GuardHistory())(metrics, sums)
+    assert list(found) == [f"http://{i}" for i in range(liars)] and "100% of the tokens" in found["http://0"]
+    # Without a server that is right the step stops as a whole.
+    everyone = {TokenSource(f"http://{i}", False): few_rows([0.0, 0.15], rows) for i in range(5)}
+    assert rows == 6 or everyone[TokenSource("http://0", False)].routes.excess(0.1) > 0
+    with pytest.raises(TrainingStopped, match=r"in one layer the routers .* 15%"):
+        replace(guard(**FP32), history=GuardHistory())(metrics | {"router_live_disagreement_max": 0.15}, everyone)
+
+
+def test_routes_of_every_layer_add_up_over_the_steps() -> None:
+    """A server of many, with 40 layers and few tokens in each step: a step must not pay for the choice of a layer."""
+    history = GuardHistory()
+    for step in range(12):
+        sums = {TokenSource(f"http://{i}", False): few_rows([1.0 if i == 3 else 0.02] * 40, 32) for i in range(17)}
+        found = replace(guard(), history=history)({"abs_prob_diff": 0.0, "router_live_disagreement_max": 0.08}, sums)
+        if found:
+            assert list(found) == ["http://3"] and step < 8
+            return
+    pytest.fail("384 tokens with routes of another request train")
+
+
 def test_a_stop_reports_all_that_the_step_knew() -> None:
     sums = {TokenSource("http://a", False): LIES["0.1 nats lower"][0]}
     with pytest.raises(TrainingStopped, match=r"(?s)http://a: .*Rounding goes both ways.*50\.00% of the sampled"):
         replace(guard(0.5), history=GuardHistory())(METRICS, sums)
+
+
+def test_a_stop_names_the_servers_that_the_step_has_left_out_before() -> None:
+    """The sampling test left out one, the first check another, and the second check stops: all of them are named."""
+    check = replace(guard(), history=GuardHistory(), left_out={"http://copies": "one answer for all"})
+    shifted = {TokenSource("http://a", False): LIES["0.1 nats lower"][0], TokenSource("http://b", False): HONEST}
+    assert list(check(METRICS, shifted)) == ["http://a"]
+    with pytest.raises(TrainingStopped) as stop:
+        check(METRICS, {TokenSource("http://b", False): replace(HONEST, prob_diff=math.nan)})
+    words = ("http://copies: one answer for all", "http://a: log pi", "http://b: the policy's")
+    assert all(word in str(stop.value) for word in words), str(stop.value)
 
 
 def test_small_lies_add_up_over_the_steps_and_teach_no_limit() -> None:

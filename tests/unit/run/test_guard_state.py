@@ -42,11 +42,11 @@ def begin(state: GuardState, ranks: dict[str, RankSums], rollouts: CollectedRoll
 
 def test_a_server_that_fails_the_test_leaves_the_run_once_and_the_last_one_stops_it() -> None:
     state = new_state(**SERVERS)
-    begin(state, {"http://a": HONEST, "http://b": GREEDY})
+    guard = begin(state, {"http://a": HONEST, "http://b": GREEDY})
     found = state.take_excluded()
+    assert guard.left_out == found, "a stop of this step names it, too"
     assert list(found) == ["http://b"] and "greedy decoding" in found["http://b"]
-    begin(state, {"http://a": HONEST})
-    assert state.take_excluded() == {}
+    assert begin(state, {"http://a": HONEST}).left_out == state.take_excluded() == {}
     with pytest.raises(TrainingStopped, match=r"http://a: greedy(.|\n)*train\.sampling_test = false"):
         begin(state, {"http://a": GREEDY})
 

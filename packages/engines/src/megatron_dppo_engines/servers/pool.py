@@ -264,7 +264,8 @@ class ServerPool:
         """
         if isinstance(error, ContractViolation):
             self.counts.invalid_responses += 1
-            self.counts.messages.append(str(error))
+            if not server.violations:  # the end of the server tells of the later ones
+                self.counts.messages.append(str(error))
             server.back_off(self._now(), error.detail)
             server.violations.append(error.detail)
             if server.is_banned:
