@@ -61,7 +61,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "report": (
         {"errors", "files", "parallel", "types"},
-        {"torch", "numpy", "wandb", "matplotlib", "rich", "accelerate", "pyarrow"},
+        {"torch", "numpy", "wandb", "comet_ml", "matplotlib", "rich", "accelerate", "pyarrow"},
     ),
     "rewards": (
         {"config", "data", "errors", "functions", ANSWERS},
