@@ -1,4 +1,4 @@
-"""What the pages tell to type: commands, settings, code."""
+"""Commands, settings and code of the pages."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def forbidden(package: str, source: str) -> list[str]:
-    """What a file of the package imports against the table."""
+    """Return the imports of a file that the table of its package does not allow."""
     ours, theirs = PACKAGES[package]
     wrong = []
     for name in imports(source):

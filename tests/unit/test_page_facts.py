@@ -26,7 +26,7 @@ MISSING = {
     "a profiler": r"profil",
     "alerts that leave the machine": r"webhook|alert",
 }
-"""What features.md calls missing, and the names of keys and values that would offer it."""
+"""Features that features.md calls missing, and the names of keys and values that would offer them."""
 
 
 FOREIGN = {

@@ -1,4 +1,4 @@
-"""What trackers get: one curve per folder, also over resumes. Stand-ins of the packages note their calls.
+"""Trackers get one curve per folder, also over resumes. Stand-ins of the packages note their calls.
 
 ``make test-plugins`` runs the last test with the real packages.
 """
@@ -50,7 +50,7 @@ def test_wandb_receives_id_name_group_and_tags(tmp_path: Path, monkeypatch: pyte
 
 
 def stand_in(name: str, calls: list[tuple[str, Any]]) -> ModuleType:
-    """What accelerate calls of a tracker's package; the call names are those of the released packages."""
+    """Return what accelerate calls of a tracker's package; the call names are those of the released packages."""
     module = ModuleType(name)
 
     def note(what: str, result: Any = None) -> Any:
