@@ -17,7 +17,7 @@
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-plugins   the plug-ins of examples/integrations in the released verl, SkyRL and TRL, and MLflow and Trackio, with
 #                     Python 3.12; these packages get an environment of their own (MEGATRON_DPPO_ENGINES)
-# make test-packages  each library of packages/ alone: built, installed into an empty environment without torch, tested
+# make test-packages  each library of packages/ alone: built, installed into an environment without the trainer, tested
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)

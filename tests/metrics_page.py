@@ -1,4 +1,4 @@
-"""What docs/metrics.md says of each metric, compared with what runs write."""
+"""Statements of docs/metrics.md about each metric, compared with what runs write."""
 
 from __future__ import annotations
 

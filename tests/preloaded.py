@@ -1,4 +1,4 @@
-"""What the server imports that the processes of ``warm.py`` are forked from; nothing that starts a thread."""
+"""Imports of the server that forks the processes of ``warm.py``; none of them starts a thread."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def findings(source: str) -> Iterator[Finding]:
     """Yield everything in a module that breaks a rule."""
     tree = ast.parse(source)
     yield from _name_findings(tree)
-    yield from _docstring_findings(tree)
+    yield from docstring_findings(tree)
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Assign)
@@ -158,7 +158,8 @@ def is_banned(name: str, is_function: bool) -> bool:
     return named_of or plain.lower() in BANNED_NAMES or not BANNED_WORDS.isdisjoint(words)
 
 
-def _docstring_findings(tree: ast.Module) -> Iterator[Finding]:
+def docstring_findings(tree: ast.Module) -> Iterator[Finding]:
+    """Yield docstrings of a module that open with a word that describes nothing, or in lower case."""
     for node in ast.walk(tree):
         if isinstance(node, (*FUNCTION, ast.ClassDef, ast.Module)):
             text = ast.get_docstring(node)
@@ -179,8 +180,13 @@ def _constant_text(node: ast.stmt) -> str:
 
 
 def _opens_badly(text: str) -> bool:
+    return has_bad_opening(text) or text[:1].islower()
+
+
+def has_bad_opening(text: str) -> bool:
+    """Return True if the first word of a docstring describes nothing."""
     word = re.match(r"[A-Za-z]+", text)
-    return word is not None and (word.group().lower() in BAD_OPENINGS or text[0].islower())
+    return word is not None and word.group().lower() in BAD_OPENINGS
 
 
 if __name__ == "__main__":

@@ -21,11 +21,25 @@ def missing_modules() -> list[str]:
     return sorted(name for name in TRAIN_MODULES if importlib.util.find_spec(name) is None)
 
 
+def require_extra(command: str) -> None:
+    """Check that the extra is installed, for a command that trains in processes of its own.
+
+    Raises:
+        ConfigError: With the command that installs it.
+    """
+    if missing := missing_modules():
+        raise _error(missing[0], command)
+
+
 def missing_extra(error: ModuleNotFoundError, command: str) -> ConfigError:
     """Return the error for a package of the extra that is not installed; raise any other again."""
     package = (error.name or "").partition(".")[0]
     if package not in TRAIN_MODULES:
         raise error
+    return _error(package, command)
+
+
+def _error(package: str, command: str) -> ConfigError:
     return ConfigError(
         f"megatron-dppo {command} needs the extra [train]: the package {package} is not installed. Fix: {INSTALL}"
     )

@@ -85,8 +85,9 @@ class LogConfig(Section):
     tags: list[str] = Field(default_factory=list)
     """Tags of the run in trackers."""
     offline: bool = False
-    """Weights & Biases, SwanLab and Comet write to the run's folder and send nothing. ``wandb sync`` uploads the data
-    later."""
+    """Weights & Biases, SwanLab and Comet write to the run's folder and send nothing. ``wandb sync``, ``swanlab sync``
+    or ``comet upload`` sends the data later. If the run is killed, the last steps are missing in these files, for Comet
+    all steps since its start. ``metrics.jsonl`` has them."""
     progress: bool = True
     """Show a progress bar and print one line per step on rank 0."""
     rollouts_every: int = Field(0, ge=0)

@@ -112,8 +112,8 @@ def _provider(hf_config: HfConfig) -> Any:
         from megatron.bridge import AutoBridge
     except ImportError as error:
         raise ConfigError(
-            f"model.provider = 'megatron-bridge' needs the package megatron-bridge (tried: 0.6.2), with Python 3.12 "
-            f"and Transformer Engine; importing it failed: {error}. Fix: pip install megatron-bridge"
+            f"model.provider = 'megatron-bridge' needs the package megatron-bridge, Python 3.12 and Transformer "
+            f"Engine; importing it failed: {error}. Fix: pip install --no-deps megatron-bridge==0.6.2, with Python 3.12"
         ) from error
     try:
         return AutoBridge.from_hf_config(hf_config).to_megatron_provider(load_weights=False)

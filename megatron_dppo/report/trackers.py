@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import read_regular_file, write_synced
 from megatron_dppo.report.logged_steps import LoggedSteps
+from megatron_dppo.report.records import DAMAGED
 
 IDS = "trackers.json"
 """File with the ids of the run."""
@@ -60,8 +62,10 @@ def begin_new_runs(folder: Path) -> None:
 def _read_ids(folder: Path) -> dict[str, str]:
     """Return the ids of a folder's run by tracker.
 
+    A damaged file must not decide whether a run resumes. It is renamed, and the trackers get new runs.
+
     Raises:
-        ConfigError: The file is not such as a run writes.
+        ConfigError: The file cannot be read.
     """
     path = folder / IDS
     try:
@@ -71,8 +75,19 @@ def _read_ids(folder: Path) -> dict[str, str]:
         return ids
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); delete it to begin new runs in the trackers") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}). Fix: move it away to begin new runs in the trackers"
+        ) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        aside = path.with_name(path.name + DAMAGED)
+        path.replace(aside)
+        print(
+            f"warning  {path} is damaged ({error}). Trackers get a new run from here on; the file is now {aside}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return {}
 
 
 def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:
@@ -92,7 +107,11 @@ def _trackio(folder: Path, labels: RunLabels) -> dict[str, object]:
 
 def _comet_ml(folder: Path, labels: RunLabels) -> dict[str, object]:
     options: dict[str, object] = {"experiment_key": run_id(folder, "comet_ml"), "mode": "get_or_create"}
-    return options | ({"online": False} if labels.offline else {})
+    if labels.offline:
+        from comet_ml import ExperimentConfig
+
+        options |= {"online": False, "experiment_config": ExperimentConfig(offline_directory=str(folder / "comet_ml"))}
+    return options
 
 
 _OPTIONS: Mapping[str, Callable[[Path, RunLabels], dict[str, object]]] = {

@@ -67,7 +67,10 @@ RUN_FILES = (
     "tensorboard",
     "wandb",
     "swanlab",
+    "comet_ml",
     "trackers.json",
+    "trackers.json.partial",
+    "trackers.json.damaged",
     "tracker_steps.json",
     "tracker_steps.json.partial",
 )

@@ -66,7 +66,7 @@ def look(driver: Any, size: tuple[int, int], scheme: str) -> None:
 
 
 def complaints(driver: Any) -> list[str]:
-    """What the console said since the last call: errors, warnings and refused loads."""
+    """Return the console's messages since the last call: errors, warnings and refused loads."""
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] != "INFO"]
 
 

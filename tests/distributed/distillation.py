@@ -125,7 +125,7 @@ def teacher_model(dense: bool, family: str) -> Any:
 
 @dataclass
 class Expected:
-    """Of one lecture, of all samples together."""
+    """Return the columns of one lecture, all samples together."""
 
     loss: float
     gradients: dict[str, Tensor]

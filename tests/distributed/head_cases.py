@@ -49,19 +49,19 @@ cancel: the roundings of the terms to bf16, which every method has, then count a
 
 
 def needs_of(config: LossConfig) -> LossNeeds:
-    """What the head has to give a loss beside the statistics of every loss."""
+    """Return the needs of a loss beside the statistics of every loss."""
     return policy_objective(config).needs
 
 
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 LOGPROB_BOUND = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 GRAD_BOUND = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4}
-"""Of the gradients of hidden states and weight, by norm. Processors sum matrix products in different orders."""
+"""Error of the gradients of hidden states and weight, by norm. Processors sum matrix products in different orders."""
 
 
 @dataclass(frozen=True)
 class HeadCase:
-    """What a case is made from; everything else follows from the seed."""
+    """Sizes and options of a case; everything else follows from the seed."""
 
     tokens: int = 13
     hidden: int = 24
@@ -231,7 +231,7 @@ def full_loss_inputs(problem: HeadProblem, leaves: Leaves) -> LossInputs:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Of the whole tensor, by norm; NaN counts as infinite."""
+    """Return the error of the whole tensor, by norm; NaN counts as infinite."""
     error = float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
     return math.inf if math.isnan(error) else error
 

@@ -112,7 +112,7 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dic
 
 
 def scoring_error(trainer: Any, case: Case, local_samples: list[TrainingSample]) -> float:
-    """How far log-probabilities are from transformers' *without* noise, which is for updates alone."""
+    """Return the distance of log-probabilities from transformers' *without* noise, which is for updates alone."""
     side, updater = HFSide(case), Updater(trainer, config_for(case).train, LossConfig(name="minirl"))
     return logprob_error(updater, side, local_samples)
 

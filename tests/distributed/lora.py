@@ -298,7 +298,7 @@ def update(trainer: Any, case: Case, step: int) -> None:
 
 
 def read(folder: Path, case: Case, targets: tuple[str, ...]) -> Reference:
-    """What ``write_references`` made."""
+    """Return the references that ``write_references`` made."""
     with torch.serialization.safe_globals([Reference]):
         actual: Reference = torch.load(_file(folder, case, targets), weights_only=True)
     return actual

@@ -120,7 +120,7 @@ _DOUBLES: dict[str, dict[str, Any]] = {
 
 
 def reference_config(variant: str) -> LossConfig:
-    """What the reference computes for a variant."""
+    """Return the reference's configuration for a variant."""
     return LossConfig(**_DOUBLES[variant]) if variant in _DOUBLES else loss_config(variant)
 
 
@@ -221,7 +221,7 @@ def statistics(model: Any, samples: list[TrainingSample]) -> LossInputs:
         return torch.cat([getattr(sample, name) for sample in samples])
 
     def slots(name: str, unused: float) -> Tensor:
-        """Of all positions: samples have those of the response, which are the last ones."""
+        """Return values of all positions: samples have those of the response, which are the last ones."""
         own = [(getattr(sample, name), sample.num_tokens) for sample in samples]
         return torch.cat([torch.nn.functional.pad(x, (0, 0, n - len(x), 0), value=unused) for x, n in own])
 
@@ -334,7 +334,7 @@ def write_references(folder: Path, work: list[tuple[Case, list[str]]]) -> Path:
 
 
 def read_reference(folder: Path, case: Case) -> Reference:
-    """What ``write_references`` made for the model of ``case``."""
+    """Return the references that ``write_references`` made for the model of ``case``."""
     with torch.serialization.safe_globals([SamplingMask, Reference, TrainingSample, VersionSpan]):
         actual: Reference = torch.load(folder / _file_name(case), weights_only=True)
     return actual

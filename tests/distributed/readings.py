@@ -1,4 +1,4 @@
-"""What the probe computes of servers' answers on a layout, against transformers in float64."""
+"""Results of the probe for servers' answers on a layout, against transformers in float64."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MICRO_BATCHES = 2
 
 
 def inputs(case: Case, world_size: int, dtype: str = "fp32") -> tuple[Config, Any, Layout]:
-    """What is rehearsed of a case; replayed routes make the experts equally busy, as a rehearsal takes them to be. They
+    """Return the inputs of a rehearsal. Replayed routes make the experts equally busy, as a rehearsal assumes. They
     have weights where layers are recomputed."""
     with_weights = bool(case.transformer)
     model = hf_config(case.tied, case.dense, case.shared, case.dense_layers, case.family)

@@ -41,7 +41,7 @@ TOLERANCE = 2e-5
 
 @dataclass
 class Reference:
-    """What the trainer must find with the routes of ``samples``."""
+    """Expected results with the routes of ``samples``."""
 
     samples: list[TrainingSample]
     loss: float
@@ -197,7 +197,7 @@ def write_references(folder: Path, cases: list[Case], *, weights: bool) -> None:
 
 
 def read_reference(folder: Path, case: Case, *, weights: bool = False) -> Reference:
-    """What ``write_references`` made for the model of ``case``."""
+    """Return the references that ``write_references`` made for the model of ``case``."""
     with torch.serialization.safe_globals([Reference, TrainingSample]):
         result: Reference = torch.load(_file(folder, case, weights), weights_only=True)
     return result
@@ -217,7 +217,7 @@ class Side:
         return all_samples[self.trainer.dp_rank :: self.trainer.layout.dp]
 
     def updater(self, **train: Any) -> Updater:
-        """Of the loss under test."""
+        """Return an updater of the loss under test."""
         return Updater(self.trainer, TrainConfig(**(self._train.model_dump() | train)), LOSS)
 
     def gradients(self, mine: list[TrainingSample], **train: Any) -> tuple[dict[str, Tensor], dict[str, float]]:

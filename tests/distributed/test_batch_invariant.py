@@ -41,7 +41,7 @@ IN_SHORT = (("tp", "topk"), ("ep", "filtered"))
 
 
 def prompts(step: int, dp_rank: int) -> list[Prompt]:
-    """Of one rank, of another length each; the second rank has fewer, of a source with a lower limit."""
+    """Return the prompts of one rank, of different lengths; the second has fewer, of a source with a lower limit."""
     limits = PromptLimits(source="short", max_new_tokens=NEW_TOKENS // 4) if dp_rank == 1 else None
     numbers = random.Random(f"{step}/{dp_rank}")
     texts = [[numbers.randrange(2, 117) for _ in range(1 + 5 * i)] for i in range(GROUPS - dp_rank)]

@@ -50,7 +50,7 @@ ours or that of transformers. Without routers it was .004."""
 
 
 def gradients(model: Any, samples: list[Any], variant: str) -> dict[str, Tensor]:
-    """Of one process, in the dtype of the model."""
+    """Return the gradients of one process, in the dtype of the model."""
     model.zero_grad()
     loss, _ = plain_loss(statistics(model, samples), loss_config(variant))
     loss.backward()

@@ -109,7 +109,7 @@ def check_every_damage(trainer: Any, folder: Path) -> None:
 
 
 def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
-    """What Megatron finds by itself is a CheckpointError too; it derives some errors from BaseException."""
+    """Errors of Megatron itself are CheckpointErrors too; it derives some from BaseException."""
     from megatron_dppo.setup.resume import find_usable_checkpoint
 
     newest = folder / "step_000002"
@@ -135,7 +135,7 @@ def check_loads_without_manifest(trainer: Any, folder: Path) -> None:
 
 
 def check_reading_is_shared(trainer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What both ranks hold one of them reads, and both have it; when one cannot read, both end with the same words."""
+    """One rank reads what both hold, and both have it; when one cannot read, both end with the same words."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -254,7 +254,7 @@ def check_no_good_one(trainer: Any, folder: Path) -> None:
 
 
 def check_weights_alone(trainer: Any, folder: Path) -> None:
-    """What the conversion tools write and read."""
+    """Files of the conversion tools, written and read."""
     from megatron_dppo.mcore.checkpoint.save_load import load_model, save_model
 
     save_model(folder, trainer.models, {"note.json": "{}"})

@@ -197,7 +197,7 @@ def biases_of_routers(rank: int, world_size: int, folder: str) -> None:
 
 
 def check_update(trainer: Any, case: Case, model: Any, *, rate: float) -> None:
-    """What becomes of the biases in one update, and what a reference policy has."""
+    """The biases after one update, and those of a reference policy."""
     from megatron_dppo.mcore.host_memory import ReferenceWeights
 
     given = {name: bias for name, bias in model.state_dict().items() if name.endswith("e_score_correction_bias")}

@@ -152,7 +152,7 @@ OPTIONAL = re.compile(
     r"|.*\.mlp\.(gate_proj|up_proj|down_proj)\.weight"  # dense layers, which not every model of a family has
     r"|.*\.mlp\.shared_experts?[._]gate\.weight"
 )
-"""What Megatron Bridge maps for other models of a family."""
+"""Mappings of Megatron Bridge for other models of a family."""
 
 
 def names(rank: int, world_size: int) -> None:

@@ -71,7 +71,7 @@ def compare(trained: Any, reference: Any, what: str) -> None:
 
 
 def check_output_dir(trainer: Any, name: str) -> None:
-    """How many optimizers Megatron has made for host and GPU of the two parts of the state."""
+    """Return the number of optimizers that Megatron made for host and GPU of the two parts of the state."""
     for part in trainer.optimizer.megatron.chained_optimizers:
         hosts, device = getattr(part.optimizer, "cpu_optimizers", []), getattr(part.optimizer, "gpu_optimizer", None)
         parameters = sum(len(group["params"]) for group in part.optimizer.param_groups)

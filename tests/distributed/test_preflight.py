@@ -81,7 +81,7 @@ def check_sharing(rank: int, folder: Path) -> None:
 
 
 def check_bad_row(rank: int, folder: Path) -> None:
-    """What only rank 0 can see is told on every rank, in the words of one process."""
+    """Every rank reports what only rank 0 can see, in the words of one process."""
     rows = (folder / "data/train.jsonl").read_text().splitlines()
     rows[6] = '{"prompt": "1+1=", "label": "\\ud800"}'
     if rank == 0:

@@ -19,7 +19,7 @@ STYLES = ("plain", "ties", "holes", "one left", "peaked", "offset")
 
 @dataclass(frozen=True)
 class Case:
-    """What a case is made from; everything else follows from the seed."""
+    """Sizes and options of a case; everything else follows from the seed."""
 
     vocab_size: int
     shard: int

@@ -32,7 +32,7 @@ PINNED = {
 
 
 def key() -> str:
-    """What may change bits: versions, and the make of the processor."""
+    """Return everything that may change bits: versions, and the make of the processor."""
     packages = [f"{name} {version(name)}" for name in ("torch", "megatron-core", "transformers")]
     return ", ".join([*packages, f"Python {platform.python_version()}", f"{platform.machine()} {_vendor()}"])
 

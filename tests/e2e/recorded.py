@@ -1,4 +1,4 @@
-"""What a step's file has to agree with: the metrics that the losses themselves reported."""
+"""A step's file must agree with the metrics that the losses themselves reported."""
 
 from __future__ import annotations
 

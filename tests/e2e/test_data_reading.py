@@ -1,4 +1,4 @@
-"""Who opens the data files of a run."""
+"""Ranks that open the data files of a run."""
 
 from __future__ import annotations
 

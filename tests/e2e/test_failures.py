@@ -1,4 +1,4 @@
-"""What goes wrong during a run costs as little as it can and says what it was."""
+"""Failures during a run cost as little as possible and name their cause."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ RECORDED = flags(
 def replayed(
     folder: Path, step: int, processes: int = 1, more: Sequence[str] = ()
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """What the command said, and wrote as JSON; nothing of the run may have changed."""
+    """Return the command's output and its JSON; nothing of the run may have changed."""
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
     target = folder.with_name("replay.json")
     target.unlink(missing_ok=True)

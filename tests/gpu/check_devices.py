@@ -27,7 +27,7 @@ REHEARSED = 2
 
 
 def check(device: torch.device) -> Iterator[Result]:
-    """What the number of devices allows; two processes on the CPU."""
+    """Check what the number of devices allows; two processes on the CPU."""
     cuda = device.type == "cuda"
     devices = torch.cuda.device_count() if cuda else 2
     for world in (2, 4, 8):

@@ -16,7 +16,7 @@ from megatron_dppo_engines.weight_digests import WeightLayout
 from tests.gpu.checks import Result, not_run
 
 AGAINST_OFF = 1.5
-"""How much further from transformers in fp32 the fused kernel may be than what it replaces; both round to bf16."""
+"""Factor by which the fused kernel may be further from transformers in fp32 than what it replaces (both in bf16)."""
 SPLITS = [700, 0, 1, 320, 0, 131, 64, 512]
 GEMM = 4e-3
 NUMBERS = ("logprobs", "gradient_direction", "weights")

@@ -60,7 +60,7 @@ def check(device: torch.device) -> Iterator[Result]:
 
 
 def transformers_bf16_errors(device: torch.device) -> dict[str, float]:
-    """What transformers itself loses in bf16 on the device, against fp32 on the CPU from the same rounded weights."""
+    """Return errors of transformers in bf16 on the device, against fp32 on the CPU from the same rounded weights."""
     from tests.distributed.parity import Case, HFSide, cosine, on_cpu, relative_error, samples
 
     class OnDevice(HFSide):

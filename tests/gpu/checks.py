@@ -1,4 +1,4 @@
-"""What a check reports, and the table of all of them."""
+"""Reports of checks, and the table of all of them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Result:
     bound: float
     error: str = ""
     needs: str = ""
-    """what this machine lacks to measure it; such a row is shown, and counted apart"""
+    """Need of the measurement that this machine lacks; such a row is shown, and counted apart."""
 
     @property
     def passed(self) -> bool:
-        """Whether the value is finite and within its bound."""
+        """Return True if the value is finite and within its bound."""
         return not self.error and not self.needs and math.isfinite(self.value) and self.value <= self.bound
 
     @property
     def failed(self) -> bool:
-        """Whether it was measured, or should have been, and is not right."""
+        """Return True if it was measured, or should have been, and is not right."""
         return not self.passed and not self.needs
 
 

@@ -65,7 +65,7 @@ Then copy DIR here and add --wheels DIR."""
 
 
 def missing_imports(groups: list[str]) -> list[str]:
-    """What the groups need and this interpreter does not have."""
+    """Return the packages that the groups need and this interpreter does not have."""
     return sorted({name for group in groups for name in GROUPS[group][1] if not _found(name)})
 
 

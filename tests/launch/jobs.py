@@ -49,7 +49,7 @@ class Job:
 
     @property
     def restarts(self) -> int:
-        """How often it was queued again."""
+        """Return the number of times that it was queued again."""
         return int(self._field("Restarts"))
 
     def _field(self, name: str) -> str:
@@ -76,7 +76,7 @@ class Job:
         return state
 
     def signal(self) -> None:
-        """What Slurm sends before the time limit: SIGTERM to the script alone."""
+        """Send what Slurm sends before the time limit: SIGTERM to the script alone."""
         self._slurm.run("scancel", "--signal=TERM", "--batch", self.id)
 
     def start_again(self, starts: int) -> None:
@@ -128,7 +128,7 @@ def python_with(folder: Path, trainer: str) -> str:
 
 
 def is_serve(process: psutil.Process, port: int) -> bool:
-    """Whether it is the ``megatron-dppo serve`` of a port."""
+    """Return True if it is the ``megatron-dppo serve`` of a port."""
     with contextlib.suppress(psutil.Error):
         line = process.cmdline()
         return line[1:4] == ["-m", "megatron_dppo.commands.main", "serve"] and str(port) in line
@@ -136,7 +136,7 @@ def is_serve(process: psutil.Process, port: int) -> bool:
 
 
 def is_launcher(process: psutil.Process, port: int) -> bool:
-    """Whether it is what `serve` has started for a port: the leader of a session."""
+    """Return True if it is what `serve` has started for a port: the leader of a session."""
     with contextlib.suppress(psutil.Error, OSError):
         line = process.cmdline()
         return str(port) in line and "--model-path" in line and os.getsid(process.pid) == process.pid

@@ -144,7 +144,7 @@ class Loop:
         self.stream.restore(saved, load_rollouts(saved, 1, 0, folder, self.prompt_at))
 
     def check_prompts(self, trained: list[CollectedRollouts]) -> None:
-        """Whether each prompt that was taken is trained on, waiting, or left out, once."""
+        """Check that each prompt that was taken is trained on, waiting, or left out, once."""
         saved = self.stream.state()
         there = [int(group.prompt.prompt_id) for c in trained for group in c.groups]
         there += [place.position for places in saved.waiting for place in places]

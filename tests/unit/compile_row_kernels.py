@@ -32,7 +32,7 @@ COUNTS = (0, 20, 64, 128)
 UNEVEN = {"even": (), "uneven end": ("shard_size",), "uneven rows": ("shard_size", "width", "row_stride", "out_stride")}
 """the sizes that are not divisible by 16"""
 TARGETS = (80, 90, 100)
-"""of the hash of weights"""
+"""Sizes of the hash of weights."""
 ROW_ARGUMENTS = ("maximum", "total", "grad_logprobs", "grad_entropy", "entropy")
 
 

@@ -57,7 +57,7 @@ def config(**sections: dict[str, Any]) -> Config:
 def server_plans(
     config: Config, environ: Mapping[str, str], gpus: Sequence[str] = (), skip_gpus: int = 0
 ) -> list[ServerPlan]:
-    """How ``megatron-dppo serve`` starts the servers of a configuration."""
+    """Return the plans by which ``megatron-dppo serve`` starts the servers of a configuration."""
     options = server_options(
         config.rollout,
         config.model,

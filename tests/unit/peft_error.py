@@ -1,4 +1,4 @@
-"""What PEFT makes of a folder with adapters, against W + s B A in float64.
+"""Weights that PEFT makes of a folder with adapters, against W + s B A in float64.
 
 As a program: a JSON list of cases on the standard input; PEFT's version and the error of each case come out.
 """
@@ -23,7 +23,7 @@ def peft_model(case: Case, folder: Path) -> peft.PeftModel:
 
 
 def peft_error(case: Case, targets: tuple[str, ...], folder: Path) -> float:
-    """Of the log-probabilities of a few sequences, by PEFT on the transformers model, relative."""
+    """Return the relative error of the log-probabilities of a few sequences, by PEFT on the transformers model."""
     side = Float64(case, targets)
     model = peft_model(case, folder)
     worst = 0.0

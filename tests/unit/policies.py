@@ -28,7 +28,7 @@ EXPECTED = ProbeExpectation(
     topk_logprobs=K,
 )
 NOISE = {"fp32": 2e-7, "bf16": 4e-3}
-"""of each logit, relative to the largest ones"""
+"""Error of each logit, relative to the largest ones."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ Change = Callable[[dict[str, Any]], None]
 def ask(
     policy: Policy, change: Change | None = None, *, engine: Literal["sglang", "vllm"] = "sglang", routed: bool = False
 ) -> tuple[ProbeResponse, ProbeExpectation, list[TrainerReading]]:
-    """What ``judge`` gets. ``change`` may alter the columns of the server's whole answer: ``logprobs [R]``, ``ids`` and
+    """Return the input of ``judge``. ``change`` may alter columns of the server's answer: ``logprobs [R]``, ``ids`` and
     ``values [R, K]``, ``routes [R, L, k]``."""
     logprobs = (policy.server_logits() / policy.temperature).log_softmax(-1)
     values, ids = logprobs.topk(K)

@@ -14,7 +14,7 @@ ROUNDING = {FP32: 1e-5, BF16: 2**-7}
 """relative: exp(-30) in fp32, whose exponent is rounded; 8 bits of mantissa, which the interpreter cuts off where the
 device rounds"""
 WEIGHT = 3e-6
-"""of a weight of about 1: the rounding of a difference that nothing is left of"""
+"""Bound for a weight of about 1: the rounding of a difference that nothing is left of."""
 
 
 class Row(NamedTuple):

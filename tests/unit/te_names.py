@@ -114,7 +114,7 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
-    """What differs from the shard that the mapping makes of the Hugging Face model."""
+    """Return the differences from the shard that the mapping makes of the Hugging Face model."""
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.hf.folder import model_shape, stream_model
@@ -155,7 +155,7 @@ def wrong_parameters(layout: Any, config: Any, chunks: Any) -> Iterator[str]:
 
 
 def fusions(chunks: Any) -> dict[str, bool]:
-    """What the configuration says, and whether the layers were built so."""
+    """Return the configuration's settings, and whether the layers were built so."""
     from megatron_dppo.mcore.fusions import FUSIONS
 
     model = chunks[0]

@@ -1,4 +1,4 @@
-"""What errors and pages advise is accepted: each flag by its command, each key, its value, and its change at a resume.
+"""Advice of errors and pages is accepted: each flag by its command, each key, its value, and its change at a resume.
 
 The texts are those of ``tools/list_errors.py``, the other texts of modules that advise, and inline code of the pages.
 States in which advice is printed are built in tests/unit/run/test_advice_states.py and in the tests of what prints it.

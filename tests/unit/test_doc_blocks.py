@@ -1,4 +1,4 @@
-"""What the pages tell to type: commands, settings, code."""
+"""Commands, settings and code of the pages."""
 
 from __future__ import annotations
 
@@ -265,6 +265,7 @@ def test_every_page_has_an_example_that_is_checked() -> None:
     checked |= {page for page, text, _ in [*blocks("sh"), *blocks("")] if any(name in text for name in CHECKS)}
     without = {page.relative_to(ROOT).as_posix() for page in set(PAGES) - checked}
     assert without == WITHOUT_EXAMPLE.keys()
+    assert "One page of figures has none" in (ROOT / "docs/testing.md").read_text() and len(without) == 1
 
 
 WITHOUT_EXAMPLE = {

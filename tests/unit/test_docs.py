@@ -178,7 +178,7 @@ def test_modules_that_pages_name_are_there() -> None:
 
 
 def test_pages_have_one_answer_on_the_default_threshold() -> None:
-    """That of the code, wherever a page or a docstring states it; its source is the table of ``which_loss.md``."""
+    """Pages and docstrings state the default of the code; its source is the table of ``which_loss.md``."""
     tv, kl = (LossConfig(name=name).thresholds for name in ("dppo_binary_tv", "dppo_binary_kl"))  # type: ignore[attr-defined]
     assert (tv, kl) == ((0.15, 0.15), (0.05, 0.05))
     page = (ROOT / "docs/which_loss.md").read_text(encoding="utf-8")

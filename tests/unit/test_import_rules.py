@@ -62,7 +62,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "report": (
         {"errors", "files", "parallel", "types"},
-        {"torch", "numpy", "wandb", "matplotlib", "rich", "accelerate", "pyarrow"},
+        {"torch", "numpy", "wandb", "comet_ml", "matplotlib", "rich", "accelerate", "pyarrow"},
     ),
     "rewards": (
         {"config", "data", "errors", "functions", ANSWERS, CONVERSATIONS},
@@ -155,7 +155,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def forbidden(package: str, source: str) -> list[str]:
-    """What a file of the package imports against the table."""
+    """Return the imports of a file that the table of its package does not allow."""
     ours, theirs = PACKAGES[package]
     wrong = []
     for name in imports(source):

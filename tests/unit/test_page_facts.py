@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.config import describe
 from megatron_dppo.config.loss_registry import loss_names
-from source_folders import PAGES
+from source_folders import LIBRARIES, PAGES, TRAINER
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -25,7 +26,7 @@ MISSING = {
     "a profiler": r"profil",
     "alerts that leave the machine": r"webhook|alert",
 }
-"""What features.md calls missing, and the names of keys and values that would offer it."""
+"""Features that features.md calls missing, and the names of keys and values that would offer them."""
 
 
 FOREIGN = {
@@ -66,6 +67,33 @@ def test_the_number_of_plug_ins_is_that_of_the_folder() -> None:
     folders = [folder for folder in (ROOT / "examples/integrations").iterdir() if (folder / "dppo.py").is_file()]
     assert f"plug-ins of {NUMBERS[len(folders)]} other stacks" in page("docs/features.md")
     assert len(re.findall(r"\(\.\./examples/integrations/\w+/dppo\.py\)", page("docs/from_verl.md"))) >= len(folders)
+
+
+def test_the_architecture_has_all_packages_and_those_that_the_trainer_imports() -> None:
+    text = page("docs/architecture.md")
+    table = text.split("### Core")[0]
+    folders = {folder.parent.name for folder in ROOT.glob("packages/*/pyproject.toml")}
+    listed = set(re.findall(r"\[`(\w+)`\]\(\.\./packages/\1/README\.md\)", table))
+    assert listed == folders
+    assert f"The {NUMBERS[len(LIBRARIES)]} libraries also build" in table
+    imported = {
+        name
+        for file in TRAINER.rglob("*.py")
+        for name in re.findall(r"^ *(?:from|import) megatron_dppo_(\w+)", file.read_text(), re.MULTILINE)
+    }
+    *first, last = (f"`{name}`" for name in sorted(imported))
+    assert f"The trainer imports {', '.join(first)} and {last}, and no other:" in table
+    commands = [point.value for point in entry_points(group="megatron_dppo.commands")]
+    own = {value.rpartition(".")[2] for value in commands if value.startswith("megatron_dppo.commands.")}
+    (row,) = re.findall(r"\| \*\*commands\*\* \| what you start to train: ([^|]*) \|", text)
+    assert set(re.findall(r"`(\w+)`", row)) == own
+
+
+def test_megatron_bridge_has_one_version() -> None:
+    (tested,) = re.findall(r"'megatron-bridge==([\d.]+)'", page("Makefile"))
+    assert f"Version {tested} was tried" in page("docs/models.md")
+    assert f"| megatron-bridge | {tested} |" in page("docs/upstream.md")
+    assert f"megatron-bridge=={tested}," in page("megatron_dppo/mcore/megatron_bridge.py")
 
 
 @pytest.mark.parametrize("feature", MISSING)

@@ -1,4 +1,4 @@
-"""What ``import megatron_dppo`` gives to other trainers: its names, signatures and pickles stay, its examples are true,
+"""Interface of ``import megatron_dppo`` for other trainers: names, signatures and pickles stay, its examples are true,
 and it needs nothing but torch and pydantic."""
 
 from __future__ import annotations

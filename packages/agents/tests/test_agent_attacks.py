@@ -108,7 +108,7 @@ class Attacker:
 
 
 class Attack(NamedTuple):
-    """What an attacker does, and what comes of it."""
+    """Attacks, and their results."""
 
     name: str
     run: Callable[[Attacker], Awaitable[tuple[int, str]]]

@@ -780,7 +780,7 @@ def test_a_function_that_returns_no_reward_has_failed(world: World, value: Any) 
 
 @pytest.mark.parametrize("separates", [True, False])
 def test_thoughts_may_come_back_anywhere_or_not_at_all(world: World, separates: bool) -> None:
-    """What a program may do with the thoughts of an answer before it sends the answer back."""
+    """Changes that a program may make to the thoughts of an answer before it sends the answer back."""
     ways: list[Callable[[str, str], dict[str, str]]] = [
         lambda thought, text: {"content": f"<think>\n{thought}\n</think>\n\n{text}"},
         lambda thought, text: {"content": text, "reasoning_content": thought},

@@ -43,7 +43,7 @@ def sequence(text: str, *, is_chat: bool = False) -> Any:
 def test_a_text_continues_the_newest_sequence_that_it_begins_with(
     known: list[str], prompt: str, index: int | None, rest: str, as_tokens: bool
 ) -> None:
-    """Of two of which one begins with the other, too; chats never are candidates."""
+    """The longer of two is chosen if one begins with the other; chats never are candidates."""
     conversations = [sequence(text) for text in known]
     given = tuple(map(ord, prompt)) if as_tokens else prompt
     call: Any = SimpleNamespace(text=given)

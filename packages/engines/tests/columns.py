@@ -27,7 +27,7 @@ def mask(values: Iterable[bool]) -> Tensor:
 
 
 def same(result: Any, expected: Any) -> bool:
-    """Whether all fields of two records are equal, those of records in them too; tensors in type, shape and bits."""
+    """Return True if all fields of two records, also nested ones, are equal; tensors in type, shape and bits."""
     if isinstance(result, Tensor) and isinstance(expected, Tensor):
         # NumPy has no bfloat16; a float32 holds each of its values.
         arrays = [(t.float() if t.dtype == torch.bfloat16 else t).detach().numpy() for t in (result, expected)]

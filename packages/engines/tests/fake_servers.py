@@ -24,7 +24,7 @@ Sample = Callable[[GenerateRequest, int], int]
 
 
 def logprob(position: int, token: int, version: int) -> float:
-    """What a fake server says of a token; a test computes it again. Above the least that float32 can have, -104."""
+    """Return a fake server's log-probability of a token, above fp32's least, -104. A test computes it too."""
     return -(2 + position / 256 + token / 4096 + version / 8)
 
 

@@ -49,7 +49,7 @@ class Stub:
 
     @property
     def paths(self) -> list[str]:
-        """What was called, in order."""
+        """Return the calls, in order."""
         return [call.path for call in self.calls]
 
 

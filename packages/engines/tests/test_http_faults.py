@@ -1,4 +1,4 @@
-"""What stands between trainer and server: overload, junk, silence."""
+"""Faults between trainer and server: overload, junk, silence."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ PROMPTS = [
 def sampled(
     perturbation: Perturbation, models: Sequence[Any], dtype: torch.dtype = torch.float32, **settings: Any
 ) -> list[Completion]:
-    """What the engine gives after having been sent the weights of each of ``models`` in turn."""
+    """Return the engine's results after it was sent the weights of each of ``models`` in turn."""
     engine = LocalEngine(CONFIG, TOKENIZER, dtype=dtype, device=torch.device("cpu"), perturbation=perturbation)
     for version, model in enumerate(models):
         engine.update_weights(stream_model(model), version)

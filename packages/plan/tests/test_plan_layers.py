@@ -149,7 +149,7 @@ def assert_alike(few: UpdateMeasurement, whole: UpdateMeasurement) -> None:
 
 
 def test_the_rule_that_a_rehearsal_computes_has_the_products_of_the_real_one() -> None:
-    """Of a chunk of c tokens with keys of d and values of e, counted by hand; torch counts no triangular system."""
+    """A chunk has c tokens, keys of d and values of e, counted by hand; torch counts no triangular system."""
     tokens, heads, d, e, c = 192, 3, 8, 12, 64
     q, k = (torch.randn(tokens, heads, d).requires_grad_() for _ in range(2))
     v = torch.randn(tokens, heads, e).requires_grad_()

@@ -1,4 +1,4 @@
-"""What ``megatron-dppo plan`` says of an optimizer on the host, and the recipes of the 30B example that use it."""
+"""Output of ``megatron-dppo plan`` for an optimizer on the host, and the recipes of the 30B example that use it."""
 
 from __future__ import annotations
 

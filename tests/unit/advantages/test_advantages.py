@@ -129,7 +129,7 @@ def group_of(
 
 
 def test_opo_weighs_the_baseline_by_the_sampled_tokens() -> None:
-    """Of 30, 10 and 4 sampled tokens (the third has 9, five of them a tool's); the fourth reward failed."""
+    """Responses have 30, 10 and 4 sampled tokens (the third has 9, five of them a tool's); the fourth reward failed."""
     lengths = (30, 10, 9, 50)
     masks = (None, None, [True] * 4 + [False] * 5, None)
     rewards = [2.0, 0.0, 1.0, math.nan]

@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from megatron_dppo.commands.registry import installed_commands
+from megatron_dppo_lab.smollm2 import GGUF_SHA256
 from source_folders import ROOT, SOURCES
 
 # Python reads a module of this name at its start, in child processes too.
@@ -97,7 +99,8 @@ def base_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     (folder / "sitecustomize.py").write_text(CUSTOMIZE)
     kept = base_modules() | {*SOURCES, "setuptools", "_distutils_hack"}
     lists = json.dumps([list(metadata.packages_distributions()), sorted(kept)])
-    return os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "BASE_INSTALL": lists, "PYTHONWARNINGS": "ignore"}
+    path = ":".join(map(str, [folder, *dict.fromkeys(source.parent for source in SOURCES.values())]))
+    return os.environ | {"PYTHONPATH": path, "BASE_INSTALL": lists, "PYTHONWARNINGS": "ignore"}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,16 @@ def test_a_command_names_the_extra(name: str, messages: dict[str, str]) -> None:
     assert "Traceback" not in messages[name] and messages[name].endswith("exit 2\n")
     assert f"error: megatron-dppo {name} needs the extra [train]" in messages[name], messages[name]
     assert "pip install '.[train]'" in messages[name]
+
+
+def test_an_example_that_would_train_names_the_extra(base_environment: dict[str, str], tmp_path: Path) -> None:
+    model = tmp_path / "megatron_dppo/models" / f"smollm2-135m-instruct-{GGUF_SHA256[:8]}"
+    model.mkdir(parents=True)
+    command = [sys.executable, "-m", "megatron_dppo.commands.main", "examples", "smollm2", "--to", str(tmp_path)]
+    environment = base_environment | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "megatron-dppo examples needs the extra [train]" in done.stderr
 
 
 @pytest.mark.slow

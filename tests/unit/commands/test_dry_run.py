@@ -1,4 +1,4 @@
-"""What ``train --dry-run`` prints of a run, and what it refuses because the run would."""
+"""Output of ``train --dry-run``; it refuses what the run would refuse."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def rows() -> list[DataRow]:
 
 
 def plain(given: list[DataRow], tokenizer: Any) -> list[Prompt]:
-    """What the data set is, one object a row."""
+    """Return the prompts of the data set, one object a row."""
     made = []
     for row in given:
         chat = not isinstance(row.prompt, str)

@@ -86,7 +86,7 @@ def test_the_error_of_a_missing_package_has_its_extra(
 
 
 class Split:
-    """What ``datasets`` gives for one split, as far as the reader uses it."""
+    """A split as ``datasets`` gives it, as far as the reader uses it."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows

@@ -26,7 +26,7 @@ def without_padding(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
 
 
 def micro_batches(samples: list[TrainingSample], budget: int, count: int, shape: RowShape) -> list[MicroBatch]:
-    """What ``PolicyTrainer.pack`` does on one rank."""
+    """Pack samples as ``PolicyTrainer.pack`` does on one rank."""
     bins = split_evenly(fill_bins(samples, budget, shape), count)
     return [pack([samples[i] for i in part], shape, samples[0]) for part in bins]
 

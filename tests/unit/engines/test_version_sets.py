@@ -16,7 +16,7 @@ from megatron_dppo_engines.serving.collectives import NCCL_OF_TORCH, TESTED, TOR
 
 ROOT = Path(__file__).parents[3]
 RECORDED: dict[str, dict[str, str]] = json.loads((ROOT / "tests/data/engine_pins.json").read_text())["resolved"]
-"""What a resolver installs with a package: recorded with the package index, by engine or torch and version."""
+"""Packages that a resolver installs with a package: recorded with the package index, by engine or torch and version."""
 NCCL = "nvidia-nccl-cu13"
 LOCK = dict(re.findall(r"^([a-z0-9-]+)==([^ ;\n]+)", (ROOT / "requirements/lock.txt").read_text(), re.M))
 

@@ -85,7 +85,7 @@ def test_transformers_reads_every_weight_back_within_half_a_step(form: Any, tmp_
 
 
 def half_step(weight: Tensor, form: str) -> Tensor:
-    """Of each number, by the definition of the format, written with loops over blocks."""
+    """Return half a step of each number by the definition of the format, written with loops over blocks."""
     rows, columns = (128, 128) if form == "fp8" else (1, 32)
     result = torch.zeros_like(weight)
     for top in range(0, weight.shape[0], rows):

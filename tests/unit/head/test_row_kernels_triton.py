@@ -31,7 +31,7 @@ REGISTERS = 64
 
 
 def lines(module: str, **variables: str) -> list[dict[str, Any]]:
-    """What ``python -m module`` prints, a line of JSON each."""
+    """Return the output of ``python -m module``, a line of JSON each."""
     root = Path(__file__).parents[3]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, [env.get("PYTHONPATH")])])} | variables
@@ -44,7 +44,7 @@ def lines(module: str, **variables: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """How each case failed in the interpreter; "" = it passed."""
+    """Return the failure of each case in the interpreter; empty if it passed."""
     return {line["name"]: line["failure"] for line in lines("tests.unit.interpret_row_kernels", TRITON_INTERPRET="1")}
 
 

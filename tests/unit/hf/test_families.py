@@ -410,7 +410,7 @@ def test_what_goes_with_no_model_of_a_family_is_refused(family: str, section: An
 
 @pytest.mark.parametrize("family", TINY)
 def test_adapter_targets_are_the_linear_layers_of_attention_and_mlps(family: str) -> None:
-    """Of transformers' own modules and the names on disk: every matrix but embeddings, output, routers and gates."""
+    """All matrices of transformers' modules but embeddings, output, routers and gates."""
     hf_config = family_config(family)
     shapes = {name: shape for name, shape in weight_shapes(hf_config).items() if len(shape) == 2}
     modules = {name.split(".")[-2] for name in shapes}

@@ -21,7 +21,7 @@ FOLDERS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data/publishe
 
 
 def patterns(names: list[str]) -> dict[str, int]:
-    """How often each name occurs, with layer and expert as N."""
+    """Return the number of times that each name occurs, with layer and expert as N."""
     return Counter(re.sub(r"\.\d+(?=\.)", ".N", name) for name in names)
 
 

@@ -187,7 +187,7 @@ def test_the_gradient_of_each_sample_is_its_own_less_the_mean_over_the_sampler(n
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_gradient_is_the_finite_difference_of_the_centered_objective(name: str) -> None:
-    """Of ``- A (f_k log pi_k - sum_v mu_v f_v log pi_v)`` by each logit, with the weights f held fixed."""
+    """Return the gradient of ``- A (f_k log pi_k - sum_v mu_v f_v log pi_v)`` by each logit, for fixed weights f."""
     logits, mu = positions(2, 6)
     f, step = weights(name, logits, mu, 1.0), 1e-6
     got, _ = every_sample(logits, mu, 1.0, config_of(name), V)

@@ -1,4 +1,4 @@
-"""What is reported of other losses against those losses themselves."""
+"""Reported figures of other losses against those losses themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for the file of every loss: examples, axes, needs, no torch, pickles; and the 20 lines of DPPO."""
+"""Rules for the file of every loss: examples, axes, needs, no torch, pickles; and the 20 lines of DPPO."""
 
 from __future__ import annotations
 

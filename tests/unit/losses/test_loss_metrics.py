@@ -1,4 +1,4 @@
-"""What the losses report."""
+"""Metrics that the losses report."""
 
 from __future__ import annotations
 

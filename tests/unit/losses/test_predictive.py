@@ -68,7 +68,7 @@ def rate(kind: str, logits: Tensor, mu: Tensor, sampled: Tensor, k: int, tail: T
 @pytest.mark.parametrize("kind", ["tv", "kl"])
 @pytest.mark.parametrize("k", [1, 3, 11])
 def test_the_rate_is_the_finite_difference_of_the_divergence_along_the_update(kind: str, k: int) -> None:
-    """Of the divergence on the buckets, along e_k - pi of the whole vocabulary's logits."""
+    """The difference is that of the divergence on the buckets, along e_k - pi of the whole vocabulary's logits."""
     logits, mu, sampled = policies()
     inside = members(mu, sampled, k)
     update = torch.nn.functional.one_hot(sampled, VOCABULARY) - logits.softmax(-1)

@@ -1,4 +1,4 @@
-"""What ``rollout.batch_invariant`` goes with."""
+"""Settings that ``rollout.batch_invariant`` goes with."""
 
 from __future__ import annotations
 

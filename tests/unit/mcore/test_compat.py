@@ -1,4 +1,4 @@
-"""What the shims change, each in a fresh interpreter: Megatron is bound to a device for the life of a process."""
+"""Changes by the shims, each in a fresh interpreter: Megatron is bound to a device for the life of a process."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.unit.wheels import unpacked
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BOUNDS = {"torch.float32": 1e-5, "torch.float16": 3e-3}
-"""Of the error relative to float64; torch's own in fp16 is 6e-4."""
+"""Bound of the error relative to float64; torch's own in fp16 is 6e-4."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What noise on the layers is a function of, and what it is not. Gradients: tests/distributed/test_layer_noise.py."""
+"""Arguments that decide the noise on the layers. Gradients: tests/distributed/test_layer_noise.py."""
 
 from __future__ import annotations
 

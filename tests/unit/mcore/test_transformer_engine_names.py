@@ -73,7 +73,7 @@ def build(engine: Path, cases: list[dict[str, Any]], *front: Path, program: str 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What the three programs print; they run beside each other."""
+    """Return the output of the three programs, which run at the same time."""
     engine = unpacked(f"transformer-engine=={TRANSFORMER_ENGINE}", tmp_path_factory.mktemp("engine"))
     newer = unpacked(f"megatron-core=={MEGATRON}", tmp_path_factory.mktemp("megatron"))
     with ThreadPoolExecutor() as threads:

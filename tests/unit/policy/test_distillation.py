@@ -221,7 +221,7 @@ def test_the_plan_knows_what_a_rank_holds_of_a_teacher_by_hand() -> None:
 
 
 def served(call: Call) -> Any:
-    """What SGLang and vLLM answer: minus a hundredth of the token's id and of its place."""
+    """Return an answer as SGLang and vLLM give it: minus a hundredth of the token's id and of its position."""
     body = call.body
     if call.path == "/generate":
         ids, start = body["input_ids"], body["logprob_start_len"]

@@ -61,7 +61,7 @@ def episode(spans: tuple[VersionSpan, ...], sampled: str, lengths: tuple[int, ..
 def test_every_loss_token_of_an_agent_s_segment_is_in_a_span_of_its_labels(
     spans: tuple[VersionSpan, ...], sampled: str, lengths: tuple[int, ...]
 ) -> None:
-    """Whether the spans begin with the first sampled token, or with the first of all, which is no label."""
+    """The spans begin with the first sampled token, or with the first of all, which is no label."""
     for sample in episode(spans, sampled, lengths):
         assert all(0 <= span.start < span.end <= sample.num_tokens for span in sample.sources)
         assert (token_ages(sample.sources, sample.num_tokens, VERSION)[sample.loss_mask] == 4).all()

@@ -1,4 +1,4 @@
-"""Whether warmed-up weights are those of this run: only a marker that can be read says so."""
+"""Warmed-up weights belong to this run only if a readable marker says so."""
 
 from __future__ import annotations
 

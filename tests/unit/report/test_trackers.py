@@ -1,4 +1,4 @@
-"""What trackers get: one curve per folder, also over resumes. Stand-ins of the packages note their calls.
+"""Trackers get one curve per folder, also over resumes. Stand-ins of the packages note their calls.
 
 ``make test-plugins`` runs the last test with the real packages.
 """
@@ -20,7 +20,8 @@ from megatron_dppo.report import sinks
 from megatron_dppo.report.logged_steps import LOGGED_STEPS, LoggedSteps
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.sinks import Sink, open_sinks, require_sinks
-from megatron_dppo.report.trackers import RunLabels, flatten, open_trackers, run_id
+from megatron_dppo.report.trackers import IDS, RunLabels, flatten, open_trackers, run_id
+from megatron_dppo.setup.run_folder import RUN_FILES
 
 
 def test_each_folder_has_a_stable_tracker_id(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_wandb_receives_id_name_group_and_tags(tmp_path: Path, monkeypatch: pyte
 
 
 def stand_in(name: str, calls: list[tuple[str, Any]]) -> ModuleType:
-    """What accelerate calls of a tracker's package; the call names are those of the released packages."""
+    """Return what accelerate calls of a tracker's package; the call names are those of the released packages."""
     module = ModuleType(name)
 
     def note(what: str, result: Any = None) -> Any:
@@ -216,6 +217,33 @@ def test_damaged_steps_do_not_stop_a_run(content: str, tmp_path: Path, monkeypat
     assert json.loads((tmp_path / LOGGED_STEPS).read_text())[run_id(tmp_path, "wandb")]["reward"] == 4
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"wandb": 3}', b'{"wandb": "1', b"[" * 10_000, b'{"a\xff": "b"}'])
+def test_damaged_ids_do_not_stop_a_run(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points: list[tuple[str, str, int, object]] = []
+    monkeypatch.setattr(sinks, "WandbSink", lambda _project, folder, *_: Drawn(points, run_id(folder, "wandb")))
+    attempt(tmp_path, range(1, 4), None, 1.0)
+    (tmp_path / IDS).write_bytes(content)
+    attempt(tmp_path, range(3, 5), 2, 2.0)
+    assert len({run for run, *_ in points}) == 2 and points[-1][2] == 4
+    assert (tmp_path / f"{IDS}.damaged").read_bytes() == content
+    assert capsys.readouterr().err.count("Trackers get a new run") == 1
+    assert {IDS, f"{IDS}.damaged"} <= set(RUN_FILES)
+
+
+def test_comet_writes_offline_files_to_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    calls: list[tuple[str, Any]] = []
+    module = stand_in("comet_ml", calls)
+    monkeypatch.setattr(module, "ExperimentConfig", lambda **options: options, raising=False)
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    open_trackers(["comet_ml"], tmp_path, RunLabels(project="p", name="n", offline=True), {})
+    (options,) = [options for what, options in calls if what == "start"]
+    assert options["online"] is False and options["experiment_config"] == {"offline_directory": f"{tmp_path}/comet_ml"}
+    assert "comet_ml" in RUN_FILES
+
+
 def drawn_by_mlflow(folder: Path) -> list[tuple[int, float]]:
     """Return steps and values of the one run."""
     client = sys.modules["mlflow"].MlflowClient()
@@ -239,7 +267,7 @@ def drawn_by_comet(folder: Path) -> list[tuple[int, float]]:
     import zipfile
 
     points = []
-    for archive in folder.glob("comet/*.zip"):
+    for archive in folder.glob("run/comet_ml/*.zip"):
         for line in zipfile.ZipFile(archive).read("messages.json").decode().splitlines():
             metric = json.loads(line)["payload"].get("metric") or {}
             if metric.get("metricName") == "rollout/reward":
@@ -272,7 +300,6 @@ def test_real_trackers_have_each_step_once(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path / "comet"))
     pytest.importorskip(name)
     (tmp_path / "run").mkdir()
     # Trackio reads its folder from the environment when it is first imported.

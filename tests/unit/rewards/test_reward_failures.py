@@ -1,4 +1,4 @@
-"""What fails in an async function, in a batch or in a returned table costs its own samples only."""
+"""Failures in an async function, in a batch or in a returned table cost their own samples only."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_bad_samples_affect_only_themselves_in_every_calling_convention(name: st
 
 @pytest.mark.parametrize("name", ["single", "batch", "async_batch", "concurrent", "whole"])
 def test_the_error_has_file_and_line_also_for_a_wrong_value(name: str, functions: Path) -> None:
-    """Of the line that raises, or else of the function that returned the value."""
+    """The named line is the one that raises, or else that of the function that returned the value."""
     lines = FUNCTIONS.splitlines()
     texts = ["a"] if name == "whole" else ["a", "none", "raise"]
     results = run(f"{functions}:{name}", texts)
@@ -180,7 +180,7 @@ BY_ANSWER = ["float('nan')", "1 / 0", "len(3)", "int('a')", "{'score': float('in
 
 
 def test_only_a_value_of_the_wrong_type_is_marked(tmp_path: Path) -> None:
-    """What depends on the answer is not: a quotient by zero, a text that is no number."""
+    """Errors that depend on the answer are not marked: a quotient by zero, a text that is no number."""
     file = tmp_path / "kinds.py"
     file.write_text(KINDS)
     scorer = RewardScorer(f"{file}:score", timeout_seconds=60, num_workers=1)

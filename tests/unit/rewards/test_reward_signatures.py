@@ -99,7 +99,7 @@ def test_the_examples_score_answers_as_documented(name: str) -> None:
 
 
 def received(source: str, items: Sequence[RewardItem], folder: Path, facts: RunInfo | None = None) -> Any:
-    """What a function that returns its arguments was called with, in this process."""
+    """Return the arguments that a function was called with, in this process."""
     facts = facts or RunInfo()
     loaded = load(FunctionSpec(f"{write(folder, source)}:f", run_info=facts))
     return call(loaded.convention, loaded.function, items, facts)

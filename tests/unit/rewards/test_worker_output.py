@@ -1,4 +1,4 @@
-"""What scoring processes print: all of a little, and a limited part of much."""
+"""Output of scoring processes: all of a little, and a limited part of much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes between two moments of a server pool: weights, versions, failures. No test depends on real seconds."""
+"""Changes between two moments of a server pool: weights, versions, failures. No test depends on real seconds."""
 
 from __future__ import annotations
 

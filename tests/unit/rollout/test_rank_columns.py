@@ -1,4 +1,4 @@
-"""What a rank of another pipeline stage is sent of the rollouts."""
+"""Columns of the rollouts that a rank of another pipeline stage gets."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def model_of(version: int) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def reference(version: int, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
-    """Of one pass over the whole sequence."""
+    """Return the log-probabilities of one pass over the whole sequence."""
     logits = model_of(version)(torch.tensor([[*prompt, *response]])).logits[0]
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 

@@ -44,7 +44,7 @@ PROMPT = Prompt(prompt_id="p", text="", token_ids=(1, 2), label="")
 PARAMS = SamplingParams(max_new_tokens=9)
 FILL = [-9.0, -9.0]
 ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], FILL, FILL, [7.0, 8.0], [11.0, 12.0]]
-"""Of the response that ``grown`` makes: three tokens were sampled, two given, and two more sampled."""
+"""Rows of the response that ``grown`` makes: three tokens were sampled, two given, and two more sampled."""
 
 MARGINS = TokenColumn(
     response="margins",

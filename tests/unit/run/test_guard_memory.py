@@ -1,4 +1,4 @@
-"""What the guard remembers over the steps of a run, and what it forgets."""
+"""Memory of the guard over the steps of a run, and what it forgets."""
 
 from __future__ import annotations
 

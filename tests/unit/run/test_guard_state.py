@@ -1,4 +1,4 @@
-"""What the guard keeps over a run, and which servers leave it."""
+"""State that the guard keeps over a run, and the servers that leave it."""
 
 from __future__ import annotations
 

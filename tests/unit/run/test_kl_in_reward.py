@@ -23,7 +23,7 @@ COEFFICIENT = 0.3
 
 
 def kl(mu: float, reference: float, estimator: str) -> float:
-    """Of a token that mu sampled; a log ratio counts up to 20."""
+    """Return the penalty of a token that mu sampled; a log ratio counts up to 20."""
     ratio = max(-20.0, min(20.0, mu - reference))
     return {"k1": ratio, "k2": ratio**2 / 2, "k3": math.exp(-ratio) - 1 + ratio}[estimator]
 

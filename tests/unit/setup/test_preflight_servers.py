@@ -1,4 +1,4 @@
-"""What the checks before a start say of inference servers."""
+"""Messages about inference servers of the checks before a start."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ FREE = {
     "optimizer.overlap_cpu_optimizer_d2h_h2d",
     "optimizer.pin_cpu_grads",
 }
-"""What does not change results, of the sections that have both kinds."""
+"""Keys that do not change results, of the sections that have both kinds."""
 
 
 def keys(model: Any = Config, prefix: str = "") -> list[str]:

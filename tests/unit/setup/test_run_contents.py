@@ -1,4 +1,4 @@
-"""What a resume compares: the content of files that a configuration names, and of modules beside them."""
+"""A resume compares the content of files that a configuration names, and of modules beside them."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_server_is_exact_only_if_every_tensor_that_was_sent_is_proved() -> Non
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("neighbors", [0, 1, 2])
 def test_a_server_that_reports_a_part_of_its_ranks_fails(missing: int, neighbors: int) -> None:
-    """What a rank does not report is not proved, however right the other one is; beside honest servers, too."""
+    """A tensor that a rank does not report is not proved, however right the other one is or its peers."""
     weights = layer()
     digests = held(weights, 2)
     partial = Server(plain(2), digests)

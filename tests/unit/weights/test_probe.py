@@ -116,7 +116,7 @@ def test_other_weights_are_named_with_what_the_server_serves() -> None:
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_weights_of_another_model_are_not_mistaken_for_another_temperature(policy: Policy) -> None:
-    """What the server is certain of is all but impossible to the trainer."""
+    """The server is certain of tokens that are all but impossible to the trainer."""
     answer, expected, (reading,) = ask(replace(policy, parts=1))
     other, tokens = replace(policy, seed=5).logits(), policy.tokens()[:, None]
     at_t, at_one = ((other / t).log_softmax(-1).gather(1, tokens).squeeze(1).numpy() for t in (0.7, 1.0))

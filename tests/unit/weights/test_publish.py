@@ -1,4 +1,4 @@
-"""What becomes of a run whose servers do not hold what they were sent."""
+"""End of a run whose servers do not hold what they were sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 class _Trainer:
-    """What ``ServerPublisher`` asks of a trainer on one rank."""
+    """The part of a trainer on one rank that ``ServerPublisher`` uses."""
 
     groups = SimpleNamespace(world=None)
     policy_version = 0

@@ -139,7 +139,7 @@ sys.stdout.buffer.flush(); os.close(1); time.sleep(60)
 
 
 class OnDevice:
-    """What torch asks of a tensor of 640 bytes on GPU 3 to share it; not the device itself."""
+    """A tensor of 640 bytes on GPU 3 as torch shares it; not the device itself."""
 
     device = torch.device("cuda", 3)
     requires_grad = is_nested = False

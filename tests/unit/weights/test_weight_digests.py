@@ -73,7 +73,7 @@ def layer() -> dict[str, Tensor]:
 
 
 def on_server(w: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """What a rank of a server allocates and fills, slice by slice."""
+    """Return the tensors that a rank of a server allocates and fills, slice by slice."""
     heads, kv = HEADS // size, max(KV_HEADS // size, 1)
     first_kv = rank * KV_HEADS // size
     rows = {"q": slice(rank * heads * DIM, (rank + 1) * heads * DIM)}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.commands.extras import require_extra
 from megatron_dppo.files import disk_errors
 
 MODELS = Path("runs/models")
@@ -65,13 +66,16 @@ def run_example(name: str, files: Path, *, output: Path, processes: int, seed: i
         The exit code of the training.
 
     Raises:
-        UserError: The model cannot be built.
+        UserError: The model cannot be built, or the extra ``train`` is not installed.
     """
     from megatron_dppo_lab.fast_bf16 import has_fast_bf16  # Imports torch, which the listing does not need.
 
     example = RUNNABLE[name]
     start_time = time.perf_counter()
-    _link(example.make_model(), MODELS / name)
+    model = example.make_model()
+    # torchrun would hide the message of the training processes behind its own traceback.
+    require_extra("examples")
+    _link(model, MODELS / name)
     settings = ["--run.output_dir", str(output), "--run.overwrite", "true", "--run.seed", str(seed)]
     if not has_fast_bf16():
         _print("model    bf16 is not faster on this CPU: training in fp32, about twice as long")
