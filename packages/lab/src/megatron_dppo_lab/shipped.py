@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import megatron_dppo
+from megatron_dppo import files
 from megatron_dppo.errors import UserError
 
-_PACKAGE = Path(megatron_dppo.__file__).parent
+_PACKAGE = Path(files.__file__).parent
 
 
 def shipped_folder(name: str, package: Path = _PACKAGE) -> Path:
