@@ -34,9 +34,9 @@ class _Stream(_Table):
 
 
 class _Identity(_Table):
-    model: dict[str, Any]
+    model: dict[str, object]
     seed: int
-    prompts: Any
+    prompts: object
 
 
 class _Layout(_Table):
@@ -55,7 +55,7 @@ class _Response(_Table):
 
 
 class _Data(_Table):
-    train: Any
+    train: object
 
 
 class _Run(_Table):
@@ -67,11 +67,11 @@ class _Config(_Table):
 
     run: _Run
     data: _Data
-    rollout: dict[str, Any]
-    reward: dict[str, Any]
-    train: dict[str, Any]
-    agent: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {}
+    rollout: dict[str, object]
+    reward: dict[str, object]
+    train: dict[str, object]
+    agent: dict[str, object] = {}
+    optimizer: dict[str, object] = {}
 
 
 class _Guard(_Table):
@@ -103,7 +103,7 @@ class RunRecord(_Table):
     finite: bool = True
 
 
-def find_schema_problem(state: dict[str, Any]) -> str:
+def find_schema_problem(state: dict[str, object]) -> str:
     """Return the first value of a run's state that has another type or size than a run writes; empty if none has."""
     try:
         record = RunRecord.model_validate(state)
@@ -119,6 +119,6 @@ def find_schema_problem(state: dict[str, Any]) -> str:
     return ""
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

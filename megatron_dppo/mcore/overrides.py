@@ -89,7 +89,7 @@ def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict
     return overrides
 
 
-def _problem(key: str, value: Any, known: set[str]) -> str | None:
+def _problem(key: str, value: object, known: set[str]) -> str | None:
     if key in _OWNED:
         return _OWNED[key]
     if key not in known:
@@ -108,7 +108,7 @@ def _hints() -> dict[str, Any]:
         return {}
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Return True if a TOML value has this type. False for types that TOML lacks (functions, enums)."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -130,7 +130,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return plain is Any
 
 
-def _in_words(hint: Any) -> str:
+def _in_words(hint: object) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_in_words(part) for part in parts if part is not type(None))

@@ -221,7 +221,7 @@ class FolderLock:
                 "the lock; continuing"
             )
 
-    def _claim(self, owner: dict[str, Any]) -> None:
+    def _claim(self, owner: Mapping[str, object]) -> None:
         if not self._has_claimed:
             print(
                 f"lock     {self.path} is held by an earlier attempt of this job, {_describe_owner(owner)}; "
@@ -296,7 +296,7 @@ class FolderLock:
         is_process = type(owner["pid"]) is int and 0 < owner["pid"] < 2**32
         return owner if is_process and all(type(owner[key]) is str for key in ("host", "machine")) else None
 
-    def _is_alive(self, owner: dict[str, Any], watch_seconds: float) -> bool:
+    def _is_alive(self, owner: Mapping[str, Any], watch_seconds: float) -> bool:
         # On one machine the process id decides at once.
         if owner["machine"] == _machine_id():
             return bool(owner["born"]) and _start_ticks(owner["pid"]) == owner["born"]
@@ -323,7 +323,7 @@ class FolderLock:
         except FileNotFoundError:
             return b""
 
-    def _in_use_message(self, owner: dict[str, Any] | None) -> str:
+    def _in_use_message(self, owner: Mapping[str, object] | None) -> str:
         description = _describe_owner(owner) if owner else "another process"
         return (
             f"{self._messages.key} = {str(self.path.parent)!r} is in use by another {self._messages.owner}: "
@@ -359,5 +359,5 @@ class FolderLock:
         os.close(self._file)
 
 
-def _describe_owner(owner: dict[str, Any]) -> str:
+def _describe_owner(owner: Mapping[str, object]) -> str:
     return f"process {owner['pid']} on {owner['host']}, since {owner.get('since', 'an unknown time')}"

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 
@@ -96,11 +96,13 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-_PendingQuestion = tuple[Any, "asyncio.Future[Any]"]
+_QuestionT = TypeVar("_QuestionT")
+_ResultT = TypeVar("_ResultT")
+_PendingQuestion = tuple[_QuestionT, "asyncio.Future[_ResultT]"]
 """A question and the future of its result."""
 
 
-class RequestBatcher:
+class RequestBatcher(Generic[_QuestionT, _ResultT]):
     """Collects the questions of one event-loop iteration and sends them in requests of at most ``size``.
 
     A request with a bad response is split in two and each half is sent again, until the question at fault is alone. A
@@ -111,13 +113,13 @@ class RequestBatcher:
         size: Maximum number of questions in one request.
     """
 
-    def __init__(self, send: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]], size: int) -> None:
+    def __init__(self, send: Callable[[Sequence[_QuestionT]], Awaitable[Sequence[_ResultT]]], size: int) -> None:
         self._send = send
         self._size = size
-        self._waiting: list[_PendingQuestion] = []
+        self._waiting: list[_PendingQuestion[_QuestionT, _ResultT]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, question: Any) -> Any:
+    async def submit(self, question: _QuestionT) -> _ResultT:
         """Return the result for one question.
 
         Raises:
@@ -127,7 +129,7 @@ class RequestBatcher:
         if not self._waiting:
             # The first question schedules the send after all other questions of this iteration.
             loop.call_soon(self._start)
-        future = loop.create_future()
+        future: asyncio.Future[_ResultT] = loop.create_future()
         self._waiting.append((question, future))
         return await future
 
@@ -142,7 +144,7 @@ class RequestBatcher:
             for _, future in part:
                 future.add_done_callback(partial(_cancel_unused, task, part))
 
-    async def _run(self, part: Sequence[_PendingQuestion]) -> None:
+    async def _run(self, part: Sequence[_PendingQuestion[_QuestionT, _ResultT]]) -> None:
         try:
             results = await self._send([question for question, _ in part])
         except BadResponse as error:
@@ -159,12 +161,12 @@ class RequestBatcher:
                     future.set_result(result)
 
 
-def _fail_all(part: Sequence[_PendingQuestion], error: Exception) -> None:
+def _fail_all(part: Sequence[_PendingQuestion[_QuestionT, _ResultT]], error: Exception) -> None:
     for _, future in part:
         if not future.done():
             future.set_exception(error)
 
 
-def _cancel_unused(task: asyncio.Task[None], part: Sequence[_PendingQuestion], _: object) -> None:
+def _cancel_unused(task: asyncio.Task[None], part: Sequence[_PendingQuestion[_QuestionT, _ResultT]], _: object) -> None:
     if all(future.done() for _, future in part) and not task.done():
         task.cancel()

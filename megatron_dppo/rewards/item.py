@@ -136,7 +136,7 @@ MAX_PARTS = 256
 """Named parts of one reward, and of all rewards of a step: each is a metric of every step."""
 
 
-def read_reward(value: object) -> tuple[float, dict[str, float]]:
+def read_reward(value: Any) -> tuple[float, dict[str, float]]:
     """Return the score and the named parts (none for a plain number).
 
     Parts that are not numbers are dropped: verl's functions also return the extracted answer.
@@ -221,7 +221,7 @@ def _is_of_user(filename: str) -> bool:
     return file.is_file() and not any(file.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
 
 
-def short_repr(value: object) -> str:
+def short_repr(value: Any) -> str:
     """Return a short ``repr``, even if the object's own raises."""
     try:
         return _plain(reprlib.repr(value))
@@ -229,7 +229,7 @@ def short_repr(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def _name(value: object) -> str:
+def _name(value: Any) -> str:
     return _plain(str(value))
 
 

@@ -92,8 +92,8 @@ class Change(NamedTuple):
     """A key whose value differs from the run so far."""
 
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     kind: ChangeKind
     file: str = ""
     """File whose content differs; ``old`` and ``new`` are then the starts of its SHA-256. Empty if a value differs."""
@@ -114,7 +114,7 @@ def change_kind(key: str) -> ChangeKind:
 
 
 def find_changes(
-    before: Mapping[str, Any],
+    before: Mapping[str, object],
     config: Config,
     folder: Path = Path(),
     old_contents: Contents | None = None,
@@ -145,7 +145,7 @@ def find_changes(
     return changes
 
 
-_EMPTY: tuple[Any, ...] = (None, {}, [])
+_EMPTY: tuple[object, ...] = (None, {}, [])
 
 
 def find_content_changes(before: Contents, now: Contents, config: Config, *, with_fixed: bool = False) -> list[Change]:
@@ -178,7 +178,7 @@ _MAX_FILES = 4
 
 
 def _differing_files(
-    key: str, before: Mapping[str, str], now: Mapping[str, str], value: Any, is_replaced: bool
+    key: str, before: Mapping[str, str], now: Mapping[str, str], value: object, is_replaced: bool
 ) -> Iterator[Change]:
     path = split_function(str(value))[0]
     for name in sorted(before.keys() | now.keys()):
@@ -221,9 +221,9 @@ def _join(field: str, values: Iterable[str]) -> str:
     return ", ".join(value[:12] if field.startswith(SERVED_WEIGHTS) else value for value in values)
 
 
-def default_values() -> dict[str, Any]:
+def default_values() -> dict[str, object]:
     """Return the default of every key that has one, by ``section.key``."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
 
     def collect(model: Any, prefix: str) -> None:
         for name, field in model.known_fields().items():
@@ -236,7 +236,7 @@ def default_values() -> dict[str, Any]:
     return values
 
 
-def _is_harmless(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def _is_harmless(key: str, old: Mapping[str, object], new: Mapping[str, object]) -> bool:
     """Return True for another number of steps under a constant learning rate, which does not depend on it."""
     style = "optimizer.lr_decay_style"
     return key == "run.num_steps" and old.get(style) == new.get(style) == "constant"
@@ -270,6 +270,6 @@ def is_accepted(change: Change, accepted: bool | Collection[str]) -> bool:
     return accepted if isinstance(accepted, bool) else change.key in accepted
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

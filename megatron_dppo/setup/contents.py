@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_dppo.config.paths import is_function_key, split_function
 from megatron_dppo.functions import is_function_name
@@ -24,7 +24,7 @@ _BLOCKS = 64
 _BLOCK_BYTES = 2**16
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield ``section.key`` and value of every key. An empty table counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -41,7 +41,7 @@ class ReadContents(NamedTuple):
     """Imports of user functions that the contents do not cover, one message per key."""
 
 
-def read_contents(values: Mapping[str, Any]) -> ReadContents:
+def read_contents(values: Mapping[str, object]) -> ReadContents:
     """Read every file and folder that a configuration names, and the modules beside the files of user functions.
 
     Args:
@@ -81,7 +81,7 @@ def _function_files(name: str) -> tuple[dict[str, str], dict[str, Path]]:
     return {name: digest for name, path in files.items() if (digest := _digest_or_none(path))}, imported.elsewhere
 
 
-def _value_files(value: Any) -> dict[str, str]:
+def _value_files(value: object) -> dict[str, str]:
     """Return the digests of the files that a value names: a path, or a list with paths and other words."""
     if isinstance(value, list | tuple):
         parts = {str(index): _value_files(part) for index, part in enumerate(value)}
@@ -129,7 +129,11 @@ def _is_read(key: str) -> bool:
 
 
 def same_value(
-    old: Any, new: Any, folder: Path, before: Mapping[str, str] | None = None, now: Mapping[str, str] | None = None
+    old: object,
+    new: object,
+    folder: Path,
+    before: Mapping[str, str] | None = None,
+    now: Mapping[str, str] | None = None,
 ) -> bool:
     """Return True if two values of a key are equal, name the same path, or name paths with the same content.
 

@@ -92,7 +92,7 @@ def layout_identity(model: ModelConfig, parallel: ParallelConfig, inputs: ModelI
     }
 
 
-def _differences(old: Any, new: Any) -> tuple[Any, Any]:
+def _differences(old: object, new: object) -> tuple[object, object]:
     """Return two values of an identity; of tables only the fields that differ."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return old, new

@@ -157,7 +157,7 @@ class TokenColumn:
 
     # Packed rows.
 
-    def form(self, rows: TokenRows | None) -> Any:
+    def form(self, rows: TokenRows | None) -> object:
         """Return the form that all samples of one packed row must share. None: the column is missing."""
         # Samples with another K, or with routes of another dtype, cannot share a packed row.
         return (rows.dtype, rows.shape[1:]) if isinstance(rows, Tensor) else None
@@ -198,7 +198,7 @@ class TokenColumn:
         kinds = {torch.int32: "int32s", torch.float32: "float32s", torch.bool: "bools"}
         return {self.record: kinds[self.new(0).dtype]}
 
-    def to_record(self, rows: TokenRows | None) -> dict[str, Any]:
+    def to_record(self, rows: TokenRows | None) -> dict[str, object]:
         """Return the values of one sample by Parquet column; lists are flat arrays."""
         assert self.record is not None
         return {self.record: rows.flatten().numpy() if isinstance(rows, Tensor) else None}
@@ -247,7 +247,7 @@ class SamplingMaskColumn(TokenColumn):
         assert isinstance(rows, SamplingMask)
         check_sampling_mask(rows, response_tokens)
 
-    def form(self, rows: TokenRows | None) -> Any:
+    def form(self, rows: TokenRows | None) -> object:
         """Return the form that all samples of one packed row must share. None: the column is missing."""
         return None if rows is None else SamplingMask
 
@@ -276,7 +276,7 @@ class SamplingMaskColumn(TokenColumn):
         """Return the Parquet columns of ids and counts."""
         return dict.fromkeys(self._record_names, "int32s")
 
-    def to_record(self, rows: TokenRows | None) -> dict[str, Any]:
+    def to_record(self, rows: TokenRows | None) -> dict[str, object]:
         """Return ids and counts of one sample."""
         if rows is None:
             return dict.fromkeys(self._record_names)
@@ -303,7 +303,7 @@ class RoutesColumn(TokenColumn):
         """Return the Parquet columns of bytes, shape and dtype."""
         return dict(zip(self._parts, ("bytes", "int32s", "text"), strict=True))
 
-    def to_record(self, rows: TokenRows | None) -> dict[str, Any]:
+    def to_record(self, rows: TokenRows | None) -> dict[str, object]:
         """Return bytes, shape and dtype of one sample."""
         if not isinstance(rows, Tensor):
             return dict.fromkeys(self._parts)
@@ -440,7 +440,7 @@ def columns_on_request(names: Collection[str] | None = None) -> dict[str, TokenC
     return {str(c.response): c for c in columns if names is None or c.name in names}
 
 
-def carried_columns(response: Any, start: int = 0) -> dict[str, TokenRows]:
+def carried_columns(response: object, start: int = 0) -> dict[str, TokenRows]:
     """Return the columns of a response that a training sample holds unchanged, by their field of a sample.
 
     ``start`` is the first token that counts as response. The model also reads the tokens before it.
@@ -454,7 +454,7 @@ def carried_columns(response: Any, start: int = 0) -> dict[str, TokenRows]:
     }
 
 
-def response_to_tensors(record: Any) -> dict[str, Tensor]:
+def response_to_tensors(record: object) -> dict[str, Tensor]:
     """Return the tensors of all columns of a generation by name, to send them to another process."""
     columns = [(c, getattr(record, c.response, None)) for c in TOKEN_COLUMNS if c.response is not None]
     return {
@@ -468,9 +468,9 @@ def response_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: rows for name, rows in columns.items() if rows is not None}
 
 
-def response_to_record(completion: Any) -> dict[str, Any]:
+def response_to_record(completion: object) -> dict[str, object]:
     """Return the columns of a completion as values of a recorded step, by Parquet column."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for column in _recorded():
         values |= column.to_record(getattr(completion, str(column.response)))
     return values
