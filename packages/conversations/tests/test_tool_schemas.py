@@ -62,6 +62,12 @@ CASES: list[tuple[Any, str, Any]] = [
     ({"$ref": "#/$defs/Deep0"}, "12", 12),
     ({"$ref": "#/$defs/Wide0"}, "12", "12"),
     ({"$defs": {"Own": {"type": "string"}}, "$ref": "#/$defs/Own"}, "12", "12"),
+    ({"pattern": "^[0-9]{2}$"}, "12", "12"),
+    ({"maxLength": 5}, "null", "null"),
+    ({"anyOf": [{"minLength": 1}, {"type": "null"}]}, "12", "12"),
+    ({"anyOf": [{"minLength": 1}, {"type": "null"}]}, "null", None),
+    ({"anyOf": [{"pattern": "^a"}, {"minimum": 1}]}, "12", 12),
+    ({"type": "integer", "maxLength": 5}, "12", 12),
     (True, "12", 12),
     ({}, "12", 12),
     ({"type": 7, "enum": "x", "anyOf": 3, "$ref": 5}, "12", 12),
@@ -85,6 +91,24 @@ def read(form: str, text: str, parameters: Any) -> Any:
 def test_a_value_has_the_type_of_its_schema(form: str, schema: Any, text: str, expected: Any) -> None:
     value = read(form, text, {"type": "object", "$defs": DEFINITIONS, "properties": {"v": schema}})
     assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "malformed"),
+    [
+        ("<function=send>\n<parameter=v>\nx\n</parameter>\n</function>", 1, 0),
+        ("<function=send>\n<parameter=v>\nx", 0, 1),
+        ("<tool_call>\n<function=send>\n<parameter=v>\nx", 0, 1),
+        ("<tool_call><function=send></function>", 0, 1),
+        ("<tool_call>\n<function=send>\n<parameter=v> and <function=send>\n<parameter=v>", 0, 2),
+        ("<tool_call>\n<function=send>\n<tool_call>\n<function=send>", 0, 2),
+        ("It is written <function=NAME>, or <function=send_all></function>", 0, 0),
+    ],
+)
+def test_each_call_that_is_cut_off_counts_once(text: str, calls: int, malformed: int) -> None:
+    tools = [{"type": "function", "function": {"name": "send", "parameters": {}}}]
+    parsed = FORMATS["qwen3_xml"].parse(text, tools)
+    assert (len(parsed.tool_calls), parsed.num_malformed) == (calls, malformed)
 
 
 TEXT = {"v": {"type": "string"}}

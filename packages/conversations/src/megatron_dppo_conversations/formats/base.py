@@ -206,6 +206,7 @@ class TaggedFormat:
         tag = re.compile(tags if self.bare_call is None else f"{tags}|{self.bare_call.pattern}")
         blocks: list[tuple[int, list[dict[str, Any]] | None]] = []
         position = self._end_of_thought(text, 0) if starts_in_thought else 0
+        counted = -1  # where the call of the last malformed block begins
         while match := tag.search(text, position):
             position = match.end()
             if match[0] == opening:
@@ -216,10 +217,12 @@ class TaggedFormat:
             elif match[0] != self.open_tag:
                 if has_tool(tools, match["name"]):
                     call, position = self._read_bare_call(text, match.start(), tools)
-                    blocks.append((match.start(), call))
+                    if call is not None or match.start() != counted:
+                        blocks.append((match.start(), call))
             elif self.start is None or self.start.match(text, position):
                 calls, position = self._read_block(text, position, tools)
                 blocks.append((match.start(), calls))
+                counted = skip_space(text, match.end()) if calls is None else -1
         return blocks
 
     def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:

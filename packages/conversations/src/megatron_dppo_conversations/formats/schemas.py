@@ -107,7 +107,7 @@ class ValueSchema:
             return known[id(schema)]
         known[id(schema)] = None
         verdicts: list[bool | None] = []
-        if types := _known_types(schema.get("type")):
+        if types := _known_types(schema.get("type")) or ["string"] * (_TEXT_KEYWORDS & schema.keys() != set()):
             verdicts.append(_has_type(value, types))
         if isinstance(schema.get("enum"), list):
             verdicts.append(any(_is_same(value, each, by_type) for each in schema["enum"]))
@@ -164,6 +164,10 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+
+
+_TEXT_KEYWORDS = {"pattern", "minLength", "maxLength", "contentEncoding", "contentMediaType"}
+"""Keywords that speak of text alone: without a type, whoever writes one means text."""
 
 
 def _known_types(declared: Any) -> list[str]:
