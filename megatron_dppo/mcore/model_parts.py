@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import LoraConfig, ModelConfig
@@ -49,9 +50,8 @@ class ModelParts:
     """A policy's model on this rank, with its initial weights."""
 
     placement: Placement
-    megatron_config: Any
-    """Megatron's ``TransformerConfig``."""
-    models: list[nn.Module]
+    megatron_config: TransformerConfig
+    models: list[GPTModel]
     """Model chunks, one per virtual pipeline stage."""
     bridge: Bridge | ProvidedWeights
     """Conversion between this rank's shards and Hugging Face weights."""
@@ -90,27 +90,14 @@ def build_model_parts(
             adapters as the reference.
         seed: Seed of the adapters and of the layer noise.
     """
-    hf_config, layout, groups, platform = placement
+    hf_config, _, groups, platform = placement
     # Kernels and C++ extensions first: modules bind them while the model is built.
     if rollout.batch_invariant:
         enable_batch_invariant_mode(platform.device)
-    pp_rank = dist.get_rank(groups.pp)
-    shape = model_shape(hf_config)
-    bridge: Bridge | ProvidedWeights
-    if model.provider == "megatron-bridge":
-        megatron_config = provider_config(hf_config, model, layout, platform)
-        prepare_extensions(megatron_config)
-        models = build_provided_model(megatron_config, pp_rank, platform.device)
-        bridge = ProvidedWeights(models, hf_config)
-    else:
-        has_replay = train.router_replay != "off"
-        megatron_config = transformer_config(hf_config, model, layout, platform, router_replay=has_replay)
-        prepare_extensions(megatron_config)
-        models = build_model(megatron_config, hf_config, pp_rank, platform.device)
-        bridge = Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups)
+    megatron_config, models, bridge = _build_models(model, placement, has_replay=train.router_replay != "off")
     exclude_padding(models, megatron_config, groups)
 
-    adapters = Lora(models, shape, groups, lora, seed) if lora.rank else None
+    adapters = Lora(models, model_shape(hf_config), groups, lora, seed) if lora.rank else None
     reference_context: Callable[[], AbstractContextManager[Any]] | None = None
     if adapters is not None:
         reference_context = adapters.disabled
@@ -138,3 +125,21 @@ def build_model_parts(
         row_tile=TILE if rollout.batch_invariant else row_multiple(model.transformer),
         seed=seed,
     )
+
+
+def _build_models(
+    model: ModelConfig, placement: Placement, *, has_replay: bool
+) -> tuple[TransformerConfig, list[GPTModel], Bridge | ProvidedWeights]:
+    """Return Megatron's configuration, the model chunks without weights, and their weight bridge."""
+    hf_config, layout, groups, platform = placement
+    pp_rank = dist.get_rank(groups.pp)
+    if model.provider == "megatron-bridge":
+        config = provider_config(hf_config, model, layout, platform)
+        prepare_extensions(config)
+        models = build_provided_model(config, pp_rank, platform.device)
+        return config, models, ProvidedWeights(models, hf_config)
+    config = transformer_config(hf_config, model, layout, platform, router_replay=has_replay)
+    prepare_extensions(config)
+    models = build_model(config, hf_config, pp_rank, platform.device)
+    bridge = Bridge(models, model_shape(hf_config), tied=bool(hf_config.tie_word_embeddings), groups=groups)
+    return config, models, bridge
