@@ -318,12 +318,12 @@ class FirstUpdateGuard:
     def _wrong_routes(self, sums: SumsBySource) -> dict[str, str]:
         """Return the servers without which the step's routes keep their limit; none if no server is left."""
         limit = _MAX_LAYER_DISAGREEMENT[self.dtype]
-        rest = {source.server: each.routes for source, each in sums.items()}
+        remaining = {source.server: each.routes for source, each in sums.items()}
         problems: dict[str, str] = {}
-        while rest and reduce(add, rest.values()).excess(limit) > 0:
-            worst = max(rest, key=lambda server: rest[server].excess(limit))
-            problems[worst] = self._routes_problem(rest.pop(worst).largest_share)
-        return problems if rest else {}
+        while remaining and reduce(add, remaining.values()).excess(limit) > 0:
+            worst = max(remaining, key=lambda server: remaining[server].excess(limit))
+            problems[worst] = self._routes_problem(remaining.pop(worst).largest_share)
+        return problems if remaining else {}
 
     def _routes_problem(self, share: float) -> str:
         return (
