@@ -46,6 +46,9 @@ def test_the_majority_vote_counts_answers_and_not_texts() -> None:
     formulas = ("9^{9^{9^{9}}}", "(" * 5000, "\\frac" * 500, "1e999", "{" * 900 + "}" * 900)
     hostile = [(box(text), 0.0) for text in formulas]
     assert majority_score(group(*hostile, *[(box("1e3"), 1.0), (box("1000"), 1.0)]).rollouts) == 1.0
+    powers = [(box(text), 1.0) for text in ("10^{1000000}", "\\frac{10^{1000000}}{1}")]
+    assert majority_score(group((box(3), 0.0), *powers).rollouts) == 1.0, "Python writes no number of so many digits"
+    assert majority_score(group((box(10), 0.0), (box("a"), 1.0), (box("a"), 1.0)).rollouts) == 1.0
     assert majority_score(group((" same ", 1.0), ("same", 0.5), ("other", 0.0)).rollouts) == 0.75
 
 

@@ -55,7 +55,8 @@ def answer_key(answer: str) -> str:
     if len(readings) == 1 and isinstance(readings[0], Quantity) and readings[0].unit is None:
         value = readings[0].expression
         if value.is_Rational:
-            return str(value)
+            # Decimal digits have a limit in Python, and a number may have a million of them.
+            return f"{int(value.p):#x}/{int(value.q):#x}"
     return comparison_text(normalized)
 
 
