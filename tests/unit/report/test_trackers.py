@@ -236,7 +236,7 @@ def test_comet_writes_offline_files_to_the_folder_of_the_run(tmp_path: Path, mon
     pytest.importorskip("accelerate")
     calls: list[tuple[str, Any]] = []
     module = stand_in("comet_ml", calls)
-    monkeypatch.setattr(module, "ExperimentConfig", lambda **options: options, raising=False)
+    module.__dict__.update(ExperimentConfig=lambda **options: options)
     monkeypatch.setitem(sys.modules, "comet_ml", module)
     open_trackers(["comet_ml"], tmp_path, RunLabels(project="p", name="n", offline=True), {})
     (options,) = [options for what, options in calls if what == "start"]

@@ -13,7 +13,6 @@ from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.files import read_regular_file
 from megatron_dppo.mcore.checkpoint.folder import read_state
 from megatron_dppo.process.marker import MARKER, read_marker
-from megatron_dppo.report.trackers import IDS, run_id
 from megatron_dppo.run.conversion import _read_lora_config
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.setup.run_folder import _move_aside
@@ -72,9 +71,6 @@ def test_starts_of_other_types_are_no_starts(tmp_path: Path) -> None:
 
 
 def test_other_state_files_name_the_file(tmp_path: Path) -> None:
-    (tmp_path / IDS).write_text('{"wandb": 3}')
-    with pytest.raises(ConfigError, match=r"trackers\.json is damaged"):
-        run_id(tmp_path, "wandb")
     good = {"step": 1, "prompt": "a", "label": "b", "response": "c", "reward": 1.0}
     for key in good:
         (tmp_path / "samples.jsonl").write_text(json.dumps(good | {key: None}) + "\n")
