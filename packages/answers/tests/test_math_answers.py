@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from math_forms import pairs
+from megatron_dppo_answers.equality import answer_key
 from megatron_dppo_answers.math import extract_answer, is_well_formed, math_reward, quick_score
 
 HAND_MADE = Path(__file__).parent / "math_answers.txt"
@@ -135,3 +136,37 @@ def test_long_answers_are_normalized_in_the_trainer_without_an_error(part: str) 
     for length in (300, 3000, 60_000):
         for end in ("", "}", "x}" * 50):
             assert quick_score("1" + part * (length // len(part)) + end, "7") in (None, 0.0)
+
+
+# Spellings of one answer to a problem; two rows are two answers.
+VOTES = [
+    ("18", "$18", r"\$18", "18 dollars", "18.0", r"18\text{ dollars}", "x = 18", r"\frac{36}{2}"),
+    ("75", r"75\%", "75 percent", "n=75"),
+    ("0.75", "3/4", r"\frac34", ".75", "y = 3/4"),
+    ("90", r"90^\circ", r"90^{\circ}", r"\theta = 90^\circ"),
+    ("1234", "1,234", "1{,}234"),
+    ("A", "(A)", r"\text{A}", r"\text{(A)}", r"\textbf{(A)}\ 12"),
+    ("a", "(a)"),
+    ("B", "(B)", r"\textbf{(B) } 18"),
+    ("Yes", "yes", r"\text{Yes}", "Yes."),
+    ("No", r"\text{no}", "NO"),
+    ("no solution", r"\text{No solution}"),
+    ("x+1", "x + 1"),
+    ("X+1",),
+    ("(1,2)", "(1, 2)"),
+    ("(2,1)",),
+    ("2x=4", "2x = 4"),
+    ("x<5",),
+    (r"\frac{x}{2}",),
+]
+
+
+def test_votes_for_one_answer_have_one_key_and_two_answers_have_two() -> None:
+    keys = [{answer_key(text) for text in row} for row in VOTES]
+    assert [row for row, found in zip(VOTES, keys, strict=True) if len(found) > 1] == []
+    assert len(set.union(*keys)) == len(VOTES)
+
+
+@pytest.mark.parametrize("text", ["", "{" * 900, "(" * 5000, r"\frac" * 500, "9^{9^{9^{9}}}", "$", "=", "x=", "()"])
+def test_a_vote_of_any_text_has_a_key(text: str) -> None:
+    assert answer_key(text) == answer_key(text)

@@ -29,6 +29,8 @@ from megatron_dppo_answers.values import (
 )
 
 _INEQUALITIES = {"<": sympy.Lt, ">": sympy.Gt, "\\le": sympy.Le, "\\ge": sympy.Ge, "\\ne": sympy.Ne}
+_BARE_WORDS = re.compile(r"\(?[A-Za-z][A-Za-z ]*\)?")
+"""One letter, or words that are read as a product of letters: Yes, (A)."""
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne", "=": "="}
 
 
@@ -45,18 +47,25 @@ def same_answer(answer: str, label: str) -> bool:
 
 
 def answer_key(answer: str) -> str:
-    r"""Return a text that answers share which are the same number, or set the same formula in another way.
+    r"""Return a text that answers to one problem share if they give the same number, choice or words.
 
-    It takes no algebra, so that many answers can be counted: ``\frac12`` is ``1/2`` and 0.5, but x + x is not 2x.
+    It takes no algebra, so many answers can be counted: ``\frac12`` is ``1/2`` and ``x = .5``, but x + x is not 2x.
+    Units are left out, as ``same_answer`` lets one be missing: ``90^\circ`` is 90.
     """
     normalized = normalize_answer(answer)
-    # A text with two readings, such as 1,234, has the key of its text.
-    readings = read_values(normalized)
-    if len(readings) == 1 and isinstance(readings[0], Quantity) and readings[0].unit is None:
-        value = readings[0].expression
-        if value.is_Rational:
-            # Decimal digits have a limit in Python, and a number may have a million of them.
-            return f"{int(value.p):#x}/{int(value.q):#x}"
+    value = next(iter(read_values(normalized)), None)
+    if isinstance(value, Chain) and value.signs == ("=",) and is_name(value.sides[0].text):
+        value = value.sides[1]
+    if isinstance(value, Choice):
+        return value.letter
+    if isinstance(value, NamedSet):
+        return value.name
+    if isinstance(value, Quantity) and value.expression.is_Rational:
+        number = value.expression
+        # Decimal digits have a limit in Python, and a number may have a million of them.
+        return f"{int(number.p):#x}/{int(number.q):#x}"
+    if isinstance(value, Words) or _BARE_WORDS.fullmatch(normalized):
+        return plain_words(normalized)
     return comparison_text(normalized)
 
 
