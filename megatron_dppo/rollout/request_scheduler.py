@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_dppo.config.data import EvalConfig
 from megatron_dppo.config.rollout import RolloutConfig
@@ -16,16 +16,13 @@ from megatron_dppo.rollout.pending import GroupScoring, PromptSlot, Submission
 from megatron_dppo.types import Prompt, SamplingParams
 
 
-def sampling_params(
-    settings: RolloutConfig | EvalConfig, max_new_tokens: int, seed: int, **recorded: Any
-) -> SamplingParams:
-    """Return the sampling parameters of ``[rollout]`` or ``[eval]``.
+def sampling_params(settings: RolloutConfig | EvalConfig, max_new_tokens: int, seed: int) -> SamplingParams:
+    """Return the sampling parameters of ``[rollout]`` or ``[eval]``, with which no further column is recorded.
 
     Args:
         settings: Section of the configuration.
         max_new_tokens: Limit of a response.
         seed: Seed of the run.
-        recorded: Fields of ``SamplingParams`` that select what is recorded beside tokens and log-probabilities.
     """
     return SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -34,7 +31,6 @@ def sampling_params(
         top_k=settings.top_k,
         min_p=settings.min_p,
         seed=seed,
-        **recorded,
     )
 
 

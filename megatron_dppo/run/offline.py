@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -283,7 +283,9 @@ def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> 
         for start in range(0, len(prompts), batch_size):
             batch = [prompts[i] for i in range(start, min(start + batch_size, len(prompts)))]
             seed = sampling_seed(config.run.seed, "generate", start, 0)
-            params = sampling_params(rollout, rollout.max_new_tokens, seed, return_sampling_mask=rollout.has_filters)
+            params = replace(
+                sampling_params(rollout, rollout.max_new_tokens, seed), return_sampling_mask=rollout.has_filters
+            )
             completions = _sample(offline, batch, num_samples, params)
             if scorer is None:
                 yield from (_row(batch[i // num_samples], completion, {}) for i, completion in enumerate(completions))

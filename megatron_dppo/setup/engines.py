@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,10 +69,8 @@ def open_scorer(config: Config) -> RewardScorer:
 def rollout_sampling_params(config: Config) -> SamplingParams:
     """Return the sampling parameters of ``[rollout]`` with the seed of the run and the columns that training needs."""
     routed_experts = config.train.needs_engine_routing
-    return sampling_params(
-        config.rollout,
-        config.rollout.max_new_tokens,
-        config.run.seed,
+    return replace(
+        sampling_params(config.rollout, config.rollout.max_new_tokens, config.run.seed),
         return_sampling_mask=config.rollout.has_filters,
         topk_logprobs=config.topk_logprobs,
         columns=tuple(columns_on_request(config.loss.required_inputs)),

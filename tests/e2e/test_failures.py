@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.runs import flags, records, step_records, train
 
@@ -146,13 +147,17 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused(
     assert train(short_run).returncode == 0
     seed = train([*short_run, "--run.seed", "7"])
     assert seed.returncode == 2 and "was written with seed = 0, this run has 7" in seed.stderr
-    other = tmp_path / "other"
-    shutil.copytree(base_model, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    other, unfit = tmp_path / "other", tmp_path / "unfit"
+    for folder in (other, unfit):
+        shutil.copytree(base_model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    for file in other.glob("*.safetensors"):
+        kept = {name: weight for name, weight in load_file(file).items() if not name.startswith("model.layers.1.")}
+        save_file(kept, file)
     smaller = train([*short_run, *flags(model__path=other)])
     assert smaller.returncode == 2 and "was written with model = {'num_layers': 2" in smaller.stderr
-    elsewhere = train([*short_run, *flags(model__path=other, run__output_dir=tmp_path / "elsewhere")])
+    elsewhere = train([*short_run, *flags(model__path=unfit, run__output_dir=tmp_path / "elsewhere")])
     assert elsewhere.returncode == 2 and "the weights do not fit config.json" in elsewhere.stderr
     wider = train([*short_run, *flags(parallel__expert_model_parallel_size=2)], processes=2)
     assert wider.returncode != 0 and "has_expert_parallelism = False, this run" in wider.stderr
