@@ -8,7 +8,7 @@ from typing import Any
 from megatron_dppo.errors import ConfigError
 
 INSTALL = "pip install -e . in the clone of megatron_dppo"
-"""Fix if a package of this repository is not found: its source is used without an installation of this version."""
+"""Fix for a package of this repository without metadata: the source of a clone is used, and it is not installed."""
 
 
 def installed(group: str) -> dict[str, EntryPoint]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import LayerNoiseConfig
 from megatron_dppo.engines.teacher import TeacherServers
 from megatron_dppo.files import disk_errors, require_space
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, stream_model
@@ -28,6 +29,7 @@ from megatron_dppo.setup.teacher_setup import build_teacher
 
 if TYPE_CHECKING:
     from megatron_dppo.hf.weight_files import WeightSource
+    from megatron_dppo.mcore.model_parts import Placement
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
     from megatron_dppo.parallel.groups import ParallelGroups
     from megatron_dppo.policy.trainer import PolicyTrainer
@@ -59,8 +61,7 @@ def build_trainer(
         platform: Device of this rank.
         phase: ``warmup`` starts from ``model.path`` or random weights; ``rl`` from the warmed-up weights, if any.
     """
-    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
-    from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.mcore.model_parts import Placement
 
     is_warmed_up = phase == "rl" and config.warmup.num_steps > 0
     optimizer: OptimizerConfig = config.warmup.optimizer if phase == "warmup" else config.optimizer
@@ -75,12 +76,45 @@ def build_trainer(
             reference = FolderWeights(config.model.reference_path)
         elif not config.lora.rank:  # with LoRA the reference is the base model without its adapters
             reference = weights
-    placement = Placement(inputs.hf_config, inputs.layout, groups, platform)
+    return trainer_from_config(
+        config,
+        Placement(inputs.hf_config, inputs.layout, groups, platform),
+        weights,
+        reference,
+        optimizer=optimizer,
+        total_steps=config.warmup.num_steps if phase == "warmup" else config.run.num_steps,
+        noise=config.train.layer_noise if phase == "rl" else None,
+    )
+
+
+def trainer_from_config(
+    config: Config,
+    placement: Placement,
+    weights: WeightSource,
+    reference: WeightSource | None = None,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    total_steps: int = 1,
+    noise: LayerNoiseConfig | None = None,
+) -> PolicyTrainer:
+    """Return a trainer with the sections of a configuration; a collective of all ranks.
+
+    Args:
+        config: Configuration.
+        placement: Model, ranks and device.
+        weights: Initial weights.
+        reference: See ``build_model_parts``.
+        optimizer: Learning rate and schedule. None is that of the configuration.
+        total_steps: Length of the learning-rate schedule.
+        noise: See ``PolicyTrainer``.
+    """
+    from megatron_dppo.mcore.model_parts import build_model_parts
+    from megatron_dppo.policy.trainer import PolicyTrainer
+
     parts = build_model_parts(
         config.model, config.lora, config.train, config.rollout, placement, weights, reference, seed=config.run.seed
     )
-    total_steps = config.warmup.num_steps if phase == "warmup" else config.run.num_steps
-    noise = config.train.layer_noise if phase == "rl" else None
+    optimizer = optimizer or config.optimizer
     return PolicyTrainer(parts, config.parallel, config.train, optimizer, total_steps=total_steps, noise=noise)
 
 

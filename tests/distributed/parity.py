@@ -223,9 +223,9 @@ def build_trainer(
     **sections: dict[str, Any],
 ) -> Any:
     """A trainer with the weights of a transformers model; joins the process groups of the layout."""
-    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
+    from megatron_dppo.mcore.model_parts import Placement
     from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.run.policy_setup import trainer_from_config
 
     config = config_for(case, dtype, **sections)
     # A folder names it; Megatron Bridge chooses by it.
@@ -235,16 +235,7 @@ def build_trainer(
     placement = Placement(
         model.config, layout, initialize_megatron(layout, platform, seed=1, timeout_minutes=3), platform
     )
-    parts = build_model_parts(
-        config.model,
-        config.lora,
-        config.train,
-        config.rollout,
-        placement,
-        DictWeights(stream_model(model)),
-        seed=config.run.seed,
-    )
-    return PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=STEPS, noise=noise)
+    return trainer_from_config(config, placement, DictWeights(stream_model(model)), total_steps=STEPS, noise=noise)
 
 
 def measure(case: Case, platform: Platform, dtype: str = "fp32") -> dict[str, float]:

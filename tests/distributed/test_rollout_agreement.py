@@ -35,25 +35,18 @@ def _largest_difference(rank: int, world_size: int) -> None:
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
+    from megatron_dppo.mcore.model_parts import Placement
     from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.run.policy_setup import trainer_from_config
 
     config = config_for(Case({"expert_model_parallel_size": 2}))
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})})
     hf_config, tokenizer = read_hf_config(MODEL), load_tokenizer(MODEL)
     layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config))
     placement = Placement(hf_config, layout, initialize_megatron(layout, platform, seed=1, timeout_minutes=3), platform)
-    parts = build_model_parts(
-        config.model,
-        config.lora,
-        config.train,
-        config.rollout,
-        placement,
-        DictWeights(stream_model(build_hf_model(hf_config, torch.float32, seed=3))),
-        seed=config.run.seed,
+    trainer = trainer_from_config(
+        config, placement, DictWeights(stream_model(build_hf_model(hf_config, torch.float32, seed=3)))
     )
-    trainer = PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=1)
     params = SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, seed=5)
     largest = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):

@@ -23,25 +23,16 @@ def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints
-    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
+    from megatron_dppo.mcore.model_parts import Placement
     from megatron_dppo.mcore.setup import initialize_megatron
-    from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.run.policy_setup import trainer_from_config
 
     config = load_config(Path(run) / "config.toml")
     hf_config = read_hf_config(config.model.path)
     layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config))
     groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
     placement = Placement(hf_config, layout, groups, platform)
-    parts = build_model_parts(
-        config.model,
-        config.lora,
-        config.train,
-        config.rollout,
-        placement,
-        FolderWeights(Path(run) / "base"),
-        seed=config.run.seed,
-    )
-    trainer = PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=1)
+    trainer = trainer_from_config(config, placement, FolderWeights(Path(run) / "base"))
     data = torch.load(reference)
     batch = pack([TrainingSample(**data["sample"])])
 

@@ -36,8 +36,8 @@ def _groups(layout: Any) -> Any:
 def build_trainer(folder: Path, dtype: str, temperature: float, topk: int) -> Any:
     """Build a one-process trainer that replays routes and needs a Top-K; the process group must exist."""
     platform = prepare()
-    from megatron_dppo.mcore.model_parts import Placement, build_model_parts
-    from megatron_dppo.policy.trainer import PolicyTrainer
+    from megatron_dppo.mcore.model_parts import Placement
+    from megatron_dppo.run.policy_setup import trainer_from_config
 
     rollout = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_new_tokens": 64}
     config = Config.model_validate(
@@ -54,10 +54,7 @@ def build_trainer(folder: Path, dtype: str, temperature: float, topk: int) -> An
     hf_config = read_hf_config(folder)
     layout = resolve_layout(config.parallel, config.batch, 1, model_shape(hf_config))
     placement = Placement(hf_config, layout, _groups(layout), platform)
-    parts = build_model_parts(
-        config.model, config.lora, config.train, config.rollout, placement, load_weights(folder), seed=config.run.seed
-    )
-    return PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=1)
+    return trainer_from_config(config, placement, load_weights(folder))
 
 
 def load_weights(folder: Path) -> Any:

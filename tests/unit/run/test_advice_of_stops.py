@@ -330,8 +330,8 @@ def test_a_stop_by_the_guard_prints_the_broken_contracts_of_the_step_and_saves_n
     monkeypatch.setattr(loop, "make_samples", lambda *_, **__: [])
     with pytest.raises(TrainingStopped, match="do not fit the policy"):
         loop._train(session, stop, MagicMock(spec=TimeLimit))
-    told = capsys.readouterr().err
-    assert all(f"servers  http://b{i}: expected 3 log-probabilities, got 2" in told for i in range(20))
+    printed = capsys.readouterr().err
+    assert all(f"servers  http://b{i}: expected 3 log-probabilities, got 2" in printed for i in range(20))
     assert session.state.step == 3, "the step is not counted"
     session.records.log.assert_not_called()
     session.checkpoints.save.assert_not_called()

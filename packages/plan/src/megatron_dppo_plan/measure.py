@@ -17,10 +17,11 @@ from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.weight_files import WeightSource
 from megatron_dppo.losses import Objective
 from megatron_dppo.mcore import forward, head, offload, optim, router_replay
-from megatron_dppo.mcore.model_parts import Placement, build_model_parts
+from megatron_dppo.mcore.model_parts import Placement
 from megatron_dppo.mcore.setup import initialize_megatron
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
+from megatron_dppo.run.policy_setup import trainer_from_config
 from megatron_dppo.types import MicroBatch
 from megatron_dppo_plan import megatron_replacements
 from megatron_dppo_plan.measurement import STATIC, TEACHER, UpdateMeasurement
@@ -38,12 +39,7 @@ def trainer_builder(
 
     def build() -> PolicyTrainer:
         placement = Placement(hf_config, layout, groups, platform)
-        parts = build_model_parts(
-            config.model, config.lora, config.train, config.rollout, placement, weights, seed=config.run.seed
-        )
-        return PolicyTrainer(
-            parts, config.parallel, config.train, config.optimizer, total_steps=1, noise=config.train.layer_noise
-        )
+        return trainer_from_config(config, placement, weights, noise=config.train.layer_noise)
 
     return build
 

@@ -19,12 +19,13 @@ from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.hf.folder import DictWeights, build_hf_model, model_shape, routing_shape, stream_model
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.mcore import setup
-from megatron_dppo.mcore.model_parts import Placement, build_model_parts
+from megatron_dppo.mcore.model_parts import Placement
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.policy.update import Updater
+from megatron_dppo.run.policy_setup import trainer_from_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
 from megatron_dppo.weights.probe import compute_readings
 from megatron_dppo.weights.probe_requests import ProbeError, ProbeExpectation, ProbeResponse
@@ -123,16 +124,9 @@ def _check_dtype(platform: Platform, dtype: str, layout: Layout, groups: Paralle
     model_config = hf_config()
     config = _run_config(dtype, dist.get_world_size())
     placement = Placement(model_config, layout, groups, platform)
-    parts = build_model_parts(
-        config.model,
-        config.lora,
-        config.train,
-        config.rollout,
-        placement,
-        DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))),
-        seed=config.run.seed,
+    trainer = trainer_from_config(
+        config, placement, DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))), total_steps=2
     )
-    trainer = PolicyTrainer(parts, config.parallel, config.train, config.optimizer, total_steps=2)
     engine = LocalEngine(model_config, _Tokenizer(), dtype=DTYPES[dtype], device=platform.device)
     try:
         for version, when in enumerate(("before an update", "after it")):
