@@ -27,9 +27,7 @@ def agent_advantages(groups: Sequence[RolloutGroup], name: str) -> list[float]:
     Example: Two players have the rewards 1 and -1 in the first episode, and -1 and 1 in the second. All sums are 0, and
     so would be the advantages of the episodes. Those of the players are 1, -1, -1 and 1.
 
-    Args:
-        groups: Scored groups.
-        name: ``mean``, ``std``, ``leave_one_out`` or ``none``. The agent's runs in the group stand for the samples.
+    The agent's runs in the group stand for the samples. ``name`` is ``mean``, ``std``, ``leave_one_out`` or ``none``.
     """
     result = []
     for group in groups:

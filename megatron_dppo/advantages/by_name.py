@@ -27,30 +27,14 @@ def advantages_by(
     groups: Sequence[RolloutGroup] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Tensor:
-    """Compute the advantages that ``train.advantage`` names.
+    """Compute the advantages ``[groups, samples]`` that ``train.advantage`` names; exactly 0 for invalid samples.
 
-    The name is a mode of ``group_relative_advantages``, ``opo``, ``gdpo``, ``remax``, a user-defined function, or
-    ``none`` for the rewards themselves.
+    The name is a mode of ``group_relative_advantages``, ``opo``, ``gdpo`` (which reads the ``weights`` of the parts),
+    ``remax``, a user-defined function, or ``none`` for the rewards themselves.
 
     A user's function is called as ``f(rewards, valid, **options)``, and gets ``groups`` by name where it has a
     parameter of that name. As each data-parallel rank has groups of its own, the advantages of a group must not depend
     on other groups; the first call checks it.
-
-    Args:
-        name: A mode, ``none``, or ``path/to/file.py:function``.
-        rewards: ``[groups, samples]`` float.
-        valid: ``[groups, samples]`` bool.
-        options: ``train.advantage_options``.
-        groups: Groups that the rewards belong to.
-        weights: Weights of the parts of a reward, by name, for ``gdpo``.
-
-    Returns:
-        ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples.
-
-    Raises:
-        FunctionError: A user's function raised, or returned something else than one finite number a sample.
-        ValueError: As ``group_relative_advantages``, ``opo`` without groups, ``gdpo`` without groups or weights, or
-            ``remax`` without greedy responses.
     """
     if name == "none":
         return torch.where(valid, rewards, 0.0)

@@ -39,11 +39,7 @@ def greedy_advantages(rewards: Tensor, baselines: Tensor, baseline_valid: Tensor
 
 
 def greedy_rewards(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
-    """Return the rewards of the greedy responses, float64 ``[groups]``, and False where one failed, bool ``[groups]``.
-
-    Raises:
-        ValueError: A group has no greedy response.
-    """
+    """Return the rewards of the greedy responses, float64, and False where one failed, bool; ``[groups]``."""
     greedy = [group.greedy for group in groups]
     rewards = [response.reward for response in greedy if response is not None]
     if len(rewards) < len(greedy):

@@ -70,16 +70,7 @@ def reward_scales(name: str, rewards: Tensor, valid: Tensor) -> Tensor:
 
     Example: With ``std`` an advantage is (reward - mean) / (deviation + 1e-4), so its scale is 1 / (deviation + 1e-4).
 
-    Args:
-        name: ``mean``, ``std``, ``leave_one_out`` or ``none``.
-        rewards: ``[groups, samples]`` float.
-        valid: ``[groups, samples]`` bool.
-
-    Returns:
-        ``[groups, samples]``; 0 for groups without spread, whose advantages are 0 too, except with ``none``.
-
-    Raises:
-        ValueError: Another name, whose advantages need not be linear in a reward.
+    ``[groups, samples]``; 0 for groups without spread, whose advantages are 0 too, except with ``none``.
     """
     if name == "none":
         return torch.ones_like(rewards)

@@ -16,13 +16,9 @@ from megatron_dppo.types import RolloutGroup
 def compute_group_advantages(
     groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, penalties: Tensor | None = None
 ) -> Tensor:
-    """Return the advantages of ``train.advantage``, float32 ``[groups, samples]``.
+    """Return the advantages of ``train.advantage``, float32 ``[groups, samples]``; all groups have the same size.
 
-    Args:
-        groups: Scored groups, all of the same size.
-        train: Name and options of the advantage.
-        reward: Weights of the parts of rewards.
-        penalties: Subtracted from the rewards first. Shape ``[groups, samples]``. None subtracts nothing.
+    ``penalties [groups, samples]`` are subtracted from the rewards first.
     """
     rewards = group_rewards(groups)
     if penalties is not None:

@@ -43,16 +43,8 @@ def save_adapter(
     """Write an adapter folder, which appears complete and replaces an older one of that name.
 
     The stream is consumed to its end in any case. The first rank holds all of it, and warns if PEFT cannot read it.
-
-    Args:
-        target: Folder to write.
-        adapters: Full tensors by PEFT's names, the same on all ranks.
-        lora: Rank, scale and targets.
-        base: Folder of the base model, or its name on the hub.
-        group: Ranks that call this together.
-
-    Raises:
-        DiskError: On all ranks, if the first one cannot write.
+    ``base`` is the folder of the base model, or its name on the hub. ``group`` calls this together, and gets the same
+    DiskError.
     """
     stream = iter(adapters)
     leads = is_leader(group)
@@ -116,11 +108,7 @@ def adapter_config(lora: LoraConfig, base: str) -> dict[str, Any]:
 
 
 def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write the two files and sync them to disk.
-
-    Raises:
-        DiskError: The disk is full or cannot be written.
-    """
+    """Write the two files and sync them to disk."""
     partial = target.with_name(target.name + ".partial")
     with disk_errors(target, _WHAT):
         shutil.rmtree(partial, ignore_errors=True)

@@ -59,10 +59,8 @@ _SUFFIX: dict[Format, str] = {"fp8": "_scale_inv", "int4": "_packed"}
 class Quantization:
     """Format of quantized weights, and the weights that have it.
 
-    Args:
-        format: Format of the numbers.
-        names: Weights to quantize, by Hugging Face name. None: the format's usual weights, which are all linear layers
-            of the decoder for ``fp8`` and the routed experts for ``int4``.
+    ``names`` are Hugging Face names. None: the format's usual weights, which are all linear layers of the decoder for
+    ``fp8`` and the routed experts for ``int4``.
     """
 
     format: Format
@@ -75,11 +73,7 @@ class Quantization:
         return (_LINEAR if self.format == "fp8" else _ROUTED_EXPERT).fullmatch(name) is not None
 
     def config(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the ``quantization_config`` of config.json.
-
-        Args:
-            names: Names of all weights of the model.
-        """
+        """Return the ``quantization_config`` of config.json, from the names of all weights of the model."""
         if self.format == "int4":
             return _int4_config()
         modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
@@ -94,15 +88,7 @@ class Quantization:
 
 
 def quantize_stream(weights: WeightStream, quantization: Quantization) -> Iterator[tuple[str, Tensor]]:
-    """Stream weights as a quantized folder holds them; other weights pass unchanged.
-
-    Args:
-        weights: Full tensors by Hugging Face name, ``[out, in]``.
-        quantization: Format and weights.
-
-    Raises:
-        CheckpointError: A weight is not finite, or the format cannot hold its shape.
-    """
+    """Stream weights ``[out, in]`` as a quantized folder holds them; other weights pass unchanged."""
     quantize = _quantize_fp8 if quantization.format == "fp8" else _quantize_int4
     for name, tensor in weights:
         if quantization.includes(name):
@@ -128,14 +114,10 @@ def is_quantized(tensor: Tensor) -> bool:
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix to FP8 with one scale per block.
+    """Quantize a matrix ``[out, in]`` of any size to FP8 with one scale per block; the last blocks may be smaller.
 
-    Args:
-        weight: Matrix ``[out, in]`` of any size; the last blocks may be smaller.
-
-    Returns:
-        Numbers ``[out, in]`` in float8_e4m3fn, and fp32 scales ``[ceil(out / 128), ceil(in / 128)]``: number times
-        scale is the weight within half a step. A block of zeros has the scale 1.
+    Returns float8_e4m3fn numbers, and fp32 scales ``[ceil(out / 128), ceil(in / 128)]``: number times scale is the
+    weight within half a step. A block of zeros has the scale 1.
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
@@ -149,14 +131,10 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix to INT4 with one scale per group.
+    """Quantize a matrix ``[out, in]`` with ``in`` a multiple of 32 to INT4 with one scale per group.
 
-    Args:
-        weight: Matrix ``[out, in]`` with ``in`` a multiple of 32.
-
-    Returns:
-        int8 numbers from -7 to 7 ``[out, in]``, and scales ``[out, in / 32]`` in the dtype of ``weight``: number times
-        scale is the weight within half a step. A group of zeros has the scale 1.
+    Returns int8 numbers from -7 to 7, and scales ``[out, in / 32]`` in the dtype of ``weight``: number times scale is
+    the weight within half a step. A group of zeros has the scale 1.
     """
     groups = weight.float().unflatten(1, (-1, GROUP))
     # Round with the scale as it is stored, not with the exact one.

@@ -12,13 +12,10 @@ from megatron_dppo.types import SamplingMask, TokenTargets, check_sampling_mask
 def check_ids(
     rows: int, labels: Tensor, ids: Tensor | None, valid: Tensor | None, vocab_size: int, used: Tensor | None
 ) -> None:
-    """Check that labels ``[T]`` and ids ``[T, K]`` fit ``rows`` = T and the vocabulary.
+    """Check that labels ``[T]`` and ids ``[T, K]`` fit T and the vocabulary, in the rows ``used`` (None: all).
 
-    Only the rows ``used`` are checked; None means all.
-
-    Raises:
-        ValueError: If they do not fit. On CUDA a value out of range is a device-side assertion, because a check on
-            the host would wait for the device.
+    A ValueError. On CUDA a value out of range is a device-side assertion, because a check on the host would wait for
+    the device.
     """
     if labels.shape != (rows,) or labels.dtype != torch.int64:
         raise ValueError(f"expected int64 labels [T] = ({rows},), got {labels.dtype} {tuple(labels.shape)}")
@@ -40,10 +37,7 @@ def check_ids(
 def check_slots(targets: TokenTargets, used: Tensor | None) -> None:
     """Check that the label of each token of the loss mask is in exactly one slot of its Top-K set.
 
-    Only the rows ``used`` are checked; None means all.
-
-    Raises:
-        ValueError: If it is in no slot or in two, or the last slot has another id. On CUDA a device-side assertion.
+    Only the rows ``used`` are checked; None means all. On CUDA a device-side assertion.
     """
     if targets.rollout_topk_ids is None:
         return
@@ -101,11 +95,7 @@ def _assert_distinct(ids: Tensor, valid: Tensor, used: Tensor | None) -> None:
 
 
 def check_sets(sampling_mask: SamplingMask | None, labels: Tensor, vocab_size: int) -> None:
-    """Check that each sampling mask holds ids of the vocabulary, and the label of its row (``labels [n]``).
-
-    Raises:
-        ValueError: If it does not. On CUDA a device-side assertion where it is about an id, as in ``check_ids``.
-    """
+    """Check that each sampling mask holds ids of the vocabulary, and the label of its row (``labels [n]``)."""
     if sampling_mask is None:
         return
     check_sampling_mask(sampling_mask, len(labels))

@@ -26,11 +26,7 @@ class RowColumns(NamedTuple):
 
     @classmethod
     def of(cls, head: VocabShard, targets: TokenTargets, plan: RowPlan | None, vocab_size: int) -> RowColumns:
-        """Build the columns of all rows of the plan.
-
-        Raises:
-            ValueError: If the targets have sequence ids, a label is not in its Top-K set, or a sampling mask is wrong.
-        """
+        """Check the targets and build the columns of all rows of the plan."""
         _check_no_sequences(targets)
         check_slots(targets, None if plan is None else plan.rows)
         targets = targets if plan is None else targets.select(plan.rows, plan.on_host)

@@ -21,15 +21,9 @@ class HeadGradient:
     states, and the sum that it is added to, cost less for many rows at a time. Otherwise that of a chunk overwrites its
     logits.
 
-    Args:
-        head: Output layer.
-        rows: Rows of the call.
-        hidden: Hidden states. Shape [T, H].
-        needed: True for each of hidden, weight and bias that needs a gradient.
-        chunk: Rows in a chunk.
-        main_grad: Fp32 tensor that the weight's gradient is added to. None returns the gradient instead.
-        scale: Factor of all gradients. None means 1.
-        round_weight_gradient: True for bf16 products of the weight's gradient on a CPU where they are faster.
+    ``needed`` is True for each of hidden, weight and bias that needs a gradient. The weight's is added to the fp32
+    tensor ``main_grad``, or returned without it. ``scale`` is the factor of all gradients; None means 1.
+    ``round_weight_gradient`` makes bf16 products of the weight's gradient on a CPU where they are faster.
     """
 
     def __init__(
@@ -111,11 +105,7 @@ class HeadGradient:
 
 
 def checked_main_grad(weight: Tensor, accumulate: bool) -> Tensor | None:
-    """Return ``weight.main_grad`` if the gradient must be added there, else None.
-
-    Raises:
-        ValueError: If there is none, or it is not float32 in the shape of the weight.
-    """
+    """Return ``weight.main_grad``, which must be fp32, if the gradient must be added there, else None."""
     if not accumulate or not weight.requires_grad or not torch.is_grad_enabled():
         return None
     main_grad = getattr(weight, "main_grad", None)

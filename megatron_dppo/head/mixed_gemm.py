@@ -86,14 +86,11 @@ def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 
 
 class WeightGradient:
-    """Sum over chunks of ``dlogits.T @ hidden``, in fp32 (fp64 for fp64).
+    """Sum over chunks of ``dlogits.T @ hidden`` for the ``weight [W, H]``, in fp32 (fp64 for fp64).
 
-    Args:
-        weight: ``[W, H]``, for shape, dtype and device.
-        chunks: Number of chunks; the sum of a single one needs no fp32 buffer.
-        into: Add to this fp32 tensor instead (``weight.main_grad``).
-        rounded: On the CPU multiply bf16 factors as bf16 and round each chunk's product to bf16 before it is added. The
-            relative error is 2e-3, as that of ``weight.grad`` from autograd.
+    A single chunk needs no fp32 buffer. ``into`` is an fp32 tensor to add to instead (``weight.main_grad``).
+    ``rounded``: on the CPU multiply bf16 factors as bf16 and round each chunk's product to bf16 before it is added. The
+    relative error is 2e-3, as that of ``weight.grad`` from autograd.
     """
 
     def __init__(self, weight: Tensor, chunks: int, into: Tensor | None = None, *, rounded: bool = False) -> None:

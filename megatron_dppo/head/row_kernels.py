@@ -26,9 +26,9 @@ a core, and large enough that the number of calls does not count."""
 def row_statistics(
     logits: Tensor, shard_size: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
 ) -> Tensor:
-    """Return the statistics of each row on one shard, in one read of the logits.
+    """Return the statistics of each row on one shard, ``[n, 4 + K]``, in one read of ``logits [n, W]``.
 
-    With ``z = (logit - m) / temperature``, over the first ``shard_size`` entries of the row:
+    With ``z = (logit - m) / temperature``, over the first ``shard_size`` entries of the row (the others are padding):
 
     - column 0, m: the largest logit, before the temperature
     - column 1, t: sum of exp(z) z
@@ -38,17 +38,8 @@ def row_statistics(
     - with ``squares`` one more, q: sum of exp(2 z) over the entries of o
 
     A shard without entries, and a row of -inf, has m = y = -inf and t = o = 0. A NaN among the logits gives NaN.
-
-    Args:
-        logits: ``[n, W]`` float32, float64, bfloat16 or float16.
-        shard_size: Entries of the shard that are not padding; columns from ``shard_size`` on are not read.
-        labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
-        ids: ``[n, K]`` int64 index in this shard, -1 = not of this shard or an unused slot; None = none.
-        temperature: Divides the logits.
-        squares: True to compute q.
-
-    Returns:
-        ``[n, 4 + K]``, or ``[n, 5 + K]`` with q; float32, or float64 for float64 logits.
+    ``labels [n]`` and ``ids [n, K]`` are int64 indices in this shard, -1 = not of this shard or an unused slot. The
+    result is float32, or float64 for float64 logits.
     """
     triton = _triton_kernels(logits)
     function = row_statistics_torch if triton is None else triton.row_statistics
@@ -211,16 +202,8 @@ def gradient_of_exponentials(
 ) -> Tensor:
     """``row_gradient`` without an entropy term from what ``row_statistics_torch`` left behind, which it overwrites.
 
-    Args:
-        exponentials: ``[n, W]``
-        shard_maximum: ``[n]`` the largest logit of this shard, before the temperature.
-        shard_size: As in ``row_gradient``, like the other arguments.
-        labels: The same.
-        maximum: The same.
-        total: The same.
-        grad_logprobs: The same.
-        temperature: The same.
-        out: ``[n, W]`` ``exponentials`` itself, or memory of its own.
+    ``shard_maximum [n]`` is the largest logit of this shard, before the temperature. ``out`` is ``exponentials``
+    itself, or memory of its own.
     """
     if shard_size == 0 or len(exponentials) == 0:
         return out.zero_()

@@ -45,24 +45,10 @@ def id_slots(num_ids: int) -> int:
 def row_statistics(
     logits: Tensor, shard_size: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
 ) -> Tensor:
-    """Return the contribution of each row of this shard to the statistics of the whole vocabulary.
+    """Return ``row_kernels.row_statistics``, fp32, of fp32, bf16 or fp16 logits with contiguous rows.
 
-    Args:
-        logits: ``[n, W]`` fp32, bf16 or fp16, raw (before the temperature), rows contiguous.
-        shard_size: The columns from here on are padding and are not read; 0 <= shard_size <= W.
-        labels: ``[n]`` int64, the label's column, -1 = not of this shard.
-        ids: ``[n, K]`` int64 columns in any order, -1 = not of this shard or an unused slot; or None.
-        temperature: Divides the logits.
-        squares: One more column, the sum of exp(2 z) over the entries that are neither the label nor an id.
-
-    Returns:
-        ``[n, 4 + K]`` (or one more) fp32: m, the largest logit of the row; the sum of exp(z) z with z = (logit - m) /
-        temperature; the sum of exp(z) over the entries that are neither the label nor an id, added up and not
-        subtracted; z at the label; z at each id; -inf for what is not of this shard. A row without entries or of -inf
-        alone: -inf, 0, 0, -inf. A row with a NaN: NaN, but for the -inf of what is not of this shard.
-
-    Raises:
-        ValueError: A shape, a dtype or a memory layout is not as above.
+    The ids are in any order. The third column is added up and not subtracted. A row with a NaN gives NaN, but for the
+    -inf of what is not of this shard.
     """
     _check_logits(logits, shard_size, labels)
     num_ids = 0
@@ -103,28 +89,13 @@ def row_gradient(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """Gradient of the logits, 0 in the padding, written to ``out`` and returned.
+    """Write ``row_kernels.row_gradient`` to ``out`` (bf16, fp16 or the dtype of ``logits``) and return it.
 
     ``out`` may share the storage of ``logits``: be ``logits`` itself, or a bf16 or fp16 view of the bytes of fp32
     logits whose rows start where theirs do (stride 2 W). The kernel walks a row from its first block to its last. The
     gradient of block [a, b) takes no more bytes an entry than the logits, so it ends before the logits of entry b
     begin, and all entries before b have been read: in earlier blocks, or in this one before a barrier of the row's
-    threads. So a write never passes a read. No other program touches the row.
-
-    Args:
-        logits: Shape [n, W], as in ``row_statistics``.
-        shard_size: As in ``row_statistics``.
-        labels: As in ``row_statistics``.
-        temperature: As in ``row_statistics``.
-        maximum: ``[n]`` fp32, the largest raw logit of the row over all shards.
-        total: ``[n]`` fp32, the sum of exp((logit - maximum) / temperature) over all shards.
-        grad_logprobs: ``[n]`` fp32, the loss' derivative by the label's log-probability.
-        grad_entropy: ``[n]`` fp32, its derivative by the row's entropy, or None.
-        entropy: ``[n]`` fp32, in nats; needed with ``grad_entropy``, else not looked at.
-        out: ``[n, W]`` bf16, fp16 or the dtype of ``logits``, rows contiguous.
-
-    Raises:
-        ValueError: A shape, a dtype or a memory layout is not as above, or ``out`` shares the storage in another way.
+    threads. So a write never passes a read. No other program touches the row. The other vectors are fp32 ``[n]``.
     """
     _check_logits(logits, shard_size, labels)
     _check_out(logits, out)

@@ -36,16 +36,10 @@ class RowPlan:
 
     @classmethod
     def of(cls, loss_mask: Tensor, advantages: Tensor | None, device: torch.device | str | None = None) -> RowPlan:
-        """From tensors on the host, so that nothing waits for the device.
+        """Make a plan from tensors ``[T]`` on the host, so that nothing waits for the device.
 
-        Args:
-            loss_mask: ``[T]`` bool on the CPU.
-            advantages: ``[T]`` on the CPU; rows with advantage 0 have no gradient. None = every row with loss has one,
-                as with an entropy bonus or a KL penalty.
-            device: Device of ``rows``. None means the CPU.
-
-        Raises:
-            ValueError: Shapes differ, the mask is not bool, or a tensor is not on the CPU.
+        Rows with advantage 0 have no gradient. Without ``advantages`` every row with loss has one, as with an entropy
+        bonus or a KL penalty.
         """
         for name, column in (("loss_mask", loss_mask), ("advantages", advantages)):
             if column is not None and (column.device.type != "cpu" or column.shape != loss_mask.shape[:1]):
@@ -84,11 +78,7 @@ class Rows:
 
     @classmethod
     def of(cls, hidden: Tensor, plan: RowPlan | None) -> Rows:
-        """For ``hidden [T, H]``.
-
-        Raises:
-            ValueError: The plan's rows are not int64 on the device of ``hidden``, or it counts more than it has.
-        """
+        """Check that the plan fits ``hidden [T, H]``."""
         if plan is not None:
             rows = plan.rows
             if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != hidden.device:
@@ -137,11 +127,7 @@ class Rows:
 
 
 def chunk_size(given: int | None, rows: Rows, weight: Tensor, in_flight: int = 1, ranks: int = 1) -> int:
-    """``given``, or the default for a shard ``weight [V_local, H]``; on the CPU the ranks share memory and cache.
-
-    Raises:
-        ValueError: It is below 1.
-    """
+    """``given``, or the default for a shard ``weight [V_local, H]``; on the CPU the ranks share memory and cache."""
     if given is None:
         sharing = in_flight if weight.is_cuda else ranks
         return default_chunk_tokens(rows.count, len(weight), weight.device, sharing)
@@ -162,12 +148,9 @@ def chunks_in_flight(device: torch.device, group: ProcessGroup | None) -> int:
 def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight: int = 1) -> int:
     """Rows in a chunk: all chunks of ``rows`` about equal, and those in flight at a time within a memory budget.
 
-    Args:
-        rows: Number of rows.
-        width: V_local, entries of the shard.
-        device: Decides the memory budget: 2.5 GB of float32 logits on CUDA, 96 MB on the CPU (more if the shard is so
-            wide that a chunk would be too short for a fast GEMM).
-        in_flight: Chunks whose logits share that memory: those of this rank, on the CPU those of all ranks.
+    The budget of the device is 2.5 GB of float32 logits ``[n, width]`` on CUDA, 96 MB on the CPU (more if the shard is
+    so wide that a chunk would be too short for a fast GEMM). ``in_flight`` counts the chunks that share it: those of
+    this rank, on the CPU those of all ranks.
     """
     if device.type == "cuda":
         most = max(_CUDA_CHUNK_BYTES // (4 * width * in_flight), 1)

@@ -116,12 +116,7 @@ class VocabShard:
         vocab_size: int,
         temperature: float,
     ) -> VocabShard:
-        """Check the arguments, which are the same on every rank, and build the shard.
-
-        Raises:
-            ValueError: If shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary, or the
-                temperature is not positive.
-        """
+        """Check the arguments, which are the same on every rank, and build the shard."""
         _check_layer(hidden, weight, bias)
         shards, rank, width = (1, 0, len(weight)) if group is None else (group.size(), group.rank(), len(weight))
         if not 0 < vocab_size <= width * shards:

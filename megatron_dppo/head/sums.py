@@ -64,20 +64,8 @@ def reduce_slots(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return sums over all slots but the label's, log of the mass outside the set, and the sum of p^2 there.
 
-    One all-reduce.
-
-    Args:
-        shard_statistics: ``[n, 4 + K]`` this shard's row statistics, or ``[n, 5 + K]`` with q.
-        owned: ``[n, K]`` bool, the valid slots whose entry is of this shard.
-        rollout_logprobs: ``[n, K]`` log mu.
-        totals: Totals of the rows.
-        temperature: Divides the logits.
-        group: The vocabulary-parallel group.
-        slot_sums: See ``SlotSums``.
-
-    Returns:
-        ``([n, C], [n], [n])`` in the dtype of ``shard_statistics``, equal on all ranks of the group; the last is None
-        without q.
+    One all-reduce; ``([n, C], [n], [n])`` in the dtype of ``shard_statistics``, equal on all ranks; the last is None
+    without column q. ``owned [n, K]`` are the valid slots whose entry is of this shard.
     """
     slots = 4 + owned.shape[1]
     shift = (shard_statistics[:, 0] - totals.maximum) / temperature

@@ -69,16 +69,9 @@ def merge_totals(parts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def shard_kls(student: Side, teacher: Side, shard_size: int, temperature: float) -> Tensor:
-    """Return this shard's part of both KLs; the teacher's logits become its log-probabilities.
+    """Return this shard's part of KL(p || q) and KL(q || p), ``[n, 2]``, p the student's and q the teacher's.
 
-    Args:
-        student: The distribution p with its logits unchanged.
-        teacher: The distribution q.
-        shard_size: Entries of the shard that are not padding.
-        temperature: Divides the logits.
-
-    Returns:
-        ``[n, 2]``: KL(p || q) and KL(q || p).
+    The teacher's logits become its log-probabilities.
     """
     kls = student.maximum.new_zeros(len(student.maximum), len(COLUMN))
     if not shard_size or not len(kls):
@@ -102,16 +95,8 @@ def gradient_(
     """Return the gradient of the student's logits, ``[n, W]``, written over the teacher's log-probabilities.
 
     In the logits z of p, at temperature 1: d KL(p || q) / dz = p (log p - log q - KL(p || q)), and
-    d KL(q || p) / dz = p - q.
-
-    Args:
-        student: The distribution p with its logits unchanged.
-        log_q: ``[n, W]`` what ``shard_kls`` left of the teacher's logits.
-        shard_size: Entries of the shard that are not padding, whose gradient is 0.
-        kls: ``[n, 2]`` of all shards.
-        weights: ``[n]`` the derivative of the loss in the KL of each row.
-        temperature: Divides the logits.
-        name: ``reverse_kl`` or ``forward_kl``.
+    d KL(q || p) / dz = p - q. ``log_q`` is what ``shard_kls`` left of the teacher's logits, ``kls [n, 2]`` those of all
+    shards, ``weights [n]`` the derivative of the loss in the KL of each row.
     """
     log_q[:, shard_size:] = 0.0
     if not shard_size or not len(log_q):
@@ -175,18 +160,7 @@ class DistillationTerm:
 
 
 class Distillation:
-    """Distillation from a teacher in one call of the head.
-
-    Args:
-        teacher: Targets of the T rows of the call.
-        student: The policy's output layer.
-        rows: The rows of the call.
-        vocab_size: V without padding, of both.
-        targets: Targets of the T rows.
-
-    Raises:
-        ValueError: The two do not fit each other, or a row that is computed has no gradient by the plan.
-    """
+    """Distillation from a teacher in one call of the head."""
 
     def __init__(
         self, teacher: TeacherTargets, student: VocabShard, rows: Rows, vocab_size: int, targets: TokenTargets
@@ -229,14 +203,7 @@ class Distillation:
     ) -> DistillationTerm:
         """Return the divergence of a chunk.
 
-        Args:
-            logits: ``[n, W]`` the student's.
-            totals: Totals of the rows.
-            teacher_logits: ``[n, W]``, which become the gradient.
-            parts: ``[ranks, n, COLUMNS]`` the gathered ones.
-            targets: Targets of the rows.
-            scale: Factor of the gradient. None means 1.
-            differentiates: True if the gradient is needed.
+        ``teacher_logits [n, W]`` become the gradient. ``parts [ranks, n, COLUMNS]`` are the gathered ones.
         """
         head, divergence = self._head, self._divergence
         student = Side(logits, totals.maximum, totals.total.log())

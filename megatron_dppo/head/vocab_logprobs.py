@@ -116,12 +116,7 @@ def statistics_at(
 
 
 def shard_range(logits: Tensor, group: ProcessGroup | None, vocab_size: int, temperature: float) -> tuple[int, int]:
-    """Return the global id of this shard's first entry, and the number of its entries that are not padding.
-
-    Raises:
-        ValueError: The logits are not a float matrix, the shards cannot hold the vocabulary, or the temperature is not
-            positive.
-    """
+    """Return the global id of this shard's first entry, and the number of its entries that are not padding."""
     shards, rank = (1, 0) if group is None else (group.size(), group.rank())
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"expected float logits [T, V_local], got {logits.dtype} {tuple(logits.shape)}")

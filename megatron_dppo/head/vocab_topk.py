@@ -195,14 +195,10 @@ def _gather(
 
 
 def keep_only_(logits: Tensor, ids: Tensor, counts: Tensor, first: int, shard_size: int) -> Tensor:
-    """Cut in place; returns ``logits``. Besides it, memory for a few numbers an allowed id; nothing waits for a device.
+    """Cut in place; returns ``logits [n, W]``. Besides it, memory for a few numbers an allowed id.
 
-    Args:
-        logits: ``[n, W]`` of this shard.
-        ids: ``[N]`` int32 global ids on the device of the logits, row by row.
-        counts: ``[n]`` int32 on the CPU, how many of them each row has; 0 = the whole vocabulary.
-        first: The global id of the shard's first entry.
-        shard_size: Entries of the shard that are not padding.
+    Nothing waits for a device. ``ids [N]`` are int32 global ids on the device of the logits, row by row;
+    ``counts [n]``, int32 on the CPU, how many of them each row has (0: the whole vocabulary).
     """
     rows, _ = set_rows(ids, counts)
     local = ids - first

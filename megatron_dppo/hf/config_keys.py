@@ -57,11 +57,7 @@ _COUNTED = ("layer", "expert", "dense_replace", "depth", "num_labels")
 
 
 def check_counts(values: Mapping[str, object]) -> None:
-    """Check the numbers of layers and experts in a config.json, before transformers makes a list or a module of each.
-
-    Raises:
-        CheckpointError: There are more than any model has.
-    """
+    """Check the numbers of layers and experts in config.json, before transformers makes a list or a module of each."""
     counts = {
         key: value
         for key, value in values.items()
@@ -88,15 +84,7 @@ def check_config_keys(values: Mapping[str, object], hf_config: HfConfig, file: P
     """Check that every key of config.json is known, and that two spellings of a key agree.
 
     transformers ignores a key that its class does not have, and servers may compute with it. null is a key that is not
-    set.
-
-    Args:
-        values: Content of the file, or of the language model in it.
-        hf_config: transformers configuration of these values. A model without a family here is not checked.
-        file: Path of the file, for messages.
-
-    Raises:
-        CheckpointError: A key is unknown, or two of them contradict each other.
+    set. ``values`` may be those of the language model in the file. A model without a family here is not checked.
     """
     family = FAMILIES.get(hf_config.model_type)
     if family is None:

@@ -49,16 +49,9 @@ _FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
 
 
 def read_hf_config(path: str | Path, key: str = "model.path") -> HfConfig:
-    """Return the transformers configuration of a folder.
+    """Return the transformers configuration of a folder; ``key`` is the configuration key of the path, for messages.
 
     Its ``eos_token_id`` lists the end tokens of config.json and of generation_config.json. Servers stop at both.
-
-    Args:
-        path: Folder of the model.
-        key: Configuration key of the path, for messages.
-
-    Raises:
-        CheckpointError: There is no config.json, or transformers cannot read it, or the end tokens are no token ids.
     """
     folder = Path(path)
     check_model_folder(path, key)
@@ -192,11 +185,7 @@ def _token_ids(value: Any, file: Path, hf_config: HfConfig) -> list[int]:
 
 
 def model_shape(hf_config: HfConfig) -> ModelShape:
-    """Return the sizes of a model.
-
-    Raises:
-        CheckpointError: The architecture, or a feature of it, has no mapping to Megatron.
-    """
+    """Return the sizes of a model."""
     family = get_family(hf_config)
     check_sizes(hf_config)
     try:
@@ -289,11 +278,7 @@ def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_shapes(hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of a model, by its name on disk; nothing is allocated.
-
-    Raises:
-        CheckpointError: The sizes in the configuration do not fit together.
-    """
+    """Return the shape of every weight of a model, by its name on disk; nothing is allocated."""
     try:
         with torch.device("meta"):
             model = build_hf_model(hf_config, torch.float32)
@@ -314,11 +299,7 @@ def adapter_sizes(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> dict
 
 @torch.no_grad()
 def copy_into_model(model: Any, weights: WeightStream) -> None:
-    """Copy a stream of weights into a transformers model, in its dtype.
-
-    Raises:
-        CheckpointError: A name is unknown, a shape is wrong, or weights are missing.
-    """
+    """Copy a stream of weights into a transformers model, in its dtype."""
     targets = {**dict(model.named_parameters()), **router_biases(model)}
     # Elements and not names: experts arrive one by one in a tensor that holds all of them.
     elements_left = {name: parameter.numel() for name, parameter in targets.items()}
@@ -371,11 +352,7 @@ def is_mtp_weight(name: str, shape: ModelShape) -> bool:
 
 
 def stream_folder(path: str | Path, hf_config: HfConfig, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
-    """Check that a folder's weights fit its config.json, and return a stream of those that the model has.
-
-    Raises:
-        CheckpointError: See ``check_weights_fit``.
-    """
+    """Check that a folder's weights fit its config.json, and return a stream of those that the model has."""
     check_weights_fit(path, hf_config, key)
     shape = model_shape(hf_config)
     weights = FolderWeights(path, key).stream(tied=hf_config.tie_word_embeddings)
@@ -388,17 +365,7 @@ def parameter_count(hf_config: HfConfig) -> int:
 
 
 def check_weights_fit(path: str | Path, hf_config: HfConfig, key: str = "model.path") -> None:
-    """Check that a folder's safetensors files are complete and match its config.json.
-
-    Args:
-        path: Folder of the model.
-        hf_config: Configuration of the model.
-        key: Configuration key of the path, for messages.
-
-    Raises:
-        CheckpointError: Weights are missing, unexpected, quantized, or have other shapes, or the output layer of a tied
-            model is not its embedding.
-    """
+    """Check that a folder's safetensors files are complete and match its config.json."""
     weights = FolderWeights(path, key)
     shape, expected = model_shape(hf_config), weight_shapes(hf_config)
     # A tied model may store its output layer as well; it is compared with the embedding below.

@@ -34,18 +34,9 @@ _E2M1 = torch.tensor([_e2m1(code) for code in range(16)])
 
 
 def dequantize(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Return the numbers of blocks in bf16, which holds each of them exactly.
+    """Return the numbers of blocks, ``[..., num_blocks * BLOCK]`` in bf16, which holds each of them exactly.
 
-    Args:
-        blocks: Numbers, uint8 ``[..., num_blocks, BLOCK / 2]``.
-        scales: Scales, uint8 ``[..., num_blocks]``.
-        name: Name of the weight, for messages.
-
-    Returns:
-        Shape ``[..., num_blocks * BLOCK]``.
-
-    Raises:
-        CheckpointError: A scale stands for NaN, or a number is too large for bf16.
+    ``blocks`` are uint8 ``[..., num_blocks, BLOCK / 2]``, ``scales`` uint8 ``[..., num_blocks]``.
     """
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     sizes = torch.ldexp(torch.ones(()), scales.int() - _BIAS)
@@ -59,11 +50,7 @@ def dequantize(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
 
 
 def check_blocks(blocks: tuple[tuple[int, ...], str], scales: tuple[tuple[int, ...], str], name: str) -> None:
-    """Check shapes and dtypes (in safetensors' words) of stored blocks and their scales.
-
-    Raises:
-        CheckpointError: They do not fit together.
-    """
+    """Check shapes and dtypes (in safetensors' words) of stored blocks and their scales."""
     (block_shape, block_dtype), (scale_shape, scale_dtype) = blocks, scales
     fits = block_shape[:-1] == scale_shape and block_shape[-1:] == (BLOCK // 2,)
     if not fits or (block_dtype, scale_dtype) != ("U8", "U8"):

@@ -112,15 +112,7 @@ def _scales_name(name: str) -> str:
 
 
 def stored_weights(files: Mapping[str, safe_open], names: Iterable[str]) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield the weights of the stored tensors ``names`` by their usual names: itself, or one for each expert.
-
-    Args:
-        files: Handle of each tensor's file, by name.
-        names: Names of the tensors.
-
-    Raises:
-        CheckpointError: A tensor in MXFP4 has no scales, or other ones.
-    """
+    """Yield the weights of the stored tensors ``names`` by their usual names: itself, or one for each expert."""
     names = set(names)
     # Only gpt-oss joins biases of experts, and only its tensors are interleaved.
     is_interleaved = any(name.endswith(".mlp.experts.gate_up_proj_bias") for name in names)

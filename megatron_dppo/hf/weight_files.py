@@ -44,17 +44,12 @@ def is_known_buffer(name: str) -> bool:
 class FolderWeights:
     """Safetensors weights of a folder's model, with random access by name.
 
-    Args:
-        path: Folder of the model.
-        key: Configuration key of the path, for messages.
+    ``key`` is the configuration key of the path, for messages.
 
     Attributes:
         buffers: Names of stored buffers that follow from config.json. They are not read.
         carried: Weights by name that are not trained, and that exported folders get unchanged.
         ignored_files: Names of safetensors files beside the model's.
-
-    Raises:
-        CheckpointError: See ``find_weight_files`` and ``open_weight_file``.
     """
 
     def __init__(self, path: str | Path, key: str = "model.path") -> None:
@@ -112,11 +107,7 @@ class FolderWeights:
         return f"weights  not read: {'; '.join(parts)}" if parts else None
 
     def stream(self, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
-        """Stream all weights by name. For a ``tied`` model the output layer is omitted: it is the embedding.
-
-        Raises:
-            CheckpointError: The output layer of a ``tied`` model is not the embedding.
-        """
+        """Stream all weights by name. For a ``tied`` model the output layer is omitted: it is the embedding."""
         if tied:
             check_tied_output(self)
         for name in sorted(self._files):
@@ -125,11 +116,7 @@ class FolderWeights:
 
 
 def _map_of_files(stored: Mapping[Path, Iterable[str]]) -> dict[str, Path]:
-    """Return the file of each weight, where no index says it.
-
-    Raises:
-        CheckpointError: Two files hold the same weight.
-    """
+    """Return the file of each weight, where no index says it."""
     weight_map: dict[str, Path] = {}
     for file, names in stored.items():
         for name in names:
@@ -143,11 +130,7 @@ def _map_of_files(stored: Mapping[Path, Iterable[str]]) -> dict[str, Path]:
 
 
 def check_tied_output(weights: WeightSource) -> None:
-    """Check that a tied model's output layer, if it is stored, equals its embedding.
-
-    Raises:
-        CheckpointError: They differ.
-    """
+    """Check that a tied model's output layer, if it is stored, equals its embedding."""
     output, embedding = OUTPUT.hf[0], EMBEDDING.hf[0]
     if not {output, embedding} <= weights.names():
         return

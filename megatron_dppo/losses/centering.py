@@ -42,14 +42,7 @@ def centering_term(inputs: LossInputs, tokens: Tokens, loss: Loss) -> Tensor:
     """Return A times the expected weighted score of the sampler, with the gradient of log pi at the ids of the head.
 
     It does not depend on the sampled token, and acts where that is masked too: the mean over the sampler includes it.
-
-    Args:
-        inputs: Inputs of the loss, with the Top-K fields.
-        tokens: The prepared inputs.
-        loss: The loss whose weight is centered.
-
-    Returns:
-        ``[T]``, 0 outside the loss mask and where the advantage is 0.
+    ``[T]``, 0 outside the loss mask and where the advantage is 0.
 
     Raises:
         ValueError: ``topk_logprobs`` is missing or has no gradient although ``logprobs`` has one.

@@ -48,11 +48,7 @@ class CISPO(RatioCap, Loss):
         return (self.ratio_floor or 0.0, super().ratio_limits[1])
 
     def check(self) -> None:
-        """Check that the floor is below the cap.
-
-        Raises:
-            ValueError: If it is not.
-        """
+        """Check that the floor is below the cap."""
         floor, cap = self.ratio_limits
         if floor > cap:
             raise ValueError(f"ratio_floor = {floor} is above ratio_cap = {cap}. Fix: lower ratio_floor.")

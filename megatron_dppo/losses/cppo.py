@@ -74,11 +74,7 @@ class CPPO(DivergenceThresholds, RatioCap, Loss):
         return values | super().resolved_defaults()
 
     def check(self) -> None:
-        """Check that the budgets are in order.
-
-        Raises:
-            ValueError: If they are not.
-        """
+        """Check that the budgets are in order."""
         smallest, largest = self.prefix_budgets
         if smallest > largest:
             raise ValueError(

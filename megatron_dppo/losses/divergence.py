@@ -120,15 +120,7 @@ def topk_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tenso
 def divergence_from_sums(
     kind: Literal["tv", "kl"], sums: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor, other_logprob: Tensor
 ) -> Tensor:
-    """Return ``topk_tv`` or ``topk_kl``, computed from ``topk_sums`` of all slots.
-
-    Args:
-        kind: Total variation or KL.
-        sums: ``[T, 2]``, or more columns, which do not count.
-        rollout_topk_logprobs: ``[T, K+1]``
-        valid: ``[T, K+1]``
-        other_logprob: ``[T]``
-    """
+    """Return ``topk_tv`` or ``topk_kl``, computed from ``topk_sums`` of all slots."""
     log_m = torch.where(valid, rollout_topk_logprobs.detach().double(), -torch.inf)
     # pi's slots are not known here. ``other_logprob`` is, so the first argument is not read.
     p_other, m_other = other_masses(log_m, log_m, other_logprob)
@@ -172,16 +164,8 @@ def evict(
     """Limit the set to K ids, as Stable-RL and TRL do: a sampled token outside the Top-K replaces the K-th.
 
     The evicted id's mass goes back to ``other``, so the divergence never grows. Where the engine filled fewer than K
-    slots there is room, and nothing is evicted.
-
-    Args:
-        topk_logprobs: ``[T, K+1]`` log pi.
-        valid: ``[T, K+1]`` bool; slot K is valid exactly where the sampled token is outside the Top-K.
-        other_logprob: ``[T]`` or None, as in ``topk_tv``.
-        other_square: ``[T]`` sum of pi^2 over ``other``, or None.
-
-    Returns:
-        The new ``valid``, ``other_logprob`` and ``other_square``.
+    slots there is room, and nothing is evicted. Slot K of ``valid [T, K+1]`` is used exactly where the sampled token is
+    outside the Top-K. Returns the new ``valid``, ``other_logprob`` and ``other_square``.
     """
     # All K + 1 slots are used only where the Top-K is full and the sampled token is outside it.
     evicted = valid.all(-1)
@@ -210,13 +194,11 @@ def valid_slots(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Ten
 def kl_estimate(logprobs: Tensor, target_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
     """Return estimates of KL(p || target) from single tokens that p sampled (joschu.net/blog/kl-approx.html).
 
+    A gradient passes through ``logprobs``. K1 is unbiased and may be negative, k3 is unbiased and never is, k2 is half
+    the square.
+
     Example:
         log p - log target = ln 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + ln 2 = .193.
-
-    Args:
-        logprobs: ``[T]`` log p of the token; a gradient passes through.
-        target_logprobs: ``[T]``.
-        estimator: K1 is unbiased and may be negative, k3 is unbiased and never is, k2 is half the square.
     """
     log_ratio = (logprobs - target_logprobs).clamp(-_MAX_LOG_KL_RATIO, _MAX_LOG_KL_RATIO)
     if estimator == "k1":

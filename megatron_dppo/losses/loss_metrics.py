@@ -29,11 +29,7 @@ _PREFIX = "counterfactual"
 def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float) -> dict[str, Metric]:
     """Return means over the loss mask, and the shares of masked tokens among those with a non-zero advantage.
 
-    Args:
-        tokens: The prepared inputs.
-        decision: Decision of the loss; its weight is the reported ratio.
-        keep: ``[T]`` bool, the final mask.
-        cap: C; infinity = none.
+    ``keep`` is the final mask; the weight of ``decision`` is the reported ratio.
     """
     count = tokens.mask.sum()
     # pi - mu of the sampled token, with its sign.
@@ -109,16 +105,9 @@ def counterfactual_metrics(
     """Return the share of tokens that each other loss would mask, and two sums for the cosine of ``with_cosines``.
 
     A gradient here is ``-A w M`` of each token, times its aggregation weight: that of the policy term by the
-    log-probabilities, without penalty, bonus and centering.
-
-    Args:
-        tokens: The prepared inputs.
-        decision: Decision of the loss itself.
-        keep: ``[T]`` bool, its mask.
-        config: Configuration of the loss itself; the others have their defaults, and its Top-K.
-        token_weights: ``[T]`` the aggregation; None = 1.
-        factor: ``[T]`` what the loss's terms were multiplied by beside its own weight; None = 1.
-        coefficient: ``[T]`` its gradient before the aggregation, where ``decision`` does not tell; None = it does.
+    log-probabilities, without penalty, bonus and centering. The other losses have their defaults, and the Top-K of
+    ``config``. ``factor [T]`` is what the loss's terms were multiplied by beside its own weight, ``coefficient [T]``
+    its gradient before the aggregation, where ``decision`` does not tell.
     """
     aggregation = torch.ones_like(tokens.advantages, dtype=torch.float64)
     if token_weights is not None:

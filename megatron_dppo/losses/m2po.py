@@ -80,20 +80,15 @@ def _squares(log_ratio: Tensor) -> Tensor:
 
 
 def largest_square(squares: Tensor, limit: float) -> float:
-    """Return the number that separates the squares that are kept from those that are masked.
+    """Return the number that separates the squares of the batch that are kept from those that are masked.
+
+    It is halfway between the two, so that the rounding of a second forward pass changes nothing. Equal squares are kept
+    or masked together. Infinity where all are kept.
 
     Example: The means of the one, two and three smallest are 0.01, 0.03 and 0.14. The third is masked:
 
         >>> round(largest_square(torch.tensor([0.05, 0.01, 0.36]), limit=0.04), 3)
         0.205
-
-    Args:
-        squares: Of the whole batch. Shape [num_tokens].
-        limit: Limit of the mean of the squares that are kept.
-
-    Returns:
-        A number halfway between the two, so that the rounding of a second forward pass changes nothing. Equal squares
-        are kept or masked together. Infinity where all are kept.
     """
     ordered = squares.double().sort().values
     means = ordered.cumsum(0) / ordered.new_ones(len(ordered)).cumsum(0)

@@ -43,14 +43,7 @@ def predictive_sums(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid:
 
 
 def tail_square(tail: Tail, p_other: Tensor, other_square: Tensor | None, num_other: Tensor | None) -> Tensor:
-    """Return Q, ``[T]``.
-
-    Args:
-        tail: Estimate, or the exact sum.
-        p_other: ``[T]`` pi's mass outside the set.
-        other_square: ``[T]`` the sum itself, for ``proportional``.
-        num_other: ``[T]`` how many ids that pi may have are outside the set, for ``uniform``.
-    """
+    """Return Q, ``[T]``. ``num_other [T]``: how many ids that pi may have are outside the set, for ``uniform``."""
     if tail == "proportional":
         assert other_square is not None
         return other_square.detach().to(p_other.dtype)

@@ -31,10 +31,8 @@ class Loss(LossConfig):
     def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
         """Return which tokens are kept, and the term of each with its gradient, ``[T]`` both.
 
-        Args:
-            inputs: Inputs of the loss, with the loss mask of ``tokens``.
-            tokens: The prepared inputs.
-            decision: Result of ``decide``, after the mismatch mask and the user's mask.
+        The ``decision`` is after the mismatch mask and the user's mask, and ``inputs`` have the loss mask of
+        ``tokens``.
         """
         # Loads torch, which a configuration does without.
         from megatron_dppo.losses.decision import policy_term
@@ -44,11 +42,7 @@ class Loss(LossConfig):
 
 
 def as_loss(config: LossConfig) -> Loss:
-    """Return a configuration as the loss that it is.
-
-    Raises:
-        TypeError: A class of the user's does not derive from ``losses.Loss``.
-    """
+    """Return a configuration as the loss that it is."""
     if not isinstance(config, Loss):
         raise TypeError(f"{type(config).__name__} is no loss; derive it from megatron_dppo.losses.Loss")
     return config

@@ -161,9 +161,6 @@ def prepare(inputs: LossInputs, config: LossConfig) -> Tokens:
     """Check the inputs and replace values outside the loss mask by zeros.
 
     A token whose rollout log-probability is not finite leaves the mask: nothing is known about how it was sampled.
-
-    Raises:
-        ValueError: An input that the loss needs is None, shapes differ, or a mask is not bool.
     """
     # The anchor comes first: if several inputs are missing, its advice is the one that matters.
     for name in sorted(config.required_inputs, key=lambda n: n != "rollout_logprobs"):
@@ -252,11 +249,7 @@ def _support(inputs: LossInputs) -> int | Tensor | None:
 
 
 def check_shapes(inputs: LossInputs) -> None:
-    """Check that fields have the shape of ``logprobs``, Top-K fields one more dimension, and masks are bool.
-
-    Raises:
-        ValueError: A field is missing or wrong; the message names it.
-    """
+    """Check that fields have the shape of ``logprobs``, Top-K fields one more dimension, and masks are bool."""
     expected = tuple(inputs.logprobs.shape)
     if inputs.topk_sums is not None and tuple(inputs.topk_sums.shape) not in ((*expected, 2), (*expected, 6)):
         shape = tuple(inputs.topk_sums.shape)

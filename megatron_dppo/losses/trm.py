@@ -67,11 +67,7 @@ class TRM(RatioCap, Loss):
         return {"divergence": "sampled"} | super().resolved_defaults()
 
     def check(self) -> None:
-        """Check that at least one limit is set.
-
-        Raises:
-            ValueError: If both limits are off.
-        """
+        """Check that at least one limit is set."""
         if self.sequence_max == self.sequence_mean == "off":
             raise ValueError(
                 "sequence_max and sequence_mean are 'off', so trm would mask nothing. Fix: set one, or use pg_is."

@@ -28,12 +28,7 @@ _TOLERANCE = 1e-5
 
 
 def check_user_functions(config: LossConfig) -> None:
-    """Call the loss on a few tokens, whole and in parts.
-
-    Raises:
-        FunctionError: A user's function raises, returns something unusable, depends on other tokens than it declares,
-            or has a gradient where it declares none.
-    """
+    """Call the loss on a few tokens, whole and in parts; a FunctionError says what a function does wrong."""
     if is_function_name(config.name):
         try:
             _check("loss.name", config.name, config.needs, config)

@@ -29,11 +29,7 @@ _TOPK = ("topk_logprobs", "rollout_topk_logprobs", "topk_valid", "topk_other_log
 def call_user_loss(
     function: UserFunction, options: dict[str, Any], inputs: LossInputs, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """Return the term of each token, 0 outside the mask, and which tokens the user's loss says to keep; ``[T]`` each.
-
-    Raises:
-        FunctionError: It raised, or returned something else than finite numbers with a gradient.
-    """
+    """Return the term of each token, 0 outside the mask, and which tokens the user's loss keeps; ``[T]`` each."""
     everything = torch.ones_like(tokens.mask)
     # A rank without rows takes part with an empty chunk; a user's function need not handle 0 tokens. The product keeps
     # the graph.
@@ -60,11 +56,7 @@ def call_user_loss(
 
 @torch.no_grad()
 def call_user_mask(function: UserFunction, options: dict[str, Any], inputs: LossInputs, tokens: Tokens) -> Tensor:
-    """Return the weight of each token's term by the user's mask, ``[T]``, without gradient; a bool gives 1 and 0.
-
-    Raises:
-        FunctionError: It raised, or returned something else than bools or finite numbers.
-    """
+    """Return the weight of each token's term by the user's mask, ``[T]``, without gradient; a bool gives 1 and 0."""
     if not tokens.mask.numel():
         return torch.ones_like(tokens.advantages)
     factor = _call(function, _inputs(function, inputs, tokens), options)

@@ -44,11 +44,7 @@ class UserLoss(Loss):
         return self.user_loss.needs
 
     def load_functions(self) -> None:
-        """Load the function, then the mask.
-
-        Raises:
-            FunctionError: If one cannot be loaded, or declares inputs that it cannot have.
-        """
+        """Load the function, then the mask."""
         load_user_function(self.name, "loss.name", self.options)
         super().load_functions()
 

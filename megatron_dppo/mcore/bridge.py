@@ -47,12 +47,7 @@ def _shift_index(pattern: str, name: str, offset: int) -> str:
 
 
 class StageTensors:
-    """Tensors of all pipeline stages, fetched by name.
-
-    Args:
-        local: Tensors of this stage.
-        pp: Pipeline-parallel ranks.
-    """
+    """Tensors of all pipeline stages, fetched by name; ``local`` are those of this stage."""
 
     def __init__(self, local: Mapping[str, Tensor], pp: ProcessGroup | None) -> None:
         self._local = local
@@ -67,11 +62,9 @@ class StageTensors:
                 self._owners.setdefault(name, (stage, shape, dtype))
 
     def fetch(self, name: str, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``read(tensor)`` on all stages; a collective of them.
+        """Return ``read(tensor)``, called on the stage that has the tensor, on all stages; a collective of them.
 
-        Args:
-            name: Name of the tensor.
-            read: Called on the stage that has the tensor. Its result has the same shape and dtype.
+        The result of ``read`` has the shape and dtype of the tensor.
         """
         stage, shape, dtype = self._owners[name]
         if dist.get_world_size(self._pp) == 1:
@@ -85,14 +78,7 @@ class StageTensors:
 
 
 class Bridge:
-    """Conversion between one model's shards and full Hugging Face tensors.
-
-    Args:
-        chunks: Unwrapped model chunks of this rank.
-        shape: Sizes of the whole model.
-        tied: True if input and output embeddings share their weights.
-        groups: Process groups of the layout.
-    """
+    """Conversion between one model's shards and full Hugging Face tensors."""
 
     def __init__(self, chunks: Sequence[GPTModel], shape: ModelShape, *, tied: bool, groups: ParallelGroups) -> None:
         self._shape = shape
@@ -108,12 +94,7 @@ class Bridge:
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
-        """Fill every parameter of this rank from full Hugging Face tensors.
-
-        Raises:
-            CheckpointError: Weights are missing, unexpected, quantized or of another shape, or the output layer of a
-                tied model is not its embedding.
-        """
+        """Fill every parameter of this rank from full Hugging Face tensors; a CheckpointError if they do not fit."""
         self._check_names(source.names())
         if self._tied:
             check_tied_output(source)
@@ -135,10 +116,9 @@ class Bridge:
             parameter.copy_(mapping.shard(rule, full, rank, parts, self._shape))
 
     def _hf_shapes(self, rule: Rule, parameter: Tensor) -> list[torch.Size]:
-        """Return the shape of each Hugging Face tensor of a parameter.
+        """Return the shape of each Hugging Face tensor of a parameter, from that of its shard.
 
-        They follow from the shard. Tensors of other shapes can join to the same shard (rows of k in q), and a short
-        vocabulary would be padded.
+        Tensors of other shapes can join to the same shard (rows of k in q), and a short vocabulary would be padded.
         """
         full = list(parameter.shape)
         if rule.shard_dim is not None:
@@ -162,14 +142,11 @@ class Bridge:
 
     @torch.no_grad()
     def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """Stream full tensors by Hugging Face name; every rank gets all of them.
+        """Stream full tensors by Hugging Face name; a collective to the iterator's end. Every rank gets all of them.
 
-        A collective: all ranks must run the iterator to its end. It needs one broadcast over pipeline parallelism and
-        one all-gather over tensor parallelism for each parameter, and one all-gather over expert parallelism for each
-        local expert.
-
-        Args:
-            read: Returns the exported value of each local parameter: its data, or for example its gradient.
+        One broadcast over pipeline and one all-gather over tensor parallelism for each parameter, one all-gather over
+        expert parallelism for each local expert. ``read`` returns the exported value of a local parameter: its data, or
+        for example its gradient.
         """
         for rule, layer, expert in mapping.parameters(self._shape, self._tied):
             if not rule.is_expert:

@@ -89,12 +89,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):
     def _mix(self, projected: Tensor, row: PackedRow) -> Tensor:
         """Mix the tokens of each sequence.
 
-        Args:
-            projected: Queries, keys, values, output gates, beta and alpha of this rank's heads ``[T, columns]``.
-            row: The row's sequences.
-
-        Returns:
-            Output of these heads ``[T, num_value_heads * value_head_dim]``.
+        ``projected [T, columns]`` has queries, keys, values, output gates, beta and alpha of this rank's heads. Returns
+        ``[T, num_value_heads * value_head_dim]``.
         """
         sizes = [size // (1 if row.shard is None else row.shard.group.size()) for size in self._sections]
         qkv, gates, beta, alpha = projected.split([sum(sizes[:3]), *sizes[3:]], -1)
@@ -118,11 +114,6 @@ def _head_part(parameter: Tensor, sections: Sequence[int], shard: ContextShard |
 
 
 def delta_net_spec(in_proj: type, out_proj: type) -> ModuleSpec:
-    """Return the spec of linear attention. Its first norm is in ``in_proj``, as with Transformer Engine.
-
-    Args:
-        in_proj: Column-parallel linear layer with a norm of its input.
-        out_proj: Row-parallel linear layer.
-    """
+    """Return the spec of linear attention. Its first norm is in ``in_proj``, as with Transformer Engine."""
     submodules = GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=OutputNorm, out_proj=out_proj)
     return ModuleSpec(module=PackedGatedDeltaNet, submodules=submodules)

@@ -51,9 +51,6 @@ def choose_kernels(config: TransformerConfig) -> DeltaNetKernels:
     """Return flash-linear-attention's kernels on CUDA in bf16 and fp16, if they are installed; else those in torch.
 
     The kernels round fp32 products to TF32, and their sums have no fixed order (``deterministic_mode``).
-
-    Raises:
-        ConfigError: The installed Triton miscompiles them for this device.
     """
     on_cuda = not config.use_cpu_initialization
     is_half = config.params_dtype in (torch.bfloat16, torch.float16)
@@ -150,15 +147,8 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     Each head has a state ``S [d, e]`` that starts at zero. A token turns it into ``S' = exp(decay) S``, then into
     ``S' + k (beta (v - S'^T k))^T``. The output is ``S^T q / sqrt(d)``.
 
-    Args:
-        query: ``[batch, tokens, heads, d]``.
-        key: ``[batch, tokens, heads, d]``.
-        value: ``[batch, tokens, heads, e]``.
-        decay: Logarithm of the factor of the state, at most 0. Shape ``[batch, tokens, heads]``.
-        beta: Size of the update, from 0 to 1. Shape ``[batch, tokens, heads]``.
-
-    Returns:
-        Output ``[batch, tokens, heads, e]`` in fp32, or in float64 for float64 inputs.
+    Queries and keys are ``[batch, tokens, heads, d]``, values and the output ``[..., e]``; ``decay`` (at most 0) and
+    ``beta`` (from 0 to 1) ``[batch, tokens, heads]``. The output is fp32, or float64 for float64 inputs.
     """
     dtype = torch.promote_types(value.dtype, torch.float32)
     tokens = value.shape[1]

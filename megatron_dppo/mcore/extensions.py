@@ -72,11 +72,7 @@ def needs_extension(config: TransformerConfig) -> bool:
 
 
 def prepare_extensions(config: TransformerConfig) -> None:
-    """Build and load the extension that the configuration needs, before the first step does.
-
-    Raises:
-        ExtensionError: See ``load_extension``.
-    """
+    """Build and load the extension that the configuration needs, before the first step does."""
     if needs_extension(config):
         from megatron.core.tensor_parallel import random
 
@@ -84,11 +80,7 @@ def prepare_extensions(config: TransformerConfig) -> None:
 
 
 def check_build_tools(config: TransformerConfig) -> None:
-    """Check that this machine can compile the extension that the configuration needs, or has compiled it before.
-
-    Raises:
-        ExtensionError: A build tool is missing.
-    """
+    """Check that this machine can compile the extension that the configuration needs, or has compiled it before."""
     if needs_extension(config) and not any(_cache_folder().glob(f"{_NAME}-*/{_NAME}.so")):
         _require_build_tools(_NAME)
 
@@ -116,11 +108,7 @@ def missing_build_tools() -> list[str]:
 def load_extension(name: str, cpp_sources: str, functions: list[str] | None = None, **options: Any) -> ModuleType:
     """Return the extension, compiled by whichever process needs it first.
 
-    Args:
-        name: Name of the Python module.
-        cpp_sources: C++ code.
-        functions: Functions to export; None if the code defines the module itself.
-        **options: Further arguments of ``torch.utils.cpp_extension.load_inline`` that JSON can hold.
+    The arguments are those of ``torch.utils.cpp_extension.load_inline`` that JSON can hold.
 
     Raises:
         ExtensionError: A build tool is missing, the compiler fails or exceeds ``BUILD_SECONDS``, another process builds

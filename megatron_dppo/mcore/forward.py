@@ -42,23 +42,13 @@ def forward_backward(
 ) -> list[Mapping[str, Metric]]:
     """Accumulate the gradients of all micro-batches with Megatron's schedule.
 
-    Megatron sums the losses, sums the token counts over micro-batches and over data- and context-parallel ranks, and
-    divides the gradients once by the global count (``calculate_per_token_loss``).
+    Returns the metrics of each micro-batch on the last pipeline stage, else an empty list. Megatron sums the losses,
+    sums the token counts over micro-batches and over data- and context-parallel ranks, and divides the gradients once
+    by the global count (``calculate_per_token_loss``).
 
-    Args:
-        chunks: Model chunks of this rank, wrapped in Megatron's DDP.
-        batches: Micro-batches of this rank, equally many on every rank.
-        head: Output head.
-        objective: Loss.
-        cp_group: Context-parallel ranks. None without context parallelism.
-        teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
-        records: Receives the tokens of each micro-batch, on the last pipeline stage. None disables recording.
-        noise: Creates the noise of the layers' inputs. None disables it.
-        reduces: Reduce the gradients over the ranks and divide them. False leaves this rank's sum in the buffers, for
-            ``Optimizer.reduce_sums``.
-
-    Returns:
-        The metrics of each micro-batch. Empty on all but the last pipeline stage.
+    ``batches`` must be equally many on every rank. ``teacher_targets`` are one for each; they add the divergence from
+    the teacher to the loss. ``records`` receives the tokens of each micro-batch on the last stage. ``reduces = False``
+    leaves this rank's sum in the gradient buffers, for ``Optimizer.reduce_sums``.
     """
 
     def loss_function(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Metric]]:

@@ -30,19 +30,11 @@ _OTHER_ACTIVATION = {
 
 
 def default_fusions(overrides: Mapping[str, object], *, is_cuda: bool, engine: bool, experts: bool) -> dict[str, bool]:
-    """Return the fields of ``FUSIONS``: on with Transformer Engine, off without it and on CPU.
+    """Return the fields of ``FUSIONS``: on with Transformer Engine (``engine``), off without it and on CPU.
 
-    Router replay goes with all of them: it sets the experts of a token before any of these kernels runs. (The one
-    that does not ask for replayed experts, ``moe_router_fusion``, is refused with it.)
-
-    Args:
-        overrides: ``model.transformer``; its own values of these fields come after the defaults.
-        is_cuda: True if the model computes on CUDA.
-        engine: True if it consists of Transformer Engine's layers.
-        experts: True if the model has experts.
-
-    Raises:
-        ConfigError: ``gradient_accumulation_fusion`` is asked for and nothing here can do it.
+    Values in ``overrides`` (``model.transformer``) come after these defaults. Router replay goes with all of them: it
+    sets the experts of a token before any of these kernels runs. (The one that does not ask for replayed experts,
+    ``moe_router_fusion``, is refused with it.)
     """
     adds = is_cuda and (engine or has_apex_gradient_kernel())
     if overrides.get("gradient_accumulation_fusion") and not adds:
@@ -82,12 +74,10 @@ def _has_fused_permute() -> bool:
 def output_layer_without_fusion() -> Iterator[list[GPTModel]]:
     """Around building models: ``gradient_accumulation_fusion`` is for all linear layers but the output layer.
 
-    The output layer's weight gradient is the head's. Reason: Megatron has one flag for all layers, and its own
-    linear layers reject it without Apex; with Transformer Engine's layers the output layer is the only one of them.
-    Affected: Megatron Core 0.16.1 to 0.19.2. Delete when: Megatron builds an output layer without Apex.
-
-    Yields:
-        where the models that were built have to be put.
+    Yields the list that the built models have to be put in. The output layer's weight gradient is the head's. Reason:
+    Megatron has one flag for all layers, and its own linear layers reject it without Apex; with Transformer Engine's
+    layers the output layer is the only one of them. Affected: Megatron Core 0.16.1 to 0.19.2. Delete when: Megatron
+    builds an output layer without Apex.
     """
     available, built = has_apex_gradient_kernel(), list[GPTModel]()
     layers._grad_accum_fusion_available = True
@@ -154,17 +144,7 @@ _BLACKWELL = (10, 0)
 
 
 def check_fp8(fields: Mapping[str, object], dtype: str, platform: Platform, *, transformer_engine: bool) -> None:
-    """Check that this machine supports ``model.transformer.fp8``.
-
-    Args:
-        fields: ``model.transformer``.
-        dtype: ``model.dtype``.
-        platform: Where training runs.
-        transformer_engine: True if its layers are used.
-
-    Raises:
-        ConfigError: It cannot, or other keys of FP8 are set without it.
-    """
+    """Check that this machine supports ``fields["fp8"]`` of ``model.transformer``, with ``model.dtype``."""
     keys = [key for key in fields if key.startswith("fp8_")]
     if not fields.get("fp8"):
         if keys:

@@ -92,14 +92,10 @@ class _HeadOptions(TypedDict):
 class OutputHead:
     """Output layer and loss over vocabulary shards.
 
-    Args:
-        model: Last model chunk of this rank. Only that of the last pipeline stage has an output layer.
-        tp_group: Tensor-parallel ranks, which share the vocabulary.
-        vocab_size: Vocabulary entries without padding.
-        temperature: Sampling temperature of the rollouts. It divides the logits.
-        fused: Compute loss and gradient in chunks. False computes all logits with Megatron's output layer, which needs
-            tensors of vocabulary size.
-        fp32_gradient: Never round a part of the weight's gradient to bf16 before it is added.
+    ``model`` is the last chunk of this rank; only that of the last pipeline stage has an output layer. ``vocab_size``
+    is without padding, ``temperature`` that of the rollouts. Not ``fused`` computes all logits with Megatron's output
+    layer, which needs tensors of vocabulary size. ``fp32_gradient`` never rounds a part of the weight's gradient to
+    bf16 before it is added.
     """
 
     def __init__(

@@ -14,13 +14,9 @@ from megatron_dppo.mcore.optim import Optimizer, optimizer_tensors
 
 
 class OffloadedParameters:
-    """Parameters in host memory that can be loaded onto the device.
+    """Parameters in host memory (those on CUDA in pinned memory) that can be loaded onto the device.
 
     Unloaded parameters are empty tensors, so that using one by mistake fails instead of reading old values.
-
-    Args:
-        parameters: Parameters to offload. Those on CUDA are copied to pinned memory.
-        device: Device on which they are used.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -40,13 +36,10 @@ class OffloadedParameters:
 
 
 class OffloadedModel:
-    """Model chunks whose weights are in host memory between forward passes.
+    """Model chunks whose weights are in host memory between forward passes, which they run without gradients.
 
-    Args:
-        chunks: Unwrapped model chunks of this rank. They only run forward, without gradients.
-        device: Device on which they run.
-        by_layer: Load each transformer layer right before it runs and unload it right after, in every forward pass.
-            All other weights are loaded for the duration of ``loaded``.
+    ``by_layer`` loads each transformer layer right before it runs and unloads it right after, in every forward pass.
+    All other weights are loaded for the duration of ``loaded``.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], device: torch.device, *, by_layer: bool) -> None:
@@ -81,9 +74,6 @@ class ReferenceWeights:
 
     It needs one copy of the shard in host memory, and a second one while the two are swapped. It needs no device
     memory. Gradients and optimizer state stay as they are.
-
-    Args:
-        chunks: Unwrapped model chunks of this rank.
     """
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
@@ -120,10 +110,6 @@ class DeviceState:
 
     Storages are resized in place, so that all views of them stay valid: Megatron's parameters, ``main_grad`` and
     optimizer shards are views of a few large buffers. Host buffers, pinned with CUDA, are reused the next time.
-
-    Args:
-        models: Unwrapped model chunks of this rank.
-        optimizer: Their optimizer.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizer: Optimizer) -> None:

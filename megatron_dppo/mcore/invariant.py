@@ -34,11 +34,7 @@ _checked: set[tuple[Any, ...]] = set()
 
 
 def enable_batch_invariant_mode(device: torch.device) -> None:
-    """Replace torch's kernels by these for the whole process; a second call does nothing.
-
-    Raises:
-        UserError: The device is not the CPU.
-    """
+    """Replace torch's kernels on the CPU by these for the whole process; a second call does nothing."""
     global _library
     if device.type != "cpu":
         raise UserError(
@@ -110,11 +106,7 @@ def _gemm(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _check_rows_alike(left: Tensor, right: Tensor) -> None:
-    """Check that the GEMM of this shape gives equal rows of a tile bitwise equal results.
-
-    Raises:
-        UserError: It does not.
-    """
+    """Check that the GEMM of this shape gives equal rows of a tile bitwise equal results."""
     key = (right.shape, right.stride(0) == 1, left.dtype, _fp32_precision())
     if key in _checked:
         return
@@ -135,11 +127,7 @@ def _fp32_precision() -> Any:
 
 
 class _Function:
-    """Elementwise function on whole vectors: the tensor is flattened and padded.
-
-    Args:
-        in_place: torch's in-place operator of the function, which is not replaced.
-    """
+    """Elementwise function on whole vectors, from torch's ``in_place`` operator: the tensor is flattened and padded."""
 
     def __init__(self, in_place: Any) -> None:
         self._in_place = in_place

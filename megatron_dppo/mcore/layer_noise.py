@@ -83,13 +83,7 @@ NoiseFactory = Callable[[MicroBatch, ContextShard | None], RowNoise]
 class LayerNoise:
     """Noise of one policy, with learned standard deviations.
 
-    Args:
-        models: Unwrapped model chunks of this rank.
-        config: TransformerConfig of the model; its ``finalize_model_grads_func`` is wrapped.
-        settings: ``[train.layer_noise]``.
-        groups: Process groups of the layout.
-        seed: Seed of the run.
-        adam: Adam's beta 1, beta 2 and epsilon.
+    It wraps ``config.finalize_model_grads_func``. ``adam`` has beta 1, beta 2 and epsilon.
 
     Attributes:
         log_std: Logarithms of the standard deviations ``[num_noisy_layers]``, float64, equal on all ranks.
@@ -167,14 +161,9 @@ class LayerNoise:
         return call
 
     def step(self, loss_scale: float, *, applied: bool) -> dict[str, float]:
-        """Step the standard deviations if the update was applied.
+        """Step the standard deviations if the update was applied; return their mean and maximum as metrics.
 
-        Args:
-            loss_scale: Factor that multiplied the loss of the update.
-            applied: False if the optimizer skipped the update.
-
-        Returns:
-            Metrics: mean and largest standard deviation during the update.
+        ``loss_scale`` is the factor that multiplied the loss of the update.
         """
         std = self.log_std.exp()
         if self._learn and applied:

@@ -23,13 +23,9 @@ _Routed = tuple[Tensor, Tensor]
 
 
 class ReplayCounts:
-    """Counts of all routers of a rank during one run of the schedule.
+    """Counts of all routers of a rank during one run of the schedule, for the L layers of the whole model.
 
     They stay on the device, so that counting does not wait for it.
-
-    Args:
-        num_layers: Layers of the whole model, L.
-        device: Device of the model.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
@@ -50,11 +46,7 @@ class ReplayCounts:
 class LayerReplay(RouterReplay):
     """Megatron's ``RouterReplay`` for one router, with a fallback to the live choice for tokens without a route.
 
-    Args:
-        layer: Index of the layer in the whole model, from 0.
-        shape: Sizes and dtype of the routes.
-        is_recomputed: True if the backward pass may run this router again.
-        counts: ReplayCounts shared by all routers of this rank.
+    ``layer`` is the index in the whole model, from 0. ``is_recomputed``: the backward pass may run this router again.
 
     Attributes:
         experts: Experts ``[num_local_tokens, top_k]`` of the current micro-batch's routes. None without routes.
@@ -196,12 +188,9 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _replace_weights(live: Tensor, used: Tensor, weights: Tensor) -> Tensor:
-    """Return probabilities with replayed weights; NaN weights are missing and keep the live value.
+    """Return the probabilities ``live [N, num_experts]`` with other weights of the experts that are used.
 
-    Args:
-        live: Live probabilities ``[N, num_experts]``.
-        used: Experts ``[N, top_k]``.
-        weights: Replayed weights ``[N, top_k]`` of these experts.
+    ``used`` and ``weights`` are ``[N, top_k]``. NaN weights are missing and keep the live value.
     """
     detached = live.detach()
     values = torch.where(weights.isnan(), detached.gather(1, used), weights.to(live.dtype))

@@ -33,11 +33,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 class Adapters(Module):
-    """Adapters of one model chunk.
-
-    Attributes:
-        is_enabled: False turns all adapters off.
-    """
+    """Adapters of one model chunk; all are off while ``is_enabled`` is False."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +75,7 @@ def trainable_module(chunk: GPTModel) -> Module:
 class Lora:
     """Adapters of a model, whose base weights are frozen. At first they change nothing (B = 0).
 
-    Args:
-        chunks: Model chunks of this rank, before Megatron's DDP wraps them.
-        shape: Sizes of the whole model.
-        groups: Process groups of the layout.
-        config: ``[lora]``: rank, scale and target modules.
-        seed: Seed of A.
+    They are attached before Megatron's DDP wraps the chunks.
     """
 
     def __init__(
@@ -191,8 +182,7 @@ class Lora:
     def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
         """Stream full adapters by PEFT name, one for each expert; every rank gets all of them. A collective.
 
-        Args:
-            read: Returns the exported value of each local parameter: its data, or for example its gradient.
+        ``read`` is that of ``Bridge.export``.
         """
         for target in self._targets:
             for projection in target.hf_names():

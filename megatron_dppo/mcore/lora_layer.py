@@ -103,15 +103,9 @@ class LinearAdapter(Module):
     """Adapters of one layer on this rank.
 
     Each projection has parameters A ``[rank, in]`` and B ``[out, rank]``; those of experts are ``[num_experts, ...]``.
-
-    Args:
-        target: Adapted weight.
-        weight: Frozen weight on this rank, or that of one of its experts.
-        experts: Global indices of the local experts. Any range of length 1 for other layers.
-        config: ``[lora]``: rank and scale.
-        groups: Process groups of the layout.
-        sequence_parallel: True if tokens are split over tensor-parallel ranks outside of the layer.
-        seed: Seed of A, which is the same on every layout.
+    ``weight`` is the frozen weight on this rank, or that of one of its experts, whose global indices are ``experts``
+    (any range of length 1 for other layers). ``sequence_parallel``: tokens are split over tensor-parallel ranks outside
+    of the layer.
     """
 
     def __init__(
@@ -179,13 +173,9 @@ class LinearAdapter(Module):
         return [self.parameter(projection, "B") for projection in self.target.hf_names()]
 
     def randomize_b(self, weights: Sequence[Tensor], size: float) -> None:
-        """Fill B with random values so that the entries of ``s B A`` are about ``size`` times those of the weight.
+        """Fill B with random values so that the entries of ``s B A`` are about ``size`` times those of ``weights``.
 
-        Ranks that hold replicas of a parameter generate the same values.
-
-        Args:
-            weights: Weight of the layer on this rank, or of each local expert.
-            size: Root mean square of ``s B A`` relative to that of the weight.
+        The size is a root mean square. Ranks that hold replicas of a parameter generate the same values.
         """
         rms = self._rms(weights)
         for projection, module in self.target.hf_names().items():
@@ -233,10 +223,8 @@ class LinearAdapter(Module):
     def forward(self, x: Tensor, norm: FusedNorm | None, splits: Sequence[int] | None = None) -> Tensor:
         """Return the adapter's part of the layer's output.
 
-        Args:
-            x: Input of the layer.
-            norm: RMSNorm that the layer applies to its input. None for a layer without one.
-            splits: Number of tokens of each local expert. None for a layer without experts.
+        ``norm`` is that which the layer applies to its input ``x``, ``splits`` the number of tokens of each local
+        expert.
         """
         if norm is not None:
             x = norm(x)

@@ -35,11 +35,7 @@ def parameters(shape: ModelShape, tied: bool) -> Iterator[tuple[Rule, int, int]]
 
 
 def find_rule(name: str, shape: ModelShape, tied: bool) -> tuple[Rule, int, int]:
-    """Return rule, layer and expert of a Megatron parameter name with *global* indices.
-
-    Raises:
-        KeyError: No rule maps this parameter.
-    """
+    """Return rule, layer and expert of a Megatron parameter name with *global* indices."""
     layer_match = re.match(r"decoder\.layers\.(\d+)\.", name)
     expert_match = re.search(r"\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$", name)
     layer, expert = (int(m[1]) if m else 0 for m in (layer_match, expert_match))

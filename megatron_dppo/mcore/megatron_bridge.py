@@ -51,11 +51,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def provider_config(hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform) -> Any:
-    """Return Megatron Bridge's provider of a model, a TransformerConfig, with this run's settings.
-
-    Raises:
-        ConfigError: The package is missing, has no such model, or rejects the combination.
-    """
+    """Return Megatron Bridge's provider of a model, a TransformerConfig, with this run's settings."""
     has_te = platform.is_cuda and has_transformer_engine()
     if not has_te and hf_config.model_type not in FAMILIES:
         raise ConfigError(
@@ -125,16 +121,7 @@ def _provider(hf_config: HfConfig) -> Any:
 
 
 def build_provided_model(provider: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
-    """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet.
-
-    Args:
-        provider: Result of ``provider_config``.
-        pp_rank: Pipeline stage of this rank.
-        device: Device of the model.
-
-    Raises:
-        ConfigError: The model is no GPTModel, whose hidden states the head needs.
-    """
+    """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet."""
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     vpp_size = provider.virtual_pipeline_model_parallel_size
     last_stage = provider.pipeline_model_parallel_size - 1
@@ -157,12 +144,7 @@ def build_provided_model(provider: Any, pp_rank: int, device: torch.device) -> l
 
 
 class ProvidedWeights:
-    """Conversion between a provided model's shards and full Hugging Face tensors, by Megatron Bridge's mappings.
-
-    Args:
-        chunks: Unwrapped model chunks of this rank.
-        hf_config: Transformers configuration of the model.
-    """
+    """Conversion between a provided model's shards and full Hugging Face tensors, by Megatron Bridge's mappings."""
 
     def __init__(self, chunks: list[GPTModel], hf_config: HfConfig) -> None:
         self._chunks = chunks
@@ -176,10 +158,7 @@ class ProvidedWeights:
     def load(self, source: WeightSource) -> None:
         """Fill every parameter of this rank from full Hugging Face tensors, and compare the export with them.
 
-        A collective of all ranks.
-
-        Raises:
-            CheckpointError: Megatron Bridge has no mapping for a parameter, or does not export what was loaded.
+        A collective of all ranks. A CheckpointError if a parameter has no mapping or the export differs.
         """
         from megatron.bridge import AutoBridge
 
@@ -238,13 +217,7 @@ class ProvidedWeights:
 
     @torch.no_grad()
     def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """Stream full tensors by Hugging Face name; every rank gets all of them.
-
-        A collective: all ranks must run the iterator to its end.
-
-        Args:
-            read: Returns the exported value of each local parameter: its data, or for example its gradient.
-        """
+        """Stream full tensors by Hugging Face name, as ``Bridge.export`` does; a collective to its end."""
         tasks = self._bridge.get_conversion_tasks(self._chunks)
         padded = {str(task.mapping.hf_param) for task in tasks if task.global_param_name in _PADDED}
         local = [

@@ -44,12 +44,7 @@ from megatron_dppo.types.model_folder import HfConfig
 
 
 class LoadBalancingLosses:
-    """Load-balancing losses that Megatron's routers logged since the last call.
-
-    Args:
-        config: TransformerConfig of the model. Without a load-balancing loss ``collect`` returns nothing.
-        dp_group: Data-parallel ranks.
-    """
+    """Load-balancing losses that Megatron's routers logged since the last call."""
 
     def __init__(self, config: TransformerConfig, dp_group: ProcessGroup | None) -> None:
         self._dp_group = dp_group
@@ -109,9 +104,6 @@ def transformer_config(
     """Return Megatron's TransformerConfig of a model.
 
     Defaults, fused kernels, the family's fields and ``model.transformer`` follow each other; later ones win.
-
-    Raises:
-        ConfigError: Megatron rejects the combination.
     """
     has_te = platform.is_cuda and has_transformer_engine()
     shape = model_shape(hf_config)
@@ -162,11 +154,7 @@ def transformer_config(
 
 
 def _check_routes(hf_config: HfConfig, family_fields: Mapping[str, Any]) -> None:
-    """Check that a token's experts exist, and that their router gets a gradient.
-
-    Raises:
-        CheckpointError: There are too many, or the only one always has the weight 1.
-    """
+    """Check that a token's experts exist, and that their router gets a gradient."""
     topk, experts = family_fields.get("moe_router_topk", 0), family_fields.get("num_moe_experts", 0)
     if topk > experts:
         raise_unsupported(hf_config, "num_experts_per_tok", topk, f"at most the {experts} experts")
@@ -229,11 +217,7 @@ def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
 
 
 def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
-    """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet.
-
-    Raises:
-        ConfigError: Megatron has no such model.
-    """
+    """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet."""
     try:
         return _build_chunks(config, hf_config, pp_rank, device)
     # No RuntimeError: the memory of a GPU may be too small.

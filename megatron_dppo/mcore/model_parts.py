@@ -79,16 +79,9 @@ def build_model_parts(
 ) -> ModelParts:
     """Build the model of this rank and load its weights; a collective of all ranks.
 
-    Args:
-        model: ``[model]``. Only its numerics count here; placement and weights replace path and initialization.
-        lora: ``[lora]``: rank, scale and targets of the adapters.
-        train: ``[train]``: router replay.
-        rollout: ``[rollout]``: the sampling temperature, and whether the engine samples with this model.
-        placement: Model, ranks and device.
-        weights: Initial weights: full tensors by Hugging Face name.
-        reference: Weights of the reference policy, kept in host memory. None with adapters takes the model without its
-            adapters as the reference.
-        seed: Seed of the adapters and of the layer noise.
+    Of ``model`` only the numerics count: ``placement`` and ``weights`` (full tensors by Hugging Face name) replace path
+    and initialization. ``reference`` has the weights of the reference policy, kept in host memory. None with adapters
+    takes the model without its adapters as the reference. ``seed`` is that of adapters and layer noise.
     """
     hf_config, _, groups, platform = placement
     # Kernels and C++ extensions first: modules bind them while the model is built.

@@ -39,10 +39,6 @@ class LossScale(MegatronGradScaler):
 
     Megatron calls ``update`` for each part of a chained optimizer (dense and expert parameters), which may disagree.
     Here ``adjust`` is called once per update, with the overflow that all ranks agree on.
-
-    Args:
-        settings: Initial and minimum scale, window and hysteresis.
-        device: Device of the gradients.
     """
 
     def __init__(self, settings: OptimizerConfig, device: torch.device) -> None:
@@ -74,13 +70,9 @@ class LossScale(MegatronGradScaler):
         """Do nothing: Megatron calls this for each part of the optimizer, and ``adjust`` follows for all of them."""
 
     def adjust(self, *, overflow: bool) -> bool:
-        """Adjust the scale after an update.
+        """Adjust the scale after an update. Return False if it must be halved and is at its minimum already.
 
-        Args:
-            overflow: True if the gradient norm was not finite; equal on all ranks.
-
-        Returns:
-            False if the scale must be halved and is at its minimum already.
+        ``overflow``: the gradient norm was not finite, equal on all ranks.
         """
         if not overflow:
             self._good_updates += 1
@@ -156,14 +148,10 @@ class UpdateResult(NamedTuple):
 
 
 class Optimizer:
-    """Megatron's optimizer with its learning-rate schedule.
+    """Megatron's optimizer with its learning-rate schedule, whose length is ``total_steps`` of the caller.
 
-    Args:
-        chunks: DDP-wrapped model chunks. Their weights must be loaded: fp32 main parameters are copied from them.
-        config: TransformerConfig of the model. Its gradient hooks are set here.
-        optimizer: Learning rate, schedule and Adam's constants.
-        parallel: Distributed optimizer and communication overlap.
-        total_steps: Length of the schedule, in steps of the caller.
+    The weights of the DDP-wrapped ``chunks`` must be loaded: fp32 main parameters are copied from them. The gradient
+    hooks of ``config`` are set here.
 
     Attributes:
         megatron: Megatron's optimizer.

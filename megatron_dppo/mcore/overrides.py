@@ -72,12 +72,7 @@ _PLAIN = ("bool", "int", "float", "str", "dict", "list", "tuple")
 
 
 def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict[str, Any]:
-    """``model.transformer``, if TransformerConfig has every key of it, with such values, and none is set elsewhere.
-
-    Raises:
-        ConfigError: An unknown key, one that another section owns, a value of another type, or one that makes router
-            replay do nothing; of several of these, all (``MultipleErrors``).
-    """
+    """``model.transformer``, if TransformerConfig has every key of it, with such values, and none is set elsewhere."""
     problems = ErrorCollector()
     if router_replay:
         problems.attempt(check_router_replay_support, overrides)

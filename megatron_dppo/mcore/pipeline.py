@@ -36,11 +36,7 @@ def stage_layers(config: TransformerConfig, pp_rank: int) -> list[range]:
 
 
 def check_pipeline_split(config: TransformerConfig, layout: Layout) -> None:
-    """Check that the stages of a layout have every layer exactly once.
-
-    Raises:
-        ConfigError: They have not, or ``pipeline_model_parallel_layout`` has another number of virtual stages.
-    """
+    """Check that the stages of a layout have every layer exactly once."""
     vpp = config.virtual_pipeline_model_parallel_size or 1
     if vpp != layout.vpp:
         raise ConfigError(

@@ -43,12 +43,8 @@ def drop_routes(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 class ReplayDriver:
     """Router replay of one model.
 
-    Args:
-        models: Unwrapped model chunks of this rank.
-        config: TransformerConfig of the model.
-        shape: Sizes and dtype of the routes.
-        tp_group: Tensor-parallel ranks if sequence parallelism splits rows among them, else None.
-        cp_group: Context-parallel ranks. None without context parallelism.
+    ``tp_group`` are the tensor-parallel ranks if sequence parallelism splits rows among them, else None; ``cp_group``
+    is None without context parallelism.
 
     Attributes:
         layers: Layers with a router on this rank, counted in the whole model from 0.
@@ -111,13 +107,8 @@ class ReplayDriver:
     ) -> Iterator[Sequence[MicroBatch]]:
         """Replay routes during one run of Megatron's schedule over ``batches``.
 
-        Args:
-            batches: Micro-batches with their routes.
-            mode: What to do with them.
-            by_token: Keep which tokens' live experts differ, for ``live_differences``.
-
-        Yields:
-            The micro-batches without their routes, which stay in host memory until their chunk runs.
+        Yields the micro-batches without their routes, which stay in host memory until their chunk runs. ``by_token``
+        keeps which tokens' live experts differ, for ``live_differences``.
 
         Raises:
             ValueError: A micro-batch has no routes, or their number differs from the tokens of a router.
@@ -224,10 +215,8 @@ class ReplayDriver:
     def live_differences(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the tokens with a route, and those whose live experts differ, of the last run with ``by_token``.
 
-        A collective over tensor and context parallelism.
-
-        Returns:
-            Booleans ``[T, L, 2]`` of each micro-batch, in host memory; False in layers of other pipeline stages.
+        A collective over tensor and context parallelism. Booleans ``[T, L, 2]`` of each micro-batch, in host memory;
+        False in layers of other pipeline stages.
         """
         result = []
         for batch, by_layer in zip(batches, self._differences, strict=True):
@@ -252,9 +241,8 @@ class ReplayDriver:
     def metrics(self, *, is_first: bool) -> dict[str, Metric]:
         """Return the counts of the last run on this rank, as shares of tokens times layers, and by layer.
 
-        Args:
-            is_first: True on the first rank of tensor and context parallelism. Missing routes are counted for the whole
-                row on every rank, so only this one reports them.
+        Missing routes are counted for the whole row on every rank, so only the first one of tensor and context
+        parallelism (``is_first``) reports them.
         """
         rows = self._counts.rows.tolist()
         known, live, used = (sum(column) for column in zip(*rows, strict=True))
@@ -297,14 +285,7 @@ _INCOMPATIBLE_FIELDS = {
 
 
 def check_router_replay_support(overrides: Mapping[str, object]) -> None:
-    """Check that no TransformerConfig field makes Megatron ignore replay.
-
-    Args:
-        overrides: TransformerConfig fields that the user sets. The defaults of all fields are compatible.
-
-    Raises:
-        ConfigError: A field is incompatible.
-    """
+    """Check that no TransformerConfig field that the user sets makes Megatron ignore replay; the defaults do not."""
     for name, (values, reason) in _INCOMPATIBLE_FIELDS.items():
         value = overrides.get(name)
         # A list names auxiliary losses. Megatron balances by the choice of experts only if the value itself is that

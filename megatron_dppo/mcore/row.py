@@ -44,14 +44,9 @@ class MicroBatchRow:
         skips_zero_advantage: bool,
         noise: NoiseFactory | None = None,
     ) -> MicroBatchRow:
-        """Move a micro-batch to the device and select this rank's tokens.
+        """Move a micro-batch from host memory to the device and select this rank's tokens.
 
-        Args:
-            batch: Micro-batch in host memory.
-            cp_group: Context-parallel ranks. None without context parallelism.
-            device: Device of the model.
-            skips_zero_advantage: Tokens with advantage 0 have no gradient.
-            noise: Creates the noise of the layers' inputs. None disables it.
+        ``skips_zero_advantage``: tokens with advantage 0 have no gradient.
         """
         # Everything that reads tensor values happens on the host tensors: on the device it would wait for the GPU.
         host_shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)

@@ -36,12 +36,7 @@ _BY_ALL_TOKENS = {
 def check_padding_support(fields: Mapping[str, object], multiple: int) -> None:
     """Check that padding of rows cannot change the experts of tokens.
 
-    Args:
-        fields: TransformerConfig fields that the user sets.
-        multiple: Number of which the length of each row is a multiple. 1: no row has padding.
-
-    Raises:
-        ConfigError: A field lets the padding compete with tokens, which no mask can prevent.
+    ``multiple`` is the number of which the length of each row is a multiple; with 1 no row has padding.
     """
     if multiple == 1:
         return
@@ -57,13 +52,7 @@ def check_padding_support(fields: Mapping[str, object], multiple: int) -> None:
 
 
 def exclude_padding(models: Sequence[GPTModel], config: TransformerConfig, groups: ParallelGroups) -> None:
-    """Exclude padding from the balancing of every router in ``models``, where there is any.
-
-    Args:
-        models: Unwrapped model chunks of this rank.
-        config: TransformerConfig of the model.
-        groups: Parallel groups of this rank.
-    """
+    """Exclude padding from the balancing of every router in ``models``, where there is any."""
     # Sequence parallelism splits the tokens of a context-parallel rank over the tensor-parallel ranks, in order.
     part = (dist.get_rank(groups.tp), dist.get_world_size(groups.tp)) if config.sequence_parallel else (0, 1)
     for model in models:
@@ -90,11 +79,7 @@ def _pass_mask(part: tuple[int, int], _layer: Module, args: tuple[Any, ...], kwa
 
 
 class BalancedTokens:
-    """Replacement of a router's methods that balance experts, for the tokens that are not padding.
-
-    Args:
-        router: Megatron's ``TopKRouter``. Its methods are replaced on the instance.
-    """
+    """Replacement of the methods of a ``TopKRouter`` that balance experts, for the tokens that are not padding."""
 
     def __init__(self, router: Any) -> None:
         self._router = router
@@ -128,10 +113,7 @@ class BalancedTokens:
         return self._routing(logits, padding_mask=self._mask & (self._num_tokens > 0))
 
     def attach(self, activation: Tensor, coefficient: float, aux_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attach this rank's part of an auxiliary loss, times the tokens of the row. Megatron only logs it.
-
-        See ``TopKRouter.attach_and_log_load_balancing_loss``.
-        """
+        """Attach this rank's part of an auxiliary loss, times the tokens of the row. Megatron only logs it."""
         self._attach(activation.detach(), coefficient, aux_loss.detach() * (self._num_tokens > 0), *args, **kwargs)
         # Megatron divides the gradients by the global token count, so a part weighs as many tokens as its row has.
         scaled: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * self._num_tokens)

@@ -29,16 +29,9 @@ def initialize_megatron(
 ) -> ParallelGroups:
     """Build every process group of the layout and seed Megatron's random states.
 
-    ``torch.distributed`` must be initialized already (``start_process_group``).
-
-    Args:
-        layout: Sizes of the groups.
-        platform: Device of the model.
-        seed: Seed of all random states.
-        timeout_minutes: Timeout of collectives in Megatron's groups.
-        wait_minutes: Timeout in the CPU groups for objects, where ranks may wait long for one that samples, scores or
-            writes. None means ``timeout_minutes``. Ignored with ``world``, which has a timeout.
-        world: Result of ``new_host_world``. None creates it here.
+    ``torch.distributed`` must be initialized already (``start_process_group``). ``wait_minutes`` (None:
+    ``timeout_minutes``) is the timeout in the CPU groups for objects, where ranks may wait long for one that samples,
+    scores or writes; it is ignored with ``world``, the result of ``new_host_world``, which has a timeout.
     """
     if world is not None:
         # One rank may have read files for minutes. The limit on connecting begins when all are here.
@@ -63,12 +56,7 @@ def initialize_megatron(
 
 
 def build_megatron_groups(layout: Layout, **options: int | bool) -> None:
-    """Build Megatron's own process groups of a layout, without the gloo groups that only its checkpoints use.
-
-    Args:
-        layout: Sizes of the groups.
-        options: Further arguments of ``parallel_state.initialize_model_parallel``.
-    """
+    """Build Megatron's own process groups of a layout, without the gloo groups that only its checkpoints use."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -93,11 +81,7 @@ def _data_parallel() -> tuple[int, ...]:
 
 
 def new_host_world(wait_minutes: float) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks; a collective. On CUDA the default group uses NCCL for everything.
-
-    Args:
-        wait_minutes: Timeout of its collectives.
-    """
+    """Create a gloo group of all ranks; a collective. On CUDA the default group uses NCCL for everything."""
     with connection_limit(dist.get_rank()):
         return dist.new_group(timeout=timedelta(minutes=wait_minutes), backend="gloo")
 
@@ -126,11 +110,8 @@ def _new_host_group(ranks: tuple[int, ...], tag: MessageTag, world: dist.Process
 def start_process_group(platform: Platform, timeout_minutes: float, store: Store | None = None) -> None:
     """Create the default process group, if there is none.
 
-    Args:
-        platform: Device of this process; it determines the backend.
-        timeout_minutes: Timeout of a collective of all ranks. The model does not use that group, but ranks wait in it
-            while checkpoints are written, so this is ``run.wait_minutes``.
-        store: Result of ``join_ranks``. None calls it.
+    The model does not use that group, but ranks wait in it while checkpoints are written, so its timeout is
+    ``run.wait_minutes``. ``store`` is the result of ``join_ranks``; None calls it.
     """
     if dist.is_initialized():
         return

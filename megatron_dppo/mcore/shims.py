@@ -23,14 +23,10 @@ _BUILDS = Shim(
 
 
 def apply_shims(platform: Platform, packages: Sequence[str] = PACKAGES) -> bool:
-    """Apply the shims that this platform needs, before anything imports ``megatron.core``; a second call does nothing.
+    """Apply the shims that this platform needs, before anything imports ``megatron.core``.
 
-    Args:
-        platform: Device of this process.
-        packages: Dotted prefixes of the packages whose modules get the CPU proxy of torch.
-
-    Returns:
-        True if this call applied the shims.
+    Returns True if this call applied them; a second call does nothing. The modules of ``packages`` (dotted prefixes)
+    get the CPU proxy of torch.
 
     Raises:
         UserError: megatron-core is missing or unsupported, or Transformer Engine is installed and broken.

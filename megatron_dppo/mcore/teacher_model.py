@@ -44,12 +44,8 @@ _TRAINING_FIELDS = (
 class MegatronTeacher:
     """Megatron model of ``distillation.teacher_path``.
 
-    Args:
-        model: ``[model]`` of the policy, whose dtype and TransformerConfig fields the teacher shares.
-        distillation: Divergence, and which weights stay on the device during a pass.
-        temperature: Sampling temperature of the rollouts.
-        placement: The teacher's model on the policy's ranks.
-        weights: Full tensors by Hugging Face name.
+    ``model`` is that of the policy, whose dtype and TransformerConfig fields the teacher shares; ``placement`` the
+    teacher's model on the policy's ranks; ``weights`` are full tensors by Hugging Face name.
     """
 
     def __init__(

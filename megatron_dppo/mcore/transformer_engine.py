@@ -24,11 +24,7 @@ _REMOVE = f"pip uninstall -y {' '.join(_DISTRIBUTIONS)}"
 
 
 def install_command(cuda: str | None = None) -> str:
-    """Return the command that installs Transformer Engine where there is none.
-
-    Args:
-        cuda: Major version of torch's CUDA. None reads it from torch.
-    """
+    """Return the command that installs Transformer Engine for a major version of CUDA; None: that of torch."""
     if cuda is None:
         import torch
 
@@ -39,11 +35,7 @@ def install_command(cuda: str | None = None) -> str:
 
 
 def reinstall_command(cuda: str | None = None) -> str:
-    """Return the command that replaces a Transformer Engine that does not fit, also one of the newest version.
-
-    Args:
-        cuda: See ``install_command``.
-    """
+    """Return the command that replaces a Transformer Engine that does not fit, also one of the newest version."""
     # The cache holds the part that pip built for the torch of that time.
     return f"{_REMOVE} && {install_command(cuda)} --no-cache-dir"
 
@@ -51,11 +43,8 @@ def reinstall_command(cuda: str | None = None) -> str:
 def has_transformer_engine() -> bool:
     """Return True if Transformer Engine works; called on CUDA only.
 
-    It is imported, because an installation can lack its torch part or be built for another torch. Megatron would notice
-    only when it builds the first layer.
-
-    Raises:
-        UserError: It is installed and cannot be imported.
+    It is imported, because an installation can lack its torch part or be built for another torch (a UserError).
+    Megatron would notice only when it builds the first layer.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -81,18 +70,9 @@ def check_attention_support(
 ) -> None:
     """Check that Transformer Engine has an attention kernel for this model.
 
-    Args:
-        dtype: ``model.dtype``.
-        context_parallel_size: Context-parallel size of the layout.
-        transformer_engine: True if the model is built of Transformer Engine's layers.
-        windows: True if some layers have a sliding window or attention sinks.
-        cp_comm_type: ``model.transformer.cp_comm_type``.
-
-    Raises:
-        ConfigError: fp32 with context parallelism: Transformer Engine's fused kernels do not support fp32, and its
-            unfused one does not support context parallelism. Or windows or sinks with context parallelism by another
-            exchange than all-to-all over heads (transformer_engine/pytorch/attention/dot_product_attention/utils.py,
-            context_parallel.py).
+    fp32 does not go with context parallelism: its fused kernels do not support fp32, and its unfused one no context
+    parallelism. Neither do ``windows`` (or sinks) with another exchange than all-to-all over heads
+    (transformer_engine/pytorch/attention/dot_product_attention/utils.py, context_parallel.py).
     """
     if transformer_engine and dtype == "fp32" and context_parallel_size > 1:
         raise ConfigError(
@@ -130,14 +110,7 @@ def correct_tensor_parallel_marks(model: Module) -> None:
 
 
 def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
-    """Check, without Transformer Engine, that no optimizer needs its Adam.
-
-    Args:
-        optimizers: Optimizer configurations by the name of their section.
-
-    Raises:
-        ConfigError: A precision-aware optimizer is on the GPU.
-    """
+    """Check, without Transformer Engine, that no optimizer (by section) needs its Adam."""
     for name, optimizer in optimizers.items():
         if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
             raise ConfigError(

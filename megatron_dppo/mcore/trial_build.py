@@ -15,17 +15,9 @@ from megatron_dppo.types.model_folder import HfConfig
 
 
 def check_build(hf_config: HfConfig, config: TransformerConfig, layout: Layout) -> None:
-    """Build the model of the first rank and of the last pipeline stage on the meta device.
+    """Build the model of the first rank and of the last pipeline stage on the meta device, with fake process groups.
 
     Does nothing if this process has process groups already.
-
-    Args:
-        hf_config: Transformers config of the model.
-        config: Megatron's config of the model.
-        layout: Layout of the run. Fake process groups stand for its other ranks.
-
-    Raises:
-        ConfigError: Megatron refuses to build the model.
     """
     if dist.is_initialized():
         return

@@ -39,16 +39,8 @@ _STORE_CLIENTS = 2
 def choose_interface(store: Store, rank: int, world_size: int, other_hosts: Sequence[str] = ()) -> str | None:
     """Set the variables of ``INTERFACE_VARIABLES`` that the user has not set; call it before any group is created.
 
-    All ranks must call it. Nothing is set if all ranks and ``other_hosts`` are on this machine.
-
-    Args:
-        store: Store that all ranks reach.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        other_hosts: Own addresses, or other hosts, that show the network to the servers.
-
-    Returns:
-        Name of the interface. None if none was needed, or none was found.
+    All ranks must call it. Nothing is set if all ranks and ``other_hosts``, which show the network to the servers, are
+    on this machine. Returns the name of the interface, None if none was needed, or none was found.
     """
     source = source_address(os.environ["MASTER_ADDR"])
     store.set(f"{_KEY}{rank}", source or "")
@@ -154,10 +146,7 @@ def connection_limit(rank: int) -> Iterator[None]:
 def time_limit(seconds: float, report: Callable[[], None], exit_code: int) -> Iterator[None]:
     """End this process if the block takes longer: one that hangs in native code gets no exception.
 
-    Args:
-        seconds: Time limit.
-        report: Function that prints the reason.
-        exit_code: Exit code of the process.
+    ``report`` prints the reason.
     """
 
     def give_up() -> None:

@@ -48,13 +48,10 @@ def broadcast_object(make: Callable[[], T], group: ProcessGroup | None) -> T:
 def scatter_object(
     make: Callable[[], T], group: ProcessGroup | None, needs: Sequence[Hashable], part: Callable[[T, Any], T]
 ) -> T:
-    """Call ``make`` on the first rank of the group and send each other rank the part that it needs.
+    """Call ``make`` on the first rank of the group, which keeps the value, and send each other rank its part.
 
-    Args:
-        make: Called on the first rank, which keeps the full value.
-        group: CPU group; all its ranks must call.
-        needs: Needs of each rank, known to all ranks.
-        part: Return the part of a value for the needs of a rank.
+    ``needs`` of all ranks are known to all; ``part`` returns the part of a value for the needs of a rank. All ranks of
+    the CPU group must call.
     """
     if group is None or len(set(needs)) == 1:
         return broadcast_object(make, group)
@@ -108,10 +105,6 @@ def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
     """Gather the values of all ranks on the first rank of the group, in rank order.
 
     Other ranks get an empty list. Tensors are not pickled, as in ``broadcast_object``.
-
-    Args:
-        value: Value of this rank.
-        group: CPU group; all its ranks must call.
     """
     size = 1 if group is None else dist.get_world_size(group)
     if group is None or size == 1:
@@ -137,10 +130,6 @@ def all_to_all_objects(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> 
     """Send ``outgoing[r]`` to rank r of the group and return the received items, in the order of the senders.
 
     Tensors are not pickled, as in ``broadcast_object``. Two collectives: the sizes, then one all-to-all of the bytes.
-
-    Args:
-        outgoing: One list for each rank, including this one.
-        group: CPU group; all its ranks must call.
     """
     packed = [to_message(list(items)) for items in outgoing]
     sizes = torch.tensor([len(data) for data in packed])

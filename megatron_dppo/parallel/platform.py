@@ -31,11 +31,7 @@ class Platform:
 
     @classmethod
     def detect(cls, local_rank: int = 0, *, force_cpu: bool = False) -> Platform:
-        """Choose CUDA device ``local_rank`` on a machine with CUDA, else the CPU.
-
-        Raises:
-            ConfigError: If there are more processes than CUDA devices.
-        """
+        """Choose CUDA device ``local_rank`` on a machine with CUDA, else the CPU."""
         if torch.cuda.is_available() and not force_cpu:
             count = torch.cuda.device_count()
             if local_rank >= count:
@@ -60,11 +56,7 @@ def coarser(first: str, second: str) -> str:
 
 
 def require_devices(local_world_size: int) -> None:
-    """Check that each process of this machine has a CUDA device, if the machine has CUDA.
-
-    Raises:
-        ConfigError: If there are more processes than devices.
-    """
+    """Check that each process of this machine has a CUDA device, if the machine has CUDA."""
     if torch.cuda.is_available() and local_world_size > torch.cuda.device_count():
         raise ConfigError(
             f"{local_world_size} processes on this machine, but {torch.cuda.device_count()} CUDA devices are visible "

@@ -30,11 +30,8 @@ _SHOWN_RANKS = 8
 def open_store(start_seconds: float | None = None) -> Store | None:
     """Open the store of all ranks and note there that this rank has started.
 
-    Args:
-        start_seconds: Limit for the store to be reachable. None is ``START_SECONDS``.
-
-    Returns:
-        None if the default group exists already.
+    It must be reachable within ``start_seconds`` (None: ``START_SECONDS``). Returns None if the default group exists
+    already.
 
     Raises:
         RendezvousError: MASTER_ADDR cannot be resolved or reached, or nothing listens on MASTER_PORT.
@@ -68,14 +65,9 @@ def join_ranks(
 ) -> Store | None:
     """Wait for all ranks, and choose the network interface of the groups that are created later.
 
-    Args:
-        timeout_minutes: Limit for the last rank to come; rank 0 may read data before.
-        other_hosts: See ``choose_interface``.
-        store: Result of ``open_store``. None calls it.
-        start_seconds: See ``open_store``; also the limit for the last rank to start.
-
-    Returns:
-        Store of all ranks. None if the default group exists already.
+    ``timeout_minutes`` is the limit for the last rank to come; rank 0 may read data before. ``start_seconds`` is also
+    the limit for the last rank to start. ``store`` is the result of ``open_store``; None calls it. Returns the store of
+    all ranks, None if the default group exists already.
 
     Raises:
         RendezvousError: A rank has not started, or does not come.
@@ -106,17 +98,9 @@ def _joined(rank: int) -> str:
 
 
 def _wait_for_keys(store: Store, keys: Sequence[str], seconds: float, what: str, fix: str) -> None:
-    """Wait until all ranks have set their keys.
+    """Wait until all ranks have set their keys; the error names those whose keys are missing.
 
-    Args:
-        store: Store of all ranks.
-        keys: One for each rank.
-        seconds: Time limit.
-        what: What a rank with its key has done, for the message.
-        fix: Advice of the message.
-
-    Raises:
-        RendezvousError: With the ranks whose keys are missing.
+    ``what`` says what a rank with its key has done, ``fix`` is the advice.
     """
     # Rank 0 may have the store, which the others need to name those that are missing.
     grace = _GRACE_SECONDS if os.environ["RANK"] == "0" else 0.0
@@ -143,11 +127,7 @@ def _wait_for_keys(store: Store, keys: Sequence[str], seconds: float, what: str,
 
 
 def _wait_for_listener(host: str, port: int, seconds: float) -> None:
-    """Wait until something accepts connections on the port.
-
-    Raises:
-        RendezvousError: With the reason, if nothing does within the time.
-    """
+    """Wait until something accepts connections on the port."""
     end = time.monotonic() + seconds
     while True:
         try:

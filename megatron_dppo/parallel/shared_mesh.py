@@ -41,15 +41,8 @@ class _Options(NamedTuple):
 def new_shared_mesh_group(ranks: Sequence[int], world: ProcessGroup, tag: MessageTag) -> Any:
     """Create a group that uses the connections of ``world``; all ranks must call it in the same order.
 
-    It has the timeout of ``world``. Another thread may use it than ``world`` and groups with other tags.
-
-    Args:
-        ranks: Global ranks of the group.
-        world: gloo group of all ranks.
-        tag: Tag of its messages.
-
-    Returns:
-        Group of this rank. torch's ``NON_GROUP_MEMBER`` if it is not in ``ranks``.
+    It has the timeout of ``world``. Another thread may use it than ``world`` and groups with other tags. Returns
+    torch's ``NON_GROUP_MEMBER`` on a rank that is not in ``ranks``.
     """
     return dist.new_group(list(ranks), backend=BACKEND, pg_options=_Options(world, tag))
 
@@ -59,12 +52,6 @@ class SharedMeshGroup(ProcessGroup):
 
     torch calls these methods with lists of one tensor. They return None when they are complete. Ranks are those in the
     group. Tensors must be contiguous; empty ones are not sent.
-
-    Args:
-        rank: Rank of this process.
-        ranks: Global rank of each rank.
-        world: gloo group of all ranks.
-        tag: Tag of the messages.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], world: ProcessGroup, tag: MessageTag) -> None:

@@ -52,11 +52,8 @@ class PackedBatch:
 class Packer:
     """Packs samples into micro-batches that fit the layout.
 
-    Args:
-        shape: Multiples that rows and sequences are padded to.
-        multiple: The number of micro-batches is a multiple of this (interleaved pipeline schedules need it).
-        dp_group: Data-parallel ranks, which have different samples.
-        equal_rows: Pad the rows of a micro-batch to the same length on all data-parallel ranks.
+    Their number is a multiple of ``multiple`` (interleaved pipeline schedules need it). ``equal_rows`` pads the rows of
+    a micro-batch to the same length on all data-parallel ranks.
     """
 
     def __init__(self, shape: RowShape, multiple: int, dp_group: dist.ProcessGroup | None, *, equal_rows: bool) -> None:
@@ -73,15 +70,11 @@ class Packer:
         *,
         joins_segments: bool = False,
     ) -> PackedBatch:
-        """Pack this rank's samples into micro-batches, as many as on every other rank.
+        """Pack this rank's samples into micro-batches of ``budget`` tokens, as many as on every other rank.
 
-        A collective over the data-parallel group: one all-gather, a second one with ``equal_rows``.
-
-        Args:
-            samples: Samples of this data-parallel rank, at least one.
-            budget: Tokens of one micro-batch.
-            bins: Sample indices of each micro-batch, equally many on every rank. None packs by first-fit decreasing.
-            joins_segments: Pack the segments of an episode into one row, as one sequence of the loss.
+        A collective over the data-parallel group: one all-gather, a second one with ``equal_rows``. ``bins`` has the
+        sample indices of each micro-batch, equally many on every rank; None packs by first-fit decreasing.
+        ``joins_segments`` packs the segments of an episode into one row, as one sequence of the loss.
         """
         shape = self._shape
         units = packing_units(samples, shape, joins_segments=joins_segments)
@@ -235,8 +228,7 @@ class SampleRecord(NamedTuple):
 class TokenRecorder:
     """Records the tokens of one step's updates on this rank.
 
-    Attributes:
-        samples: Records by ``TrainingSample.number`` and ``segment``. Empty on all but the last pipeline stage.
+    ``samples`` has the records by ``TrainingSample.number`` and ``segment``, on the last pipeline stage only.
     """
 
     def __init__(self) -> None:
@@ -246,14 +238,7 @@ class TokenRecorder:
     def add(
         self, samples: Sequence[TrainingSample], packed: PackedBatch, rows: Sequence[RowRecord], policy_version: int
     ) -> None:
-        """Record one update.
-
-        Args:
-            samples: Samples that this rank trained on.
-            packed: Packing of these samples.
-            rows: Record of each micro-batch. Empty on all but the last pipeline stage.
-            policy_version: Version of the policy before the update.
-        """
+        """Record one update; ``rows`` are empty on all but the last pipeline stage."""
         for i, where, number in packed.positions(samples) if rows else ():
             row = rows[number]
             # Clones, so that a record does not keep the whole row in memory.

@@ -129,12 +129,8 @@ def sum_by_server(
 ) -> dict[TokenSource, ServerSums]:
     """Return the sums of each source over the tokens that this rank trains on.
 
-    Args:
-        samples: Samples of this rank.
-        packed: Packing of these samples.
-        rows: Record of each micro-batch before the update. Empty on all but the last pipeline stage.
-        policy_version: Version of the policy before the update.
-        differences: ``PolicyTrainer.route_differences`` of each micro-batch. Empty without routes.
+    ``rows`` are the records before the update, empty on all but the last pipeline stage; ``policy_version`` is the one
+    before it. ``differences`` has ``PolicyTrainer.route_differences`` of each micro-batch, empty without routes.
     """
     result: dict[TokenSource, ServerSums] = {}
     for i, where, number in packed.positions(samples) if rows or differences else ():
@@ -226,14 +222,10 @@ def _log_wealth(log_ratio: Tensor, rate: float) -> float:
 
 
 def far_evidence(prob_diff: float, tokens: float) -> float:
-    """Return the evidence beyond ``FAR_EVIDENCE`` that a response is no sample of a policy near to this one, in nats.
+    """Return the evidence beyond ``FAR_EVIDENCE`` that a response is no sample of a policy near to this one.
 
     For tokens whose |pi - mu| is at most ``FAR_PROB_DIFF`` in expectation, a mean of m has a probability of at most
     ``exp(-tokens * KL(m, FAR_PROB_DIFF))``, with the KL of two coins (Chernoff's bound of variables from 0 to 1).
-
-    Args:
-        prob_diff: Sum of |pi - mu|.
-        tokens: Number of tokens.
     """
     mean = min(prob_diff / tokens, 1.0)
     if not mean > FAR_PROB_DIFF:

@@ -42,14 +42,9 @@ from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
 class PolicyTrainer:
     """A Megatron model with its optimizer: the policy shard of this rank.
 
-    Args:
-        parts: The model with its initial weights. Megatron's DDP wraps it here: the optimizer copies the weights into
-            its fp32 main parameters.
-        parallel: ``[parallel]``: overlapped communication and the distributed optimizer.
-        train: ``[train]``: router replay.
-        optimizer: Learning rate and schedule of this phase.
-        total_steps: Length of the learning-rate schedule, in steps of the caller.
-        noise: Noise on the layers' inputs during updates. None disables it.
+    Megatron's DDP wraps the model here: the optimizer copies its initial weights into its fp32 main parameters.
+    ``total_steps`` is the length of the learning-rate schedule, in steps of the caller. ``noise`` is added to the
+    layers' inputs during updates.
 
     Attributes:
         policy_version: Number of optimizer updates applied so far.
@@ -127,12 +122,8 @@ class PolicyTrainer:
     ) -> dict[str, float]:
         """Accumulate the gradients of the global batch, divided by its token count, and return the metrics.
 
-        Args:
-            batches: Micro-batches of this rank.
-            objective: Loss.
-            teacher_targets: One for each micro-batch. They add the divergence from the teacher to the loss.
-            records: Receives the tokens of each micro-batch in host memory, on the last pipeline stage. None disables
-                recording.
+        ``teacher_targets``, one for each micro-batch, add the divergence from the teacher to the loss. ``records``
+        receives the tokens of each micro-batch in host memory, on the last pipeline stage.
         """
         for chunk in self._chunks:
             chunk.train()
@@ -155,13 +146,8 @@ class PolicyTrainer:
     def accumulate_sum(self, batches: Sequence[MicroBatch], objective: Objective) -> list[Tensor]:
         """Add the gradients of the loss's sum to those of earlier calls, undivided, for ``apply_sum``.
 
-        Args:
-            batches: Micro-batches of this rank.
-            objective: Loss.
-
-        Returns:
-            The log-probabilities ``[T]`` of the labels of each micro-batch, in host memory. Empty on all but the last
-            pipeline stage.
+        Returns the log-probabilities ``[T]`` of the labels of each micro-batch, in host memory; an empty list on all
+        but the last pipeline stage.
         """
         for chunk in self._chunks:
             chunk.train()
@@ -231,16 +217,9 @@ class PolicyTrainer:
         )
 
     def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
-        """Return the log-probabilities ``[T]`` of the labels of each micro-batch.
+        """Return the log-probabilities ``[T]`` of the labels of each micro-batch, under the policy or its reference.
 
         The list is empty on all but the last pipeline stage.
-
-        Args:
-            batches: Micro-batches of this rank.
-            reference: Compute with the reference policy.
-
-        Raises:
-            RuntimeError: This trainer has no reference policy.
         """
         if reference and self._reference_context is None:
             raise RuntimeError("This trainer has no reference policy. Fix: pass reference= to build_model_parts.")
@@ -274,15 +253,9 @@ class PolicyTrainer:
     ) -> tuple[list[Any], list[Tensor]]:
         """Return the log-probabilities that an engine's responses are compared with, and the routes ``[T, L, k]``.
 
-        Args:
-            batches: Micro-batches of this rank.
-            mode: ``record`` also returns the live routers' choices in this stage's layers. ``replay`` uses the routes
-                of the micro-batches. None does neither.
-            read: Computes the result of a row from its hidden states.
-
-        Returns:
-            One result for each micro-batch, on the last pipeline stage only, and one tensor of routes for each, only
-            with ``record``.
+        There is one result of ``read`` for each micro-batch, on the last pipeline stage only. The mode ``record`` also
+        returns the live routers' choices in this stage's layers, ``replay`` uses the routes of the micro-batches, None
+        does neither.
         """
         assert mode is None or self._replay is not None
         self.optimizer.finish_overlapped_gather()
@@ -346,17 +319,7 @@ class PolicyTrainer:
         write_extra: Callable[[Path], None] | None = None,
         background_group: dist.ProcessGroup | None = None,
     ) -> CheckpointSave:
-        """Write a checkpoint of this step; a collective, see ``save_checkpoint``.
-
-        Args:
-            folder: Folder of the run's checkpoints.
-            step: Step of the checkpoint.
-            state: State of the caller, as JSON values. The trainer adds its own keys.
-            keep: Number of newest checkpoints to keep.
-            best: Step of the best checkpoint, which is kept too. None means there is none.
-            write_extra: Writes further files into the unfinished folder; called on every rank.
-            background_group: Group of all ranks that nothing else uses. With it, writing goes on in a thread.
-        """
+        """Write a checkpoint of this step; a collective, see ``save_checkpoint``."""
         self.optimizer.finish_overlapped_gather()
         state = {**state, "policy_version": self.policy_version}
         if self._noise is not None:
@@ -381,9 +344,7 @@ class PolicyTrainer:
     def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
         """Restore a checkpoint and return the state that the caller saved.
 
-        Args:
-            checkpoint: Folder of the checkpoint.
-            same_layout: Restore the random states too, which exist once per rank. False for another layout.
+        Random states exist once per rank: another layout than that of the checkpoint cannot restore them.
         """
         state = read_state(checkpoint)
         load_checkpoint(checkpoint, self.models, self.optimizer, groups=self.groups, same_layout=same_layout)

@@ -58,15 +58,10 @@ class _Gradient(NamedTuple):
 class Updater:
     """Runs the optimizer updates of one policy with one loss.
 
-    Args:
-        trainer: Policy that is updated.
-        train: Mini-batches, epochs and packing.
-        loss: Loss. Its ``required_inputs`` name the log-probabilities to recompute.
-        with_reference: Recompute the reference's log-probabilities even if the loss needs none.
-        teacher: Teacher whose divergence from the policy is a term of the loss. None disables the term.
-        scoring_teacher: Teacher that computes ``teacher_logprobs`` of the samples. None disables it.
-        recorder: Records every token of every update. None disables recording.
-        equal_segments: Weigh the segments of an agent's episode equally, see ``with_episode_tokens``.
+    The ``required_inputs`` of the loss name the log-probabilities to recompute; ``with_reference`` adds the
+    reference's. The divergence of ``teacher`` is a term of the loss, ``scoring_teacher`` computes the samples'
+    ``teacher_logprobs``. ``recorder`` records every token of every update. ``equal_segments`` weighs the segments of an
+    episode equally, see ``with_episode_tokens``.
 
     Attributes:
         excluded: Servers whose samples the check of the last step rejected, by URL with the reason.
@@ -106,16 +101,13 @@ class Updater:
     ) -> Iterator[StepResult]:
         """Yield the result of one update for each mini-batch of each epoch.
 
-        All updates keep the same anchor: the rollout log-probabilities of the samples.
+        All updates keep the same anchor: the rollout log-probabilities of the samples, which have their recomputed
+        inputs (``add_recomputed``). Every rank has equally many episodes. ``seed`` is the same on all ranks that share
+        these samples.
 
-        Args:
-            samples: Samples of this data-parallel rank with their recomputed inputs (``add_recomputed``). Every rank
-                has equally many episodes.
-            seed: Seed of the sample order, the same on all ranks that share these samples.
-            clock: Adds up the time of each part.
-            check: Receives the metrics of the first update and the sums of each server before it is applied. It
-                returns the servers whose samples are left out, by URL with the reason, or raises.
-            split: Indices of the episodes of each mini-batch, by epoch. None shuffles by ``seed``.
+        ``check`` receives the metrics of the first update and the sums of each server before it is applied. It returns
+        the servers whose samples are left out, by URL with the reason, or raises. ``split`` returns the indices of the
+        episodes of each mini-batch of an epoch. None shuffles by ``seed``.
         """
         episodes = group_segments(samples)
         # Before the first update: with the weights that the step starts with.
@@ -158,15 +150,7 @@ class Updater:
         *,
         with_sums: bool,
     ) -> _Gradient:
-        """Accumulate the gradient of one mini-batch; a collective of all ranks.
-
-        Args:
-            mini_batch: Samples of this rank.
-            step_statistics: Numbers of the whole step that the loss reads.
-            clock: Adds up the time of each part.
-            is_last: True for the last update of the step.
-            with_sums: Also add up the tokens by server.
-        """
+        """Accumulate the gradient of one mini-batch; a collective of all ranks."""
         # Packing starts with a collective, so "waiting" also measures the wait for the slowest rank's rollouts.
         with clock.part("recompute"):
             statistics = step_statistics | self._statistics(mini_batch, self._loss.update_statistics())
@@ -219,11 +203,7 @@ class Updater:
         return result
 
     def objective(self, samples: Sequence[TrainingSample]) -> Objective:
-        """Return the loss for one update with the current weights, as the first of a step; a collective.
-
-        Args:
-            samples: Samples of this rank.
-        """
+        """Return the loss for one update with the current weights, as the first of a step; a collective."""
         statistics = self._statistics(samples, self._loss.declared_statistics())
         return policy_objective(self._loss, statistics=statistics)
 
@@ -250,10 +230,8 @@ class Updater:
     ) -> list[TrainingSample]:
         """Run one forward pass over all samples and add its results to them.
 
-        Args:
-            samples: Samples of this rank.
-            field: Field that receives the log-probabilities. None drops them.
-            with_routes: Also record the routers' choices as ``routed_experts``.
+        ``field`` receives the log-probabilities, None drops them. ``with_routes`` also records the routers' choices as
+        ``routed_experts``.
         """
         trainer = self._trainer
         packed = trainer.pack(samples, self._train.micro_batch_tokens)
@@ -301,8 +279,7 @@ class Updater:
     ) -> tuple[list[TrainingSample], list[list[int]]]:
         """Exchange samples between data-parallel ranks so that all take about the same time.
 
-        Returns:
-            The samples that this rank trains on, and the indices into them of each micro-batch.
+        Returns the samples that this rank trains on, and the indices into them of each micro-batch.
         """
         trainer = self._trainer
         rank = dist.get_rank(group)
@@ -340,11 +317,7 @@ class Updater:
 def split_into_mini_batches(count: int, parts: int, seed: int, epoch: int) -> list[list[int]]:
     """Return the indices of the episodes of each of an epoch's mini-batches, in the order of training.
 
-    Args:
-        count: Number of episodes; other samples than agents' are one each.
-        parts: Number of mini-batches.
-        seed: Seed of the order, together with ``epoch``.
-        epoch: Index of the epoch.
+    Other samples than agents' are episodes of one.
 
     Example:
         >>> split_into_mini_batches(4, 2, seed=0, epoch=0)

@@ -432,9 +432,7 @@ def requested_columns(params: SamplingParams) -> dict[str, tuple[int, ...]]:
 def columns_on_request(names: Collection[str] | None = None) -> dict[str, TokenColumn]:
     """Return the columns that a request names, by their field of a response.
 
-    Args:
-        names: Only those whose field of a training sample is among these, such as ``required_inputs`` of a loss. None
-            returns all.
+    ``names`` leaves those whose field of a training sample is among them, such as ``required_inputs`` of a loss.
     """
     columns = [c for c in TOKEN_COLUMNS if c.is_on_request and c.response is not None]
     return {str(c.response): c for c in columns if names is None or c.name in names}

@@ -32,13 +32,9 @@ _UNKNOWN = -1
 
 
 class AdapterProof:
-    """Proof for each server, repeated after a restart of the server.
+    """Proof for each server, repeated after a restart of the server; ``sync`` is None on all but rank 0.
 
-    Args:
-        trainer: Policy with adapters.
-        sync: Weight sync on rank 0; None on all others.
-        probe: Probe of the servers.
-        proves_base: Also compare digests of the base model.
+    ``proves_base`` also compares digests of the base model.
     """
 
     def __init__(self, trainer: PolicyTrainer, sync: WeightSync | None, probe: Probe, *, proves_base: bool) -> None:
@@ -49,15 +45,10 @@ class AdapterProof:
         self._proved: set[str] = set()
 
     def run(self, result: SyncResult, new_urls: Sequence[str]) -> tuple[SyncResult, ProbeFindings]:
-        """Prove the servers of an attempt that are not proved yet.
+        """Prove the servers that got the adapters in an attempt (``new_urls``) and are not proved yet.
 
-        Args:
-            result: Result of the attempt, the same on all ranks.
-            new_urls: URLs of the servers that got the adapters in it.
-
-        Returns:
-            The result without the servers that failed since, and the findings of the probe. All other servers have the
-            policy's own adapters.
+        Returns the result without the servers that failed since, and the findings of the probe. All other servers have
+        the policy's own adapters.
         """
         self._proved -= {url for url in new_urls if result.good[url].policy_version == _UNKNOWN}
         unproved = [url for url in new_urls if url not in self._proved]

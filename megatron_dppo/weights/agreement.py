@@ -102,13 +102,9 @@ def better_explanation(
 ) -> Explanation | None:
     """Return the meaning that explains reported log-probabilities at least twice as well as the expected one, or None.
 
-    Args:
-        reported: Log-probabilities of each response. Shape [R] or [R, K].
-        computed: Expected log-probabilities.
-        raw: Log-probabilities at temperature 1.
-        neighbors: Log-probabilities like ``computed`` whose rows are compared for neighboring tokens; a shift must fit
-            better than the rows of the tokens themselves.
-        floor: Distances below it need no explanation.
+    ``reported`` has ``[R]`` or ``[R, K]`` of each response, ``computed`` the expected ones, ``raw`` those at
+    temperature 1. ``neighbors`` are like ``computed``; their rows are compared for neighboring tokens: a shift must fit
+    better than the rows of the tokens themselves. Distances below ``floor`` need no explanation.
     """
     left = _flatten(reported)
     right = _flatten(computed)
@@ -154,11 +150,8 @@ def decimals(reported: Array, computed: Array) -> int | None:
 def missing_from_best(computed: Array, best: Array) -> float:
     """Return how far the ids of a server's Top-K fall short of the trainer's own Top-K, in nats on average.
 
-    Ties, and ids that are equal except for rounding, make no difference.
-
-    Args:
-        computed: The trainer's log-probabilities at the server's Top-K ids. Shape [R, K].
-        best: The trainer's own Top-K log-probabilities. Shape [R, K].
+    Both are the trainer's log-probabilities ``[R, K]``: at the server's ids, and the best. Ties, and ids that are equal
+    except for rounding, make no difference.
     """
     return float((np.sort(best, 1) - np.sort(computed, 1)).mean())
 

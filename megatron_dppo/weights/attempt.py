@@ -31,9 +31,7 @@ class SyncResult:
 class Attempt:
     """State of one update of several servers.
 
-    Args:
-        version: Version of the new weights.
-        synced: Servers that have these weights from an earlier attempt and are not called, by URL.
+    ``synced`` has the servers that have these weights from an earlier attempt and are not called, by URL.
     """
 
     def __init__(self, version: int, synced: Mapping[str, ServerInfo]) -> None:
@@ -60,11 +58,8 @@ class Attempt:
     ) -> None:
         """Call all servers at once; record failures and each ``ServerInfo`` that a call returns.
 
-        Args:
-            servers: Servers to call.
-            call: The call.
-            absent: Record a server that fails as absent instead of failed.
-            on_failure: Called at each failure, while other calls may still be in flight.
+        A server that fails is recorded as failed, or as ``absent``. ``on_failure`` is called at each failure, while
+        other calls may still be in flight.
         """
 
         async def call_one(server: InferenceServer) -> object:

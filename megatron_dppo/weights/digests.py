@@ -126,13 +126,7 @@ class _Target:
     end: int = 0
 
     def locate(self, slot: int, tensor: Tensor, cut: Cut) -> Iterator[tuple[int, Tensor, Cut]]:
-        """Yield the parts whose start in the target is known now, each with its start in bytes.
-
-        Args:
-            slot: Index of the part; parts may arrive in any order.
-            tensor: Sent tensor.
-            cut: Its division between the ranks.
-        """
+        """Yield the parts whose start in the target is known now, each with its start in bytes."""
         self.is_vector = tensor.dim() < 2
         if self.slots is None:
             self.added.add(slot)
@@ -157,13 +151,7 @@ class _Target:
 
 
 class _LayoutDigests:
-    """Digests of all ranks of servers with one algorithm and size.
-
-    Args:
-        algorithm: Algorithm of the digests.
-        tp_size: Number of ranks.
-        kv_heads: Number of key and value heads of the model.
-    """
+    """Digests of all ranks of servers with one algorithm and size."""
 
     def __init__(self, algorithm: str, tp_size: int, kv_heads: int) -> None:
         self._tp_size = tp_size
@@ -211,10 +199,8 @@ class _LayoutDigests:
 class StreamDigests:
     """Digests that servers of some layouts must have after a stream of weights.
 
-    Args:
-        layouts: Layouts of the servers; equal ones are computed once.
-        kv_heads: Number of key and value heads of the model; a server with more ranks replicates them.
-        sample: Names of the server tensors to compute. None: all tensors.
+    Equal layouts are computed once. A server with more ranks than ``kv_heads`` replicates them. ``sample`` has the
+    names of the server tensors to compute; None computes all.
     """
 
     def __init__(self, layouts: Iterable[WeightLayout], kv_heads: int, sample: Collection[str] | None = None) -> None:

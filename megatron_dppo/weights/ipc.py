@@ -40,11 +40,7 @@ class MemorySharing:
     """CPU group of all ranks. None: a single rank."""
 
     def open(self, weights: Weights) -> SharedStream:
-        """Return the stream of one attempt, a collective from its first tensor to ``SharedStream.end``.
-
-        Args:
-            weights: Full tensors by Hugging Face name, on all ranks.
-        """
+        """Return the stream of one attempt, a collective from its first tensor to ``SharedStream.end``."""
         rank = 0 if self.group is None else dist.get_rank(self.group)
         readers = [owner for owners in self.owners.values() for owner in owners].count(rank)
         stream = cast_for_sending(weights, self.dtype, tied=self.tied)
@@ -67,11 +63,8 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
     A rank that takes the next tensor without having shared its bucket meets the others with nothing to share, as a rank
     does that only runs the stream to its end. ``end`` is the last meeting.
 
-    Args:
-        weights: Tensors to send, the same on all ranks.
-        limit: Maximum size of a bucket in bytes; a larger tensor is a bucket by itself.
-        readers: Number of server ranks that read this rank's buckets; 0 shares none.
-        group: Group of all ranks.
+    A tensor larger than ``limit`` bytes is a bucket by itself. ``readers`` counts the server ranks that read this
+    rank's buckets; 0 shares none.
     """
 
     def __init__(self, weights: Weights, limit: int, readers: int, group: ProcessGroup | None) -> None:
@@ -104,15 +97,10 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
         return item
 
     def share(self, tensors: Tensors) -> list[Handle | str | None]:
-        """Share a bucket and meet the other ranks.
+        """Share a bucket, the widest dtypes first, and meet the other ranks; an empty list shares nothing.
 
-        The previous bucket is freed here, so rank 0 must call this only after the servers have read it.
-
-        Args:
-            tensors: Tensors of the bucket, the widest dtypes first; an empty list shares nothing.
-
-        Returns:
-            For each rank its handle, the reason why it has none, or None where no server reads it.
+        The previous bucket is freed here, so rank 0 must call this only after the servers have read it. Returns for
+        each rank its handle, the reason why it has none, or None where no server reads it.
         """
         self.complete = False
         self._size = 0
@@ -157,9 +145,7 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
 class SharedBuckets:
     """Buckets of a shared stream; after each tensor, the other tasks of the event loop run.
 
-    Args:
-        weights: Iterator over ``stream``, perhaps through another one that computes digests.
-        stream: Shared stream, whose buckets are shared one by one.
+    ``weights`` iterates over ``stream``, perhaps through another iterator that computes digests.
     """
 
     def __init__(self, weights: Weights, stream: SharedStream) -> None:
@@ -180,25 +166,14 @@ class SharedBuckets:
 
 
 class HandleTransfer:
-    """Transfer on rank 0: the servers read one bucket while the next is gathered.
-
-    Args:
-        servers: All servers of the run.
-        sharing: Ranks whose memory each server reads.
-    """
+    """Transfer on rank 0: the servers read one bucket while the next is gathered."""
 
     def __init__(self, servers: Sequence[InferenceServer], sharing: MemorySharing) -> None:
         self._servers = list(servers)
         self._owners = sharing.owners
 
     async def send(self, weights: Weights, stream: SharedStream, attempt: Attempt) -> None:
-        """Send the weights to the paused servers, from ``begin_update`` to ``end_update``.
-
-        Args:
-            weights: Iterator over ``stream``, perhaps through another one that computes digests.
-            stream: Shared stream.
-            attempt: Records the servers that fail.
-        """
+        """Send the weights, as in ``SharedBuckets``, to the paused servers, from ``begin_update`` to ``end_update``."""
         for server in attempt.remaining(self._servers):
             num_ranks = attempt.infos[server.url].world_size
             num_planned = len(self._owners[server.url])

@@ -103,11 +103,8 @@ class ServerRecord:
     ) -> Proof:
         """Compare digests after a sync, and remember them if nothing is wrong.
 
-        Args:
-            layout: Layout of the server.
-            ranks: Digests after the sync.
-            expected: Digests that follow from what was sent, by rank and the server's name.
-            combined: Digest of everything that was sent, for a layout whose digests cannot be predicted.
+        ``expected`` are the digests that follow from what was sent, by rank and the server's name; ``combined`` is that
+        of all of it, for a layout whose digests cannot be predicted.
         """
         held = _flatten(ranks)
         self.is_exact = False
@@ -139,12 +136,7 @@ class ServerRecord:
     def verify_sample(
         self, ranks: Sequence[RankDigests], expected: Mapping[int, Mapping[str, ExpectedDigest]]
     ) -> Proof:
-        """Compare a sample of the tensors of a server that is exact, without a change of the record.
-
-        Args:
-            ranks: Digests after the sync.
-            expected: Digests of the sample, by rank and the server's name.
-        """
+        """Compare a sample of the tensors of a server that is exact, without a change of the record."""
         proof = Proof()
         held = _flatten(ranks)
         for rank, names in expected.items():

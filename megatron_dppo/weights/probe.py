@@ -61,14 +61,7 @@ class ProbeFindings(NamedTuple):
 class Probe:
     """Requests a response from servers and computes the same with the trainer's own shards.
 
-    Args:
-        trainer: Policy whose weights the servers should hold.
-        params: Sampling parameters of the run, and the columns that it records.
-        hf_config: Transformers config of the model, for its context and vocabulary.
-        tokenizer: Tokenizer of the model.
-        prompts: Prompt data set; the first prompts make up the request.
-        dtype: Coarser dtype of engine and trainer.
-        micro_batch_tokens: Token budget of one packed micro-batch.
+    The first ``prompts`` make up the request. ``dtype`` is the coarser one of engine and trainer.
     """
 
     def __init__(
@@ -163,13 +156,8 @@ def compute_readings(
 ) -> list[list[TrainerReading]]:
     """Compute the trainer's numbers for each generation of each response; every data-parallel rank computes all.
 
-    A collective over all ranks. The result is complete on the first rank of each replica, and empty on the others.
-
-    Args:
-        trainer: Policy with router replay switched on, if routes are expected.
-        responses: Responses of the servers.
-        expected: Expectation of the probe.
-        budget: Token budget of one micro-batch.
+    A collective over all ranks, with router replay switched on, if routes are expected. The result is complete on the
+    first rank of each replica, and empty on the others. ``budget`` counts the tokens of one micro-batch.
     """
     samples = [_sample(expected, generation) for response in responses for generation in response.generations]
     packed = trainer.pack(samples, budget)

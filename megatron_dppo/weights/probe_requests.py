@@ -77,8 +77,7 @@ class ProbeResponse:
 class RouteCounts:
     """Number of rows of routes (one token in one layer) that the trainer's live routers choose differently.
 
-    Args:
-        counts: Result of ``count_differences``, ``[L, 3, 2]``. None counts nothing.
+    ``counts`` is the result of ``count_differences``, ``[L, 3, 2]``. None counts nothing.
     """
 
     def __init__(self, counts: NDArray[np.int64] | None = None) -> None:

@@ -36,11 +36,7 @@ def read_num_kv_heads(model_folder: Path) -> int:
 
 
 class WeightProofs:
-    """Records of all servers of a run, by URL.
-
-    Args:
-        num_kv_heads: Number of key and value heads of the model.
-    """
+    """Records of all servers of a run, by URL."""
 
     def __init__(self, num_kv_heads: int) -> None:
         self._num_kv_heads = num_kv_heads
@@ -63,13 +59,8 @@ class WeightProofs:
     ) -> SyncProof:
         """Start the proof of a sync, before anything is sent to the paused servers.
 
-        Args:
-            servers: Servers that get the weights.
-            attempt: Records the servers that fail.
-            is_full: Check every tensor, and not a sample of them.
-            is_retry: The previous attempt sent the same weights; a server that failed then is compared with its digests
-                from before that attempt.
-            sends: False if nothing will be sent; a server then has no digests of tensors as they were loaded.
+        After a failed attempt to send the same weights (``is_retry``), a server that failed is compared with its
+        digests from before that attempt. Without ``sends`` a server has no digests of tensors as they were loaded.
         """
         layouts: dict[str, WeightLayout] = {}
 
@@ -126,11 +117,7 @@ class SyncProof:
         """URLs of the servers that hold all tensors as sent, byte by byte."""
 
     def watch(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the stream through and compute digests. Nothing may write into its tensors later.
-
-        Args:
-            weights: Tensors in the dtype that is sent.
-        """
+        """Pass the stream through in the dtype that is sent. Nothing may write into its tensors later."""
         return self.stream.watch(weights)
 
     async def verify(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:

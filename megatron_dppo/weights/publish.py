@@ -28,17 +28,11 @@ _RETRY_SECONDS = 0.5
 
 
 async def release_all(servers: Sequence[InferenceServer], attempts: int) -> list[str]:
-    """Have every server that responds release its memory.
+    """Have every server that responds release its memory; return notes about those that may still hold some.
 
     A server that does not respond has most likely exited, and its memory is free. It is not called again: a second call
-    would find the version name that the first one has set, and report success in any case.
-
-    Returns:
-        Notes for the user about servers that may still hold memory.
-
-    Raises:
-        PublishError: A server refuses, so that training beside it would run out of memory.
-        ConfigError: A server was started without the flags that this needs.
+    would find the version name that the first one has set, and report success in any case. A PublishError if a server
+    refuses: training beside it would run out of memory.
     """
     pending = list(servers)
     failed = dict[str, ServerError]()
@@ -171,14 +165,8 @@ class ServerPublisher:
     in the last attempt is not used again in this run. If no server responds, rank 0 waits up to
     ``rollout.servers.unavailable_timeout_seconds`` for one that is being restarted.
 
-    Args:
-        trainer: Policy whose weights are published.
-        engine: Engine of this rank; None on ranks that receive their rollouts from another rank.
-        sync: Weight sync on rank 0; None on all others.
-        rollout: Attempts, probes and patience.
-        probe: Probe of the servers after a sync.
-        sharing: Shared memory of the method ``ipc``, the same on all ranks; None with other methods.
-        adapters: Proof for the method ``adapter``; None with other methods.
+    ``engine`` is None on ranks that receive their rollouts from another one, ``sync`` on all but rank 0. ``sharing``
+    belongs to the method ``ipc``, ``adapters`` to the method ``adapter``.
     """
 
     def __init__(
@@ -249,13 +237,9 @@ class ServerPublisher:
         return [*notes, *sorted(self._reported - reported_before)]
 
     def release(self) -> list[str]:
-        """Have the servers release their GPU memory and return notes for the user. A collective.
+        """Have the servers release their GPU memory and return notes for the user (``release_all``). A collective.
 
         Servers get no requests until the next ``publish``.
-
-        Raises:
-            PublishError: A server refuses.
-            ConfigError: A server was started without the flags that this needs.
         """
         world = self._trainer.groups.world
         attempts = self._rollout.weight_sync.attempts

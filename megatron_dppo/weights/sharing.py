@@ -31,18 +31,7 @@ class RankLocation:
 def find_sharing(
     rollout: RolloutConfig, *, gpus_per_server: int, platform: Platform, world: dist.ProcessGroup | None, tied: bool
 ) -> MemorySharing:
-    """Assign ranks to servers; a collective of all ranks.
-
-    Args:
-        rollout: Configuration with servers and the weight sync method ``ipc``.
-        gpus_per_server: Number of GPUs of each server.
-        platform: Device of this process.
-        world: Group of all ranks.
-        tied: The model's output layer is its embedding.
-
-    Raises:
-        ConfigError: A server is not on the trainer's machines or not on its GPUs.
-    """
+    """Assign ranks to the servers of the weight sync method ``ipc``; a collective of all ranks."""
     settings = rollout.weight_sync
     servers = rollout.servers
     if platform.is_cuda and not servers.colocated:
@@ -83,19 +72,10 @@ def is_local(url: str) -> bool:
 def find_owners(
     urls: Sequence[str], size: int, locations: Sequence[RankLocation], *, on_gpus: bool
 ) -> dict[str, list[int]]:
-    """Return for each rank of a server the trainer's rank on its GPU, by URL.
+    """Return for each of the ``size`` ranks of a server the trainer's rank on its GPU, by URL.
 
     On each machine the servers use the trainer's GPUs in order, as ``megatron-dppo serve`` assigns them. On a CPU all
     servers read the memory of the machine's first rank.
-
-    Args:
-        urls: URLs of the servers.
-        size: Number of GPUs of one server.
-        locations: Locations of the trainer's ranks.
-        on_gpus: Trainer and servers run on GPUs.
-
-    Raises:
-        ConfigError: A server is on another machine, or there are fewer ranks than GPUs of servers.
     """
     owners: dict[str, list[int]] = {}
     used: dict[str, int] = {}

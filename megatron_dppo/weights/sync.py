@@ -39,21 +39,16 @@ _RETAINED_FOLDERS = 2
 
 
 class WeightSync:
-    """Sends the trainer's weights to all servers.
+    """Sends the trainer's weights to all servers, by clients that nothing else uses.
 
-    Args:
-        servers: Clients that nothing else uses.
-        config: Method and sizes.
-        model_folder: Hugging Face folder whose config and tokenizer ``disk`` copies.
-        weights_folder: Folder that ``disk`` and ``adapter`` write to.
-        dtype: Dtype that the weights are sent in.
-        device: Device of the buckets; CUDA makes the broadcast group an NCCL one.
-        tied: The output layer is the embedding. It is sent under both names: SGLang has a separate output layer for a
-            tied Qwen3-MoE, which the weights of a tied model alone never fill.
-        transport: Broadcast of a bucket to a group. None: a torch process group.
-        sharing: Memory that the method ``ipc`` shares, for which all ranks run; None with other methods.
-        adapter: PEFT configuration of the method ``adapter``, which sends adapters; None with other methods.
-        quantization: Quantization of ``model_folder``, which ``disk`` applies to each version. None: not quantized.
+    ``disk`` copies config and tokenizer of ``model_folder``; ``disk`` and ``adapter`` write to ``weights_folder``.
+    Weights are sent in ``dtype``, in buckets on ``device``; CUDA makes the broadcast group an NCCL one.
+
+    ``tied``: the output layer is the embedding. It is sent under both names: SGLang has a separate output layer for a
+    tied Qwen3-MoE, which the weights of a tied model alone never fill.
+
+    ``sharing`` is the memory of the method ``ipc``, for which all ranks run; ``adapter`` the PEFT configuration of the
+    method ``adapter``; ``quantization`` that of ``model_folder``, which ``disk`` applies to each version.
     """
 
     def __init__(
@@ -100,10 +95,7 @@ class WeightSync:
     def send(self, weights: Weights, version: int, synced: Mapping[str, ServerInfo] | None = None) -> SyncResult:
         """Run one attempt. Consumes the whole stream in any case, since the other ranks run it too.
 
-        Args:
-            weights: Full tensors by Hugging Face name.
-            version: Version of these weights.
-            synced: Servers that have this version from an earlier attempt and are not called.
+        The servers of ``synced`` have this version from an earlier attempt and are not called.
         """
         return self._runner.run(self.send_async(weights, version, synced))
 

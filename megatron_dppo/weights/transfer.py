@@ -81,14 +81,7 @@ class _BucketInFlight(NamedTuple):
 
 
 class BroadcastTransfer:
-    """The method ``distributed``. The broadcast group persists from sync to sync.
-
-    Args:
-        servers: All servers of the run.
-        config: Method and sizes.
-        device: Device of the buckets; CUDA makes the group an NCCL one.
-        transport: Broadcast of a bucket to a group.
-    """
+    """The method ``distributed``. The broadcast group persists from sync to sync."""
 
     def __init__(
         self,
@@ -108,10 +101,7 @@ class BroadcastTransfer:
     async def send(self, weights: Weights, attempt: Attempt, last_versions: Mapping[str, int]) -> None:
         """Send the weights to the paused servers, from ``begin_update`` to ``end_update``.
 
-        Args:
-            weights: Stream in the dtype that is sent.
-            attempt: Records the servers that fail.
-            last_versions: Version that each server got last, by URL.
+        ``last_versions`` has the version that each server got last, by URL.
         """
         await self._join(attempt.remaining(self._servers), attempt, last_versions)
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.begin_update())

@@ -39,11 +39,7 @@ def unbound_default_group() -> Iterator[None]:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at an IPv4 or IPv6 address, or at the first one of a host name.
-
-    Raises:
-        OSError: It is not an address of this machine.
-    """
+    """Return a socket that listens at an IPv4 or IPv6 address, or at the first one of a host name."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
 
@@ -61,18 +57,12 @@ def open_transfer_group(
 ) -> ProcessGroup:
     """Open a group that servers join (SGLang's ``init_weights_update_group``), apart from the trainer's groups.
 
-    Returns when all ``world_size`` ranks have joined. The store is created directly and not by torch's ``tcp://``
-    rendezvous: under torchrun the rendezvous uses the launcher's store with a prefix, where servers are not found.
+    Returns when all ``world_size`` ranks have joined, of trainer and servers. The store is created directly and not by
+    torch's ``tcp://`` rendezvous: under torchrun the rendezvous uses the launcher's store with a prefix, where servers
+    are not found.
 
-    Args:
-        host: Address of rank 0, which all ranks can reach.
-        port: Free port of rank 0.
-        name: Name of the group, the same on all ranks.
-        rank: Rank of this process; 0 creates the store.
-        world_size: Number of trainer ranks and server ranks together.
-        backend: ``nccl`` or ``gloo``, the same on all ranks.
-        timeout: Limit for joining and for each broadcast, in seconds.
-        listening: Socket of rank 0 at ``host`` and ``port``, which the store takes over. None: a new socket.
+    Rank 0 creates the store at ``host`` and ``port``, on the socket ``listening`` if it is given. ``timeout`` is the
+    limit for joining and for each broadcast, in seconds.
 
     Raises:
         OSError: Rank 0 cannot listen at this address.
@@ -120,11 +110,7 @@ def describe_tensors(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[str], 
 
 
 def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> TensorBucket:
-    """Copy tensors into one buffer, the widest dtypes first.
-
-    Args:
-        tensors: At least one tensor, all on one device.
-    """
+    """Copy tensors of one device into one buffer, the widest dtypes first."""
     ordered = sort_widest_first(tensors)
     return TensorBucket(*describe_tensors(ordered), data=torch.cat([as_bytes(tensor) for _, tensor in ordered]))
 
@@ -132,10 +118,7 @@ def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> TensorBucket:
 def broadcast_bucket(bucket: TensorBucket, group: ProcessGroup, stream: torch.cuda.Stream | None = None) -> None:
     """Send a bucket from rank 0; blocks until the servers, which must have been told to receive, have done so.
 
-    Args:
-        bucket: Bucket to send; its memory is free afterwards.
-        group: Group with NCCL or gloo.
-        stream: CUDA stream of a bucket on a GPU; it must already wait for the bucket's bytes.
+    A CUDA ``stream`` must already wait for the bucket's bytes.
     """
     with torch.cuda.stream(stream):
         dist.broadcast(bucket.data, group=group, group_src=0)

@@ -109,16 +109,10 @@ class ProbeResult:
 def verify_response(
     response: ProbeResponse, expected: ProbeExpectation, readings: Sequence[TrainerReading]
 ) -> ProbeResult:
-    """Compare a server's response with what the trainer computes.
+    """Compare a server's response with what the trainer computes, one reading for each generation.
 
-    Args:
-        response: Result of ``send_probe``.
-        expected: The expectation that ``send_probe`` got.
-        readings: One reading for each generation of the response.
-
-    Raises:
-        ProbeError: They differ by more than the dtype explains, or another explanation fits better; the message names
-            the likely cause and the fix.
+    A ProbeError names the likely cause and the fix, if they differ by more than the dtype explains, or another
+    explanation fits better.
     """
     result = _ResponseCheck(response, expected, readings).result()
     if response.breach is not None:

@@ -24,11 +24,7 @@ ALIASES: Mapping[str, str] = {alias: name for name, family in FAMILIES.items() f
 
 
 def get_family(model: HfConfig | ModelShape) -> Family:
-    """Return the family of a transformers configuration, or of a ``ModelShape``.
-
-    Raises:
-        CheckpointError: The architecture has no mapping to Megatron.
-    """
+    """Return the family of a transformers configuration, or of a ``ModelShape``."""
     model_type = model.family if isinstance(model, ModelShape) else model.model_type
     if model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -61,11 +57,7 @@ def adapter_modules(shape: ModelShape) -> tuple[str, ...]:
 
 
 def check_adapter_targets(targets: Collection[str], shape: ModelShape) -> None:
-    """Check that the model has every target module.
-
-    Raises:
-        ConfigError: No layer has one of them.
-    """
+    """Check that the model has every target module."""
     modules = adapter_modules(shape)
     missing = [name for name in targets if name not in modules]
     if missing:

@@ -100,11 +100,7 @@ SLIDING = "sliding_attention"
 
 
 def raise_unsupported(hf_config: HfConfig, key: str, value: object, supported: str) -> NoReturn:
-    """Raise the error of an unsupported value in config.json.
-
-    Raises:
-        CheckpointError: Always.
-    """
+    """Raise the CheckpointError of an unsupported value in config.json."""
     raise CheckpointError(
         f"config.json of model_type {hf_config.model_type!r} has {key} = {value!r}, which is not supported; "
         f"supported: {supported}"
@@ -112,11 +108,7 @@ def raise_unsupported(hf_config: HfConfig, key: str, value: object, supported: s
 
 
 def require_values(hf_config: HfConfig, **expected: object) -> None:
-    """Check that each key that config.json has holds the expected value, or one of a tuple of values.
-
-    Raises:
-        CheckpointError: A key has another value.
-    """
+    """Check that each key that config.json has holds the expected value, or one of a tuple of values."""
     for key, values in expected.items():
         allowed = values if isinstance(values, tuple) else (values,)
         # A missing key has the default of the model's class, which stands first.
@@ -128,8 +120,7 @@ def require_values(hf_config: HfConfig, **expected: object) -> None:
 def check_common_keys(hf_config: HfConfig, kinds: Sequence[str] = ("full_attention",)) -> None:
     """Check for features that no family supports, and for layers other than those of these ``kinds``.
 
-    Raises:
-        CheckpointError: Quantized weights, another activation, sliding windows, or biases in MLPs.
+    They are quantized weights, another activation, sliding windows, and biases in MLPs.
     """
     if getattr(hf_config, "quantization_config", None) is not None:
         method = dict(hf_config.quantization_config).get("quant_method", "")
@@ -159,11 +150,7 @@ _LARGEST_SIZE = 2**31 - 1
 
 
 def check_sizes(hf_config: HfConfig) -> None:
-    """Check that the sizes in config.json are positive numbers, and fit together where Megatron does not check it.
-
-    Raises:
-        CheckpointError: One is not.
-    """
+    """Check that the sizes in config.json are positive numbers, and fit together where Megatron does not check it."""
     for key in _SIZES:
         _check_size(hf_config, key)
     eps = getattr(hf_config, "rms_norm_eps", 1e-6)
@@ -185,16 +172,9 @@ def _check_size(hf_config: HfConfig, key: str) -> None:
 
 
 def rope_parameters(hf_config: HfConfig, *kinds: str) -> Mapping[str, Any]:
-    """Return the parameters of the rotary embedding, ``rope_theta`` included.
+    """Return the parameters of the rotary embedding, ``rope_theta`` included, if ``rope_type`` is one of ``kinds``.
 
     transformers 5 keeps them in ``rope_parameters``, transformers 4 in ``rope_scaling`` and ``rope_theta``.
-
-    Args:
-        hf_config: Transformers configuration.
-        kinds: Values of ``rope_type`` that the family supports.
-
-    Raises:
-        CheckpointError: Another ``rope_type``.
     """
     parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -205,10 +185,9 @@ def rope_parameters(hf_config: HfConfig, *kinds: str) -> Mapping[str, Any]:
 
 
 def rope_number(hf_config: HfConfig, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a parameter of the rotary embedding. ``default`` also replaces null and 0, as in transformers.
+    """Return a positive parameter of the rotary embedding.
 
-    Raises:
-        CheckpointError: It is missing without a default, or no positive number.
+    ``default`` also replaces null and 0, as in transformers.
     """
     value = parameters.get(key)
     if not value and default is not None:
@@ -219,32 +198,20 @@ def rope_number(hf_config: HfConfig, parameters: Mapping[str, Any], key: str, de
 
 
 def default_rope(hf_config: HfConfig) -> Rope:
-    """Return the rotary embedding of all dimensions of a head, without scaling.
-
-    Raises:
-        CheckpointError: The embedding is scaled or covers a part of a head.
-    """
+    """Return the rotary embedding of all dimensions of a head, without scaling."""
     parameters = rope_parameters(hf_config, "default")
     require_full_rotation(hf_config, parameters)
     return Rope(parameters["rope_theta"])
 
 
 def require_full_rotation(hf_config: HfConfig, parameters: Mapping[str, Any]) -> None:
-    """Check that the rotary embedding covers a whole head.
-
-    Raises:
-        CheckpointError: It covers a part of a head.
-    """
+    """Check that the rotary embedding covers a whole head."""
     if (factor := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise_unsupported(hf_config, "partial_rotary_factor", factor, "1.0")
 
 
 def partial_rope(hf_config: HfConfig) -> Rope:
-    """Return the rotary embedding of the first dimensions of a head, without scaling.
-
-    Raises:
-        CheckpointError: The embedding is scaled, or covers more than a head.
-    """
+    """Return the rotary embedding of the first dimensions of a head, without scaling."""
     parameters = rope_parameters(hf_config, "default")
     percent = rope_number(hf_config, {"partial_rotary_factor": 1.0, **parameters}, "partial_rotary_factor")
     if percent > 1.0:
@@ -253,16 +220,7 @@ def partial_rope(hf_config: HfConfig) -> Rope:
 
 
 def common_shape(hf_config: HfConfig, kinds: Sequence[str] = ("full_attention",), **family_fields: Any) -> ModelShape:
-    """Return the sizes that all families name alike in config.json, with ``family_fields`` of one family.
-
-    Args:
-        hf_config: Transformers configuration.
-        kinds: Values in ``layer_types`` that the family supports.
-        family_fields: Further fields.
-
-    Raises:
-        CheckpointError: A feature that no family supports.
-    """
+    """Return the sizes that all families name alike in config.json, with ``family_fields`` of one family."""
     check_common_keys(hf_config, kinds)
     if family_fields.get("has_shared_expert"):
         # 0 in models without one.
@@ -286,11 +244,7 @@ def head_dim(hf_config: HfConfig) -> int:
 
 
 def window_layers(hf_config: HfConfig) -> tuple[int, ...]:
-    """Return the indices of the layers with a sliding window: those of ``layer_types``, or without the key, all.
-
-    Raises:
-        CheckpointError: The window is no number of tokens, or ``layer_types`` has another length.
-    """
+    """Return the indices of the layers with a sliding window: those of ``layer_types``, or without the key, all."""
     count, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
     default = ["full_attention" if window is None else SLIDING] * count
     kinds = getattr(hf_config, "layer_types", None) or default

@@ -114,9 +114,7 @@ H = "model.layers.{layer}."
 def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:
     """Return the rules of a gated MLP: the joined gate and up projections, and the down projection.
 
-    Args:
-        megatron: Name of the MLP in a Megatron layer.
-        hf: Name of the MLP in a Hugging Face layer. ``{expert}`` in it makes a rule for each expert.
+    ``{expert}`` in its name ``hf`` makes a rule for each expert.
     """
     suffix = "{expert}" if "{expert}" in hf else ""
     gate_up = tuple(f"{H}{hf}.{x}_proj.weight" for x in ("gate", "up"))

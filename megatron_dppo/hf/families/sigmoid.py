@@ -30,11 +30,7 @@ _EXPERTS_PER_GROUP_SCORE = 2
 
 
 def sigmoid_shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
-    """Return the sizes, with ``family_fields`` of one family.
-
-    Raises:
-        CheckpointError: Megatron does not support the routing.
-    """
+    """Return the sizes, with ``family_fields`` of one family."""
     require_values(hf_config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if hf_config.num_experts_per_tok < 2:
         raise_unsupported(

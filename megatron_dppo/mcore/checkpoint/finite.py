@@ -13,10 +13,7 @@ from megatron_dppo.mcore.optim import Optimizer, optimizer_tensors
 
 
 def all_finite(models: Sequence[GPTModel], optimizer: Optimizer) -> bool:
-    """Return True if no weight, moment or main parameter of any rank is infinite or NaN; a collective.
-
-    Every tensor is read once, without an allocation of its size.
-    """
+    """Return True if no weight, moment or main parameter of any rank is infinite or NaN; a collective."""
     weights = [parameter for model in models for parameter in model.parameters()]
     worst = torch.zeros((), dtype=torch.int32, device=weights[0].device)
     for tensor in (*weights, *optimizer_tensors(optimizer)):

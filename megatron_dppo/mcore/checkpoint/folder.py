@@ -52,11 +52,7 @@ _MAX_NAME = 20
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the run's state in a checkpoint: step, data cursor, policy version, configuration.
-
-    Raises:
-        CheckpointError: The file is not readable.
-    """
+    """Return the run's state in a checkpoint: step, data cursor, policy version, configuration."""
     try:
         state = json.loads(read_regular_file(checkpoint / STATE), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:

@@ -43,10 +43,7 @@ _T = TypeVar("_T")
 def read_sharded(template: dict[str, Any], checkpoint: Path, replicas: dist.ProcessGroup | None) -> dict[str, Any]:
     """Return the template with the tensors of a checkpoint; a collective of all ranks.
 
-    Args:
-        template: Sharded state of this rank.
-        checkpoint: Folder of the checkpoint.
-        replicas: Ranks that hold the same weights, experts included. None makes every rank read all it holds.
+    None as ``replicas``, the ranks that hold the same weights, experts included, makes every rank read all it holds.
 
     Raises:
         CheckpointError: A rank cannot load it; the same error on all ranks.
@@ -113,10 +110,9 @@ _COPY_AHEAD_BYTES = 10_000_000
 class StreamedSave(TorchDistSaveShardedStrategy):
     """Save strategy in which each rank writes one file, without a second copy of its contents in memory.
 
-    Args:
-        world: CPU group of all ranks, in their order, for the plan, which consists of Python objects. None means the
-            default group.
-        staged: Copy this rank's tensors to host memory in ``async_save``, so that the state may change afterwards.
+    ``world`` is a CPU group of all ranks, in their order, for the plan, which consists of Python objects; None is the
+    default group. ``staged`` copies this rank's tensors to host memory in ``async_save``, so that the state may change
+    afterwards.
     """
 
     def __init__(self, world: dist.ProcessGroup | None, *, staged: bool = False) -> None:

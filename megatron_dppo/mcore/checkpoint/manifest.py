@@ -65,11 +65,7 @@ def assign_files(sizes: dict[str, int], rank: int, world_size: int) -> list[str]
 
 
 def hash_files(folder: Path, names: Sequence[str], *, sync: bool = False) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of files, in several threads; ``sync`` also syncs them to disk.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Return size and SHA-256 of files, in several threads; ``sync`` also syncs them to disk."""
 
     def record(name: str) -> FileRecord:
         with (folder / name).open("rb") as file:
@@ -96,11 +92,7 @@ def _serialize(files: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
-    """Return the files that a checkpoint must have. None if it has no manifest.
-
-    Raises:
-        ValueError: The manifest cannot be read or is damaged.
-    """
+    """Return the files that a checkpoint must have, None without a manifest. ValueError: it is damaged."""
     try:
         text = read_regular_file(folder / MANIFEST).decode()
     except FileNotFoundError:
@@ -183,11 +175,7 @@ class MetadataUnpickler(pickle.Unpickler):
     """Unpickler that only allows the classes of a ``.metadata`` file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class.
-
-        Raises:
-            pickle.UnpicklingError: The class is not part of a checkpoint's metadata.
-        """
+        """Return an allowed class."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)
@@ -195,12 +183,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Check ``.metadata`` by unpickling it; torch would log a traceback for an unreadable one.
-
-    Raises:
-        OSError: It cannot be read.
-        pickle.UnpicklingError: It is damaged, or contains other classes than metadata.
-    """
+    """Check ``.metadata`` by unpickling it; torch would log a traceback for an unreadable one."""
     with (checkpoint / ".metadata").open("rb") as file:
         try:
             metadata = MetadataUnpickler(file).load()

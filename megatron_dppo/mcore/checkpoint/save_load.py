@@ -58,14 +58,12 @@ NO_MANIFEST = f"it has no {manifest.MANIFEST}, so that nothing shows whether its
 class CheckpointSave:
     """A save of a checkpoint, which may go on in a background thread.
 
+    ``path`` is the folder of the complete checkpoint. ``work``, a collective of all ranks, writes it; its process group
+    must not be used elsewhere if it runs ``in_background``. ``end_time`` (``time.monotonic``) is when this rank
+    finished writing, valid after ``wait``.
+
     Attributes:
         end_time: Time at which this rank finished writing (``time.monotonic``). Valid after ``wait``.
-
-    Args:
-        path: Folder of the complete checkpoint.
-        is_finite: True if the weights and the optimizer state are finite.
-        work: Writes the checkpoint; a collective of all ranks. None if there is nothing to write.
-        in_background: Call ``work`` in a thread. Its process group must not be used elsewhere.
     """
 
     def __init__(
@@ -128,27 +126,17 @@ def save_checkpoint(
     write_extra: Callable[[Path], None] | None = None,
     background_group: dist.ProcessGroup | None = None,
 ) -> CheckpointSave:
-    """Write ``folder/step_N``, then delete older checkpoints (``checkpoint_folder.prune``).
+    """Write ``folder/step_N``, then delete all but the ``keep`` newest checkpoints and that of the step ``best``.
 
     Long because what is staged now and what is written later read in one order.
 
     A collective of all ranks. Each rank writes its part of the optimizer state; ranks that hold the same weights divide
-    the writing among them.
+    the writing among them. A checkpoint of finite weights is never replaced by one of the same step whose weights are
+    not finite: the JSON values of ``state`` get the key ``finite``.
 
-    A checkpoint of finite weights is never replaced by one of the same step whose weights are not finite.
-
-    Args:
-        folder: Folder of the run's checkpoints.
-        step: Step of the checkpoint.
-        models: Unwrapped model chunks of this rank.
-        optimizer: Their optimizer.
-        state: State of the run, as JSON values. The key ``finite`` is added: True if all weights are finite.
-        keep: Number of newest checkpoints to keep.
-        best: Step of the best checkpoint, which is kept too. None means there is none.
-        groups: Process groups of the layout.
-        write_extra: Writes further files into the unfinished folder; called on every rank.
-        background_group: CPU group of all ranks that nothing else uses. With it, this rank's tensors are copied to
-            host memory, and a thread writes them while the model trains. None writes before returning.
+    ``write_extra`` is called on every rank to write into the unfinished folder. With ``background_group``, a CPU group
+    of all ranks that nothing else uses, this rank's tensors are copied to host memory, and a thread writes them while
+    the model trains.
 
     Raises:
         DiskError: The disk is full or cannot be written to. Older checkpoints are unchanged.
@@ -189,8 +177,7 @@ def save_checkpoint(
 def check_can_save(models: Sequence[GPTModel], optimizer: Optimizer) -> None:
     """Check that a checkpoint of this model and optimizer can be saved, without writing it. A collective.
 
-    A run may save for the first time at its end. What its layout or its frozen weights make impossible has to show
-    before its first step.
+    A run may save for the first time at its end: what makes it impossible has to show before the first step.
 
     Raises:
         CheckpointError: Megatron cannot describe the state as one checkpoint.
@@ -240,12 +227,10 @@ def _seal(folder: Path, texts: dict[str, str], group: dist.ProcessGroup | None) 
 
 
 def find_damage(checkpoint: Path) -> str:
-    """Return how a checkpoint's files differ from those that were written; a collective of all ranks.
+    """Return how a checkpoint's files differ from those that were written, as one line; a collective of all ranks.
 
-    Every rank reads a share of the files. Without process groups, in a dry run, this process reads all of them.
-
-    Returns:
-        One line, equal on all ranks. Empty if nothing differs, ``NO_MANIFEST`` if there is no manifest.
+    Empty if nothing differs, ``NO_MANIFEST`` if there is no manifest. Every rank reads a share of the files. Without
+    process groups, in a dry run, this process reads all of them.
     """
     everyone = dist.group.WORLD if dist.is_initialized() else None
     rank, world = (0, 1) if everyone is None else (dist.get_rank(), dist.get_world_size())
@@ -313,8 +298,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
 def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: ParallelGroups) -> str:
     """Restore the weights alone, from a checkpoint of any layout; a collective of all ranks.
 
-    Returns:
-        A warning if there is no manifest, else an empty string.
+    Returns a warning if there is no manifest, else an empty string.
 
     Raises:
         CheckpointError: The files are damaged, or Megatron cannot load the checkpoint into this model.
