@@ -21,15 +21,9 @@ from megatron_dppo.types import Divergence, LossOutput, Metric, TokenTargets
 
 _LOG_ZERO = -1e4
 """Finite stand-in for log 0. Its exp is 0, so that 0 log 0 gives 0 without a branch."""
-
-
 _BLOCK_BYTES = 1 << 20
 """Size of a block of rows on the CPU: a few blocks fit the cache of a core."""
-
-
 _CUDA_BLOCK_BYTES = 1 << 26
-
-
 COLUMN = {"reverse_kl": 0, "forward_kl": 1}
 """Column of each KL in ``shard_kls``."""
 

@@ -43,11 +43,8 @@ _WITHOUT_EFFECT = {
     *("output_attentions", "prefix", "pruned_heads", "task_specific_params"),
     *("tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16"),
 }
-
 _IDS = ("_token_id", "_token_ids")
 """Ends of keys that name tokens, such as ``unk_token_id``. A language model computes the same with each."""
-
-
 _MOST_LAYERS = 1024
 """Largest number of layers that is read. Published models have at most 126, and 512 experts for each."""
 _MOST_EXPERTS = 1 << 17

@@ -31,20 +31,12 @@ from megatron_dppo.types import RoutingShape
 from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 
 WeightStream = Iterable[tuple[str, Tensor]]
-
-
 _MOST_CHARACTERS = 4 << 20
 """Largest size of a config.json. Those of published models have less than 1 MB, and transformers takes seconds for each
 MB of lists."""
 _ROUTER_BIAS = "e_score_correction_bias"
-
-
 _DECAY = ".linear_attn.A_log"
-
-
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
-
-
 _FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
 
 

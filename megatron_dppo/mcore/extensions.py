@@ -47,7 +47,6 @@ BUILD_SECONDS = 600.0
 """Time limit of one build. It takes 19 s on an idle core."""
 WAIT_SECONDS = 660.0
 """Time limit of waiting for another process's build: longer than the build's own limit."""
-
 _NAME = "share_storage_ext"
 """Name that Megatron gives the extension."""
 _POLL_SECONDS = 0.1

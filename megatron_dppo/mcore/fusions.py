@@ -19,8 +19,6 @@ from megatron_dppo.parallel.platform import Platform
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 """Fields of TransformerConfig: RoPE of packed rows, sorting tokens by expert (both without waiting for the device),
 SwiGLU in one kernel, and weight gradients that are added to Megatron's buffer by the GEMM that makes them."""
-
-
 _OTHER_ACTIVATION = {
     "use_te_activation_func": "Transformer Engine's own activation is chosen",
     "activation_func_clamp_value": "the fused SwiGLU does not clamp",
@@ -138,8 +136,6 @@ def _why_off(name: str, config: TransformerConfig, overrides: Mapping[str, objec
 
 _CAPABILITY = (8, 9)
 """Lowest compute capability with FP8 matrix products (Ada, Hopper)."""
-
-
 _BLACKWELL = (10, 0)
 
 

@@ -100,7 +100,6 @@ class ReferenceWeights:
 
 _PIECE = 2**28
 """Bytes of one pinned buffer. Torch rounds pinned allocations up to a power of two, so large ones waste memory."""
-
 _HostBuffers = tuple[Tensor, ...]
 """Contents of one storage, in buffers of at most ``_PIECE`` bytes."""
 

@@ -17,7 +17,6 @@ from megatron_dppo.types import MISSING_EXPERT, RoutingShape, select_experts, se
 
 _Topk = tuple[Tensor, Tensor]
 """Scores and indices of a router's experts, both ``[num_local_tokens, top_k]``."""
-
 _Routed = tuple[Tensor, Tensor]
 """Probabilities and routing map of a router, both ``[num_local_tokens, num_experts]``."""
 

@@ -66,8 +66,6 @@ _OWNED = {
     ),
 }
 """Fields of TransformerConfig that are not for the user's table, and why."""
-
-
 _PLAIN = ("bool", "int", "float", "str", "dict", "list", "tuple")
 
 

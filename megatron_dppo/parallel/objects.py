@@ -150,8 +150,6 @@ _LARGEST = 1 << 30
 """Largest number of bytes in one collective."""
 _ALIGNED = 16
 """Alignment of tensors in a message, in bytes. No number of a tensor is longer."""
-
-
 _TensorRef = tuple[int, torch.dtype, tuple[int, ...], bool]
 """Reference to a tensor in a message: first byte, dtype, shape, and True for a NumPy array."""
 

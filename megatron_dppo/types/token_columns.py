@@ -392,7 +392,6 @@ ROUTES = RoutesColumn(
     alignment=Alignment.INPUTS,
     fill=MISSING_EXPERT,
 )
-
 PAST_REWARDS = TokenColumn(
     response="past_rewards",
     record="past_rewards",
@@ -400,7 +399,6 @@ PAST_REWARDS = TokenColumn(
     alignment=Alignment.LABELS,
     fill=0.0,
 )
-
 TOKEN_COLUMNS: list[TokenColumn] = [
     TOKEN_IDS,
     LOGPROBS,

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-
 _CERTAIN = 1e-6
 """Smallest 1 - p: below it, float32 log-probabilities are noise."""
 _UNCERTAIN = np.log1p(-1e-3)

@@ -81,7 +81,6 @@ TOLERANCES = {
 
 In half precision a probe cannot distinguish the weights of one step from those of the next. Versions and digests do.
 """
-
 _RAW = {
     "sglang": "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment",
     "vllm": "start the server with --logprobs-mode processed_logprobs",

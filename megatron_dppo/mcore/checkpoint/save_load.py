@@ -46,7 +46,6 @@ __all__ = [
     "save_checkpoint",
     "save_model",
 ]
-
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _MEGATRON_LM_VERSION = 3.0
 """Version of the layout of weights, for Megatron-LM's loader. Without one it assumes layouts of 2019."""
