@@ -16,6 +16,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from megatron_dppo.head.mixed_gemm import accumulation_dtype
+
 _UNDERFLOW = -1e4
 """Finite stand-in for log 0. Its exp is 0 in every dtype, so that 0 log 0 gives 0 without a branch."""
 _BLOCK_BYTES = 1 << 20
@@ -100,7 +102,7 @@ def row_statistics_torch(
     With ``overwrite``, for logits in the dtype of the statistics, exp((logit - m) / temperature) takes the place of the
     first ``shard_size`` logits, for ``gradient_of_exponentials``.
     """
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(logits)
     chosen = labels[:, None] if ids is None else torch.cat([labels[:, None], ids], 1)
     slots = chosen.shape[1]
     out = torch.zeros(len(logits), 3 + slots + squares, dtype=dtype, device=logits.device)
@@ -243,7 +245,7 @@ def _finite(maximum: Tensor) -> Tensor:
 def _rows_at_a_time(logits: Tensor, shard_size: int) -> int:
     if logits.is_cuda:
         return len(logits)
-    return max(1, _BLOCK_BYTES // (shard_size * (8 if logits.dtype == torch.float64 else 4)))
+    return max(1, _BLOCK_BYTES // (shard_size * accumulation_dtype(logits).itemsize))
 
 
 def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

@@ -32,39 +32,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.head.mixed_gemm import accumulation_dtype
+
 _UNDERFLOW = -1e4
 """Finite stand-in for log 0. Its exp is 0 in every dtype, so that 0 log 0 gives 0 without a branch."""
-
-
-def vocab_parallel_logprobs_and_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    group: ProcessGroup | None,
-    vocab_size: int,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each row, in nats, with gradients for both.
-
-    Args:
-        logits: ``[T, V_local]`` this rank's shard, any float dtype; ``-inf`` means probability 0. Not to be changed in
-            place before backward.
-        labels: ``[T]`` int64 global ids, the same on all ranks of the group.
-        group: The vocabulary-parallel group; None = not sharded.
-        vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
-        temperature: Divides the logits.
-
-    Returns:
-        ``(logprobs [T], entropy [T])`` in fp32, or in float64 for float64 logits; equal on all ranks of the group.
-        A row whose entries are all ``-inf`` has no distribution and gives NaN.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit, the shards cannot hold the vocabulary, the temperature is not positive,
-            or a label is outside the vocabulary. On CUDA a bad label is a device-side assertion instead, because a
-            check on the host would wait for the device.
-    """
-    logprobs, entropy, *_ = statistics_at(logits, labels, None, None, group, vocab_size, temperature)
-    return logprobs, entropy
 
 
 def vocab_parallel_logprobs(
@@ -88,11 +59,11 @@ def vocab_parallel_logprobs(
         ``[T]`` in fp32, or in float64 for float64 logits; equal on all ranks of the group.
 
     Raises:
-        ValueError: As in ``vocab_parallel_logprobs_and_entropy``.
+        ValueError: Shapes or dtypes do not fit, the shards cannot hold the vocabulary, the temperature is not positive,
+            or a label is outside the vocabulary. On CUDA a bad label is a device-side assertion instead, because a
+            check on the host would wait for the device.
     """
-    return vocab_parallel_logprobs_and_entropy(
-        logits, labels, group=group, vocab_size=vocab_size, temperature=temperature
-    )[0]
+    return statistics_at(logits, labels, None, None, group, vocab_size, temperature)[0]
 
 
 def statistics_at(
@@ -145,8 +116,8 @@ def _check_labels(logits: Tensor, labels: Tensor, vocab_size: int) -> None:
 def row_maximum(logits: Tensor, shard_size: int) -> Tensor:
     """Return the largest of the first ``shard_size`` logits of each row, ``[T]``, -inf without any."""
     if shard_size == 0:
-        return torch.full_like(logits[:, 0], -torch.inf, dtype=_statistics_dtype(logits))
-    return logits[:, :shard_size].amax(dim=1).to(_statistics_dtype(logits))
+        return torch.full_like(logits[:, 0], -torch.inf, dtype=accumulation_dtype(logits))
+    return logits[:, :shard_size].amax(dim=1).to(accumulation_dtype(logits))
 
 
 def shifted(logits: Tensor, shard_size: int, maximum: Tensor, temperature: float) -> Tensor:
@@ -154,7 +125,7 @@ def shifted(logits: Tensor, shard_size: int, maximum: Tensor, temperature: float
 
     The difference comes first: a quotient of large logits is rounded to their size, not to that of the difference.
     """
-    return logits[:, :shard_size].to(_statistics_dtype(logits), copy=True).sub_(maximum[:, None]).div_(temperature)
+    return logits[:, :shard_size].to(accumulation_dtype(logits), copy=True).sub_(maximum[:, None]).div_(temperature)
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
@@ -266,7 +237,3 @@ def _local(ids: Tensor, first: int, shard_size: int) -> tuple[Tensor, Tensor]:
     """Return a mask of the global ids of this shard, and their index in it (0 for other ids)."""
     is_local = (ids >= first) & (ids < first + shard_size)
     return is_local, torch.where(is_local, ids - first, 0)
-
-
-def _statistics_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -58,7 +58,7 @@ def vocab_parallel_statistics(
         vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
         temperature: Divides the logits.
         ids: ``[T, S]`` int64 global ids, the same on all ranks; the valid ones of a row are distinct. None = no set,
-            which costs nothing over ``vocab_parallel_logprobs_and_entropy``.
+            which costs nothing over ``vocab_parallel_logprobs``.
         ids_valid: ``[T, S]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
 
     Returns:

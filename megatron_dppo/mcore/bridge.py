@@ -161,11 +161,10 @@ class Bridge:
     def _export_experts(
         self, rule: Rule, layer: int, local: int, read: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        ep = self._groups.ep
         # Expert-parallel ranks fetch different experts here, each from the pipeline stages of its own group.
-        global_expert = dist.get_rank(ep) * self._local_experts + local
+        global_expert = dist.get_rank(self._groups.ep) * self._local_experts + local
         full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, global_expert)[0], read))
-        for ep_rank, tensor in enumerate(all_gather(full, ep)):
+        for ep_rank, tensor in enumerate(all_gather(full, self._groups.ep)):
             yield from self._named(rule, layer, ep_rank * self._local_experts + local, tensor)
 
     def _named(self, rule: Rule, layer: int, expert: int, full: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -79,7 +79,7 @@ def forward_logprobs(
 
     The list is empty on all but the last pipeline stage.
     """
-    return _read(chunks, batches, cp_group, lambda row, hidden: head.statistics(hidden, row).logprobs)
+    return forward_hidden_states(chunks, batches, lambda row, hidden: head.statistics(hidden, row).logprobs, cp_group)
 
 
 @torch.no_grad()
@@ -93,15 +93,7 @@ def forward_hidden_states(
 
     The list is empty on all but the last pipeline stage.
     """
-    return _read(chunks, batches, cp_group, read)
 
-
-def _read(
-    chunks: Sequence[Module],
-    batches: Sequence[MicroBatch],
-    cp_group: ProcessGroup | None,
-    read: Callable[[MicroBatchRow, Tensor], _ResultT],
-) -> list[_ResultT]:
     def collect(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, _ResultT]:
         # Megatron collects the third value of a loss function; the loss and the token count are placeholders.
         count = torch.tensor(0, dtype=torch.int, device=hidden.device)

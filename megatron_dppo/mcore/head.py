@@ -7,6 +7,7 @@ an output layer that passes its input through. The plain output layer is the ref
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.checks import check_slots
+from megatron_dppo.head.columns import looked_up_ids
 from megatron_dppo.head.loss import LossFunction, dppo_head_loss
 from megatron_dppo.head.mixed_gemm import logits_into
 from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
@@ -55,12 +57,8 @@ def hand_out_hidden_states(model: GPTModel) -> None:
     Delete when: 0.16.1 is no longer supported.
     """
     if model.post_process and not HAS_OUTPUT_PROCESSOR:
-        model.output_layer.forward = _pass_through
-
-
-def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-    # Output and bias, the pair that Megatron's linear layers return.
-    return hidden, None
+        # Output and bias, the pair that Megatron's linear layers return.
+        model.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
 
 
 class TokenLogprobs(NamedTuple):
@@ -116,15 +114,9 @@ class OutputHead:
 
     def at_temperature(self, temperature: float) -> OutputHead:
         """Return a head with the same output layer at another temperature."""
-        vocab_size = self._common["vocab_size"]
-        return OutputHead(
-            self._model,
-            self._group,
-            vocab_size,
-            temperature,
-            fused=self._fused,
-            fp32_gradient=self._fp32_gradient,
-        )
+        head = copy(self)
+        head._common = {**self._common, "temperature": temperature}
+        return head
 
     def loss(self, hidden: Tensor, row: MicroBatchRow, objective: Objective) -> LossOutput:
         """Return the loss of this rank's hidden states ``[1, T, H]``.
@@ -225,27 +217,25 @@ class OutputHead:
         self, rows: Tensor, labels: Tensor, ids: Tensor | None, sampling_mask: SamplingMask | None
     ) -> HeadStatistics:
         """Return the statistics of hidden states ``[B, H]`` that ``next_token_logits`` returned."""
+        return self._head_statistics(rows, labels, ids, sampling_mask=sampling_mask)
+
+    def _head_statistics(
+        self, hidden: Tensor, labels: Tensor, ids: Tensor | None = None, **options: Any
+    ) -> HeadStatistics:
+        valid = None if ids is None else ids >= 0
         return vocab_parallel_head_stats(
-            rows,
-            self.weight(),
-            labels,
-            ids=ids,
-            ids_valid=None if ids is None else ids >= 0,
-            sampling_mask=sampling_mask,
-            **self._common,
+            hidden, self.weight(), labels, ids=ids, ids_valid=valid, **options, **self._common
         )
 
     def _best_logprobs(self, hidden: Tensor, row: MicroBatchRow, k: int) -> Tensor:
         """Return the log-probabilities ``[T, k]`` of the policy's Top-K, largest first."""
         if self._fused:
-            statistics = vocab_parallel_head_stats(
+            statistics = self._head_statistics(
                 self._gather_hidden(hidden),
-                self.weight(),
                 row.targets.labels,
                 topk=k,
                 sampling_mask=row.targets.sampling_mask,
                 plan=row.plan,
-                **self._common,
             )
             assert statistics.topk_logprobs is not None
             best = statistics.topk_logprobs
@@ -265,19 +255,16 @@ class OutputHead:
         return keep_only(logits, targets.sampling_mask.ids, targets.sampling_mask.counts, first, width)
 
     def _fused_statistics(self, hidden: Tensor, row: MicroBatchRow, objective: Objective) -> HeadStatistics:
-        ids = _topk_ids(row.targets)
-        return vocab_parallel_head_stats(
+        ids, _ = looked_up_ids(row.targets)
+        return self._head_statistics(
             self._gather_hidden(hidden),
-            self.weight(),
             row.targets.labels,
-            ids=ids,
-            ids_valid=None if ids is None else ids >= 0,
+            ids,
             sampling_mask=row.targets.sampling_mask,
             needs=objective.needs,
             plan=row.plan,
             accumulate_main_grad=self._accumulates_main_grad(),
             round_weight_gradient=not self._fp32_gradient,
-            **self._common,
         )
 
     def _plain_statistics(self, hidden: Tensor, row: MicroBatchRow) -> HeadStatistics:
@@ -289,16 +276,11 @@ class OutputHead:
             ids_valid=None if ids is None else ids >= 0,
             **self._common,
         )
-        logprobs = statistics.logprobs
-        entropy = statistics.entropy
-        if statistics.id_logprobs is None:
-            return HeadStatistics(logprobs, entropy, None, None, None, None, None)
-        # The slots here include the label's, so that the mass outside excludes it. The fused head adds the label
-        # itself.
-        id_logprobs = statistics.id_logprobs[:, :-1]
-        return HeadStatistics(
-            logprobs, entropy, id_logprobs, statistics.other_logprob, statistics.other_square, None, None
-        )
+        if statistics.id_logprobs is not None:
+            # The slots here include the label's, so that the mass outside excludes it. The fused head adds the label
+            # itself.
+            statistics = statistics._replace(id_logprobs=statistics.id_logprobs[:, :-1])
+        return HeadStatistics(*statistics, None, None)
 
     def _gather_hidden(self, hidden: Tensor) -> Tensor:
         """Return the hidden states ``[T, H]`` on every tensor-parallel rank; backward sums the ranks' gradients."""
@@ -340,11 +322,6 @@ class OutputHead:
             return False
         main_grad = getattr(self.weight(), "main_grad", None)
         return main_grad is not None and main_grad.dtype == torch.float32
-
-
-def _topk_ids(targets: TokenTargets) -> Tensor | None:
-    """Return the rollout's Top-K ids without the last slot, the sampled token, which the head always computes."""
-    return None if targets.rollout_topk_ids is None else targets.rollout_topk_ids[:, :-1].long()
 
 
 def _gather_row(statistics: HeadStatistics, shard: ContextShard) -> HeadStatistics:

@@ -63,7 +63,6 @@ class LayerReplay(RouterReplay):
         self.num_recomputed = 0
         self.differences: Tensor | None = None
         self._shape = shape
-        self._dtype = shape.dtype
         self._missing = MISSING_EXPERT[shape.dtype]
         self._is_recomputed = is_recomputed
         self._counts = counts
@@ -81,7 +80,7 @@ class LayerReplay(RouterReplay):
         """Return the routes of the micro-batch that ran last, in mode ``record``."""
         experts = self.get_recorded_indices()
         assert experts is not None
-        experts = experts.to(self._dtype)
+        experts = experts.to(self._shape.dtype)
         return experts if self._live_weights is None else with_weights(experts, self._live_weights)
 
     def clear(self) -> None:
@@ -127,7 +126,7 @@ class LayerReplay(RouterReplay):
         # Remember the choice for recomputation, and count differences.
         if action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.RECORD):
             if self._is_recomputed:
-                self.replay_backward_list.append(used.to(self._dtype))
+                self.replay_backward_list.append(used.to(self._shape.dtype))
             if routed is not None:
                 self._count(routed, used if live is None else live, used)
         return probs, used

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -127,22 +128,25 @@ class Lora:
         return adapters
 
     def _parameters(self) -> dict[str, Tensor]:
-        adapters = [adapter for chunk in self._chunks for adapter in chunk.linear_adapters()]
         return {
             adapter.target.key(projection, factor): adapter.parameter(projection, factor)
-            for adapter in adapters
-            for projection in adapter.target.hf_names()
-            for factor in FACTORS
+            for adapter in self._adapters()
+            for projection, factor in product(adapter.target.hf_names(), FACTORS)
         }
+
+    def _adapters(self) -> list[LinearAdapter]:
+        return [adapter for chunk in self._chunks for adapter in chunk.linear_adapters()]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Turn the adapters off inside the block."""
-        self._set_enabled(False)
+        for adapters in self._chunks:
+            adapters.is_enabled = False
         try:
             yield
         finally:
-            self._set_enabled(True)
+            for adapters in self._chunks:
+                adapters.is_enabled = True
 
     @contextmanager
     def randomized(self) -> Iterator[None]:
@@ -151,7 +155,7 @@ class Lora:
         ``s B A`` is about a quarter of the layer's weight. A server that omits or swaps an adapter then computes a
         visibly different policy. Afterwards the adapters are bitwise as before.
         """
-        adapters = [adapter for chunk in self._chunks for adapter in chunk.linear_adapters()]
+        adapters = self._adapters()
         saved = [p.detach().clone() for adapter in adapters for p in adapter.b_matrices()]
         weights: dict[LinearAdapter, list[Tensor]] = {}
         for weight, (adapter, _) in self._adapter_by_weight.items():
@@ -165,10 +169,6 @@ class Lora:
             with torch.no_grad():
                 for parameter, value in zip((p for a in adapters for p in a.b_matrices()), saved, strict=True):
                     parameter.copy_(value)
-
-    def _set_enabled(self, is_enabled: bool) -> None:
-        for adapters in self._chunks:
-            adapters.is_enabled = is_enabled
 
     @torch.no_grad()
     def merge(self, weight: Tensor) -> Tensor:
@@ -185,9 +185,8 @@ class Lora:
         ``read`` is that of ``Bridge.export``.
         """
         for target in self._targets:
-            for projection in target.hf_names():
-                for factor in FACTORS:
-                    yield from self._export_factor(target, projection, factor, read)
+            for projection, factor in product(target.hf_names(), FACTORS):
+                yield from self._export_factor(target, projection, factor, read)
 
     def _export_factor(
         self, target: AdaptedWeight, projection: str, factor: Factor, read: Callable[[Tensor], Tensor]

@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -264,20 +265,15 @@ class LinearAdapter(Module):
 
     def sharded_parameters(self) -> dict[str, ShardedTensor | ShardedTensorFactory]:
         """Return the parameters for Megatron's checkpoints, by their names in this module."""
-        return {
-            f"{projection}_{factor}": self._sharded_parameter(projection, factor)
-            for projection in self.target.hf_names()
-            for factor in FACTORS
-        }
+        names = product(self.target.hf_names(), FACTORS)
+        return {f"{name}_{factor}": self._sharded_parameter(name, factor) for name, factor in names}
 
     def _sharded_parameter(self, projection: str, factor: Factor) -> ShardedTensor | ShardedTensorFactory:
         parameter, ep = self.parameter(projection, factor), self._groups.ep
         tp_replica = dist.get_rank(self._tp)
         offsets = [(0, dist.get_rank(ep), dist.get_world_size(ep))] if self._is_expert else []
         if self.target.is_split(factor):
-            offsets.append(
-                (self.target.split_dim(factor, parameter), tp_replica, dist.get_world_size(self._tp)),
-            )
+            offsets.append((self.target.split_dim(factor, parameter), tp_replica, dist.get_world_size(self._tp)))
             # Each rank of the group stores another part, so none is a replica.
             tp_replica = 0
         key = self.target.key(projection, factor)

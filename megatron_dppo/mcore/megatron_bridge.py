@@ -27,19 +27,14 @@ from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.hf.families.rules import OUTPUT
 from megatron_dppo.hf.folder import is_mtp_weight, model_shape
 from megatron_dppo.hf.weight_files import WeightSource
-from megatron_dppo.mcore.fusions import check_fp8, default_fusions, output_layer_without_fusion, row_multiple
-from megatron_dppo.mcore.head import hand_out_hidden_states
+from megatron_dppo.mcore.fusions import check_fp8, default_fusions, row_multiple
 from megatron_dppo.mcore.mapping import router_biases
-from megatron_dppo.mcore.model import VOCAB_MULTIPLE, training_fields
+from megatron_dppo.mcore.model import VOCAB_MULTIPLE, make_chunks, training_fields
 from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
 from megatron_dppo.mcore.spec import block_spec
-from megatron_dppo.mcore.transformer_engine import (
-    check_attention_support,
-    correct_tensor_parallel_marks,
-    has_transformer_engine,
-)
+from megatron_dppo.mcore.transformer_engine import check_attention_support, has_transformer_engine
 from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types.model_folder import HfConfig
@@ -123,24 +118,17 @@ def _provider(hf_config: HfConfig) -> Any:
 def build_provided_model(provider: Any, pp_rank: int, device: torch.device) -> list[GPTModel]:
     """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet."""
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    vpp_size = provider.virtual_pipeline_model_parallel_size
-    last_stage = provider.pipeline_model_parallel_size - 1
-    with output_layer_without_fusion() as chunks:
-        for stage in range(vpp_size or 1):
-            chunk = provider.provide(
-                pre_process=pp_rank == 0 and stage == 0,
-                post_process=pp_rank == last_stage and stage == (vpp_size or 1) - 1,
-                vp_stage=stage if vpp_size else None,
+
+    def make(vp_stage: int | None, **stage: bool) -> GPTModel:
+        chunk = provider.provide(vp_stage=vp_stage, **stage)
+        if not isinstance(chunk, GPTModel):
+            raise ConfigError(
+                f"model.provider = 'megatron-bridge': expected a GPTModel, got {type(chunk).__name__}; models for "
+                "images and hybrid models cannot be trained here"
             )
-            if not isinstance(chunk, GPTModel):
-                raise ConfigError(
-                    f"model.provider = 'megatron-bridge': expected a GPTModel, got {type(chunk).__name__}; models for "
-                    "images and hybrid models cannot be trained here"
-                )
-            correct_tensor_parallel_marks(chunk)
-            hand_out_hidden_states(chunk)
-            chunks.append(chunk.to(device))
-    return chunks
+        return chunk
+
+    return make_chunks(provider, pp_rank, device, make)
 
 
 class ProvidedWeights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from megatron_dppo.mcore.mapping import use_fp32_decays
 from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
+from megatron_dppo.mcore.setup import parallel_sizes
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.mcore.transformer_engine import (
     check_attention_support,
@@ -198,12 +199,7 @@ def training_fields(model: ModelConfig, layout: Layout, platform: Platform) -> d
         variable_seq_lengths=layout.pp > 1 and model.transformer.get("moe_token_dispatcher_type") != "allgather",
         # Megatron checks this field for dense models too, and its default rejects variable lengths.
         moe_token_dispatcher_type="alltoall",
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
+        **parallel_sizes(layout),
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=layout.overlap_p2p_comm,
         # The interleaved schedule refuses both at once.
@@ -218,8 +214,23 @@ def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
 
 def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
     """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet."""
+
+    def make(vp_stage: int | None, **stage: bool) -> GPTModel:
+        model = GPTModel(
+            config,
+            block_spec(config, model_shape(hf_config), vp_stage),
+            vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=hf_config.max_position_embeddings,
+            **get_family(hf_config).rope(hf_config).arguments(),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            vp_stage=vp_stage,
+            **stage,
+        )
+        use_fp32_decays(model)
+        return model
+
     try:
-        return _build_chunks(config, hf_config, pp_rank, device)
+        return make_chunks(config, pp_rank, device, make)
     # No RuntimeError: the memory of a GPU may be too small.
     except (AssertionError, ValueError, TypeError, NotImplementedError, ImportError, AttributeError) as error:
         raise ConfigError(
@@ -228,27 +239,19 @@ def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, de
         ) from error
 
 
-def _build_chunks(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
+def make_chunks(config: Any, pp_rank: int, device: torch.device, make: Callable[..., GPTModel]) -> list[GPTModel]:
+    """Return this rank's model chunks, made by ``make(vp_stage, pre_process=..., post_process=...)``."""
     vpp_size = config.virtual_pipeline_model_parallel_size
     last_stage = config.pipeline_model_parallel_size - 1
     with output_layer_without_fusion() as chunks:
         for stage in range(vpp_size or 1):
-            vp_stage = stage if vpp_size else None
-            model = GPTModel(
-                config,
-                block_spec(config, model_shape(hf_config), vp_stage),
-                vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
-                max_sequence_length=hf_config.max_position_embeddings,
-                # The embedding is in the first chunk of the first stage, the output layer in the last chunk of the
-                # last one.
+            # The embedding is in the first chunk of the first stage, the output layer in the last of the last one.
+            model = make(
+                stage if vpp_size else None,
                 pre_process=pp_rank == 0 and stage == 0,
                 post_process=pp_rank == last_stage and stage == (vpp_size or 1) - 1,
-                **get_family(hf_config).rope(hf_config).arguments(),
-                share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-                vp_stage=vp_stage,
             )
             correct_tensor_parallel_marks(model)
             hand_out_hidden_states(model)
-            use_fp32_decays(model)
             chunks.append(model.to(device))
     return chunks

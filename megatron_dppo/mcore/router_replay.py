@@ -115,7 +115,10 @@ class ReplayDriver:
             RuntimeError: A chunk did not run every micro-batch once, or a router recomputed only some of them.
         """
         # Counts start anew: ``metrics`` reports the last run of the schedule.
-        self._reset()
+        self._counts.clear()
+        self._num_rows = self._num_missing = 0
+        for router in self._routers:
+            router.num_recomputed = 0
         self._next_batch = [0] * len(self._models)
         self._recorded = [{} for _ in batches]
         self._differences = [{} for _ in batches]
@@ -132,12 +135,6 @@ class ReplayDriver:
                 handle.remove()
             for router in self._routers:
                 router.clear()
-
-    def _reset(self) -> None:
-        self._counts.clear()
-        self._num_rows = self._num_missing = 0
-        for router in self._routers:
-            router.num_recomputed = 0
 
     def _begin(self, chunk: int, batches: Sequence[MicroBatch], mode: ReplayMode, *_: object) -> None:
         routers = self._chunks[chunk]
@@ -202,15 +199,8 @@ class ReplayDriver:
 
         A collective over tensor and context parallelism. Layers of other pipeline stages have missing routes.
         """
-        result = []
-        for batch, by_layer in zip(batches, self._recorded, strict=True):
-            size = (len(batch.tokens), self._shape.num_layers, self._shape.width)
-            routes = torch.full(size, self._missing, dtype=self._shape.dtype)
-            if by_layer:
-                layers = sorted(by_layer)
-                routes[:, layers] = self._gather(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
-            result.append(routes)
-        return result
+        missing = torch.full((self._shape.num_layers, self._shape.width), self._missing, dtype=self._shape.dtype)
+        return self._join_layers(batches, self._recorded, missing)
 
     def live_differences(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the tokens with a route, and those whose live experts differ, of the last run with ``by_token``.
@@ -218,13 +208,20 @@ class ReplayDriver:
         A collective over tensor and context parallelism. Booleans ``[T, L, 2]`` of each micro-batch, in host memory;
         False in layers of other pipeline stages.
         """
+        missing = torch.zeros(self._shape.num_layers, 2, dtype=torch.bool)
+        return self._join_layers(batches, self._differences, missing)
+
+    def _join_layers(
+        self, batches: Sequence[MicroBatch], by_batch: Sequence[dict[int, Tensor]], missing: Tensor
+    ) -> list[Tensor]:
+        """Return the values of all layers of each micro-batch; those without values have the rows of ``missing``."""
         result = []
-        for batch, by_layer in zip(batches, self._differences, strict=True):
-            differences = torch.zeros(len(batch.tokens), self._shape.num_layers, 2, dtype=torch.bool)
+        for batch, by_layer in zip(batches, by_batch, strict=True):
+            values = missing.expand(len(batch.tokens), *missing.shape).clone()
             if by_layer:
                 layers = sorted(by_layer)
-                differences[:, layers] = self._gather(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
-            result.append(differences)
+                values[:, layers] = self._gather(torch.stack([by_layer[i] for i in layers], 1), batch).cpu()
+            result.append(values)
         return result
 
     def _gather(self, routes: Tensor, batch: MicroBatch) -> Tensor:

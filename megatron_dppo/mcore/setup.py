@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ def initialize_megatron(
         build_megatron_groups(layout, distributed_timeout_minutes=max(1, round(timeout_minutes)))
         seed_random_states(seed)
         world = world or new_host_world(wait_minutes or timeout_minutes)
+        data_parallel = tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
         return ParallelGroups(
             tp=parallel_state.get_tensor_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
@@ -49,7 +51,7 @@ def initialize_megatron(
             etp=parallel_state.get_expert_tensor_parallel_group(),
             edp=parallel_state.get_expert_data_parallel_group(),
             # Megatron's groups use NCCL on CUDA. Objects and control data travel over the CPU between the same ranks.
-            dp=_new_host_group(_data_parallel(), MessageTag.DATA_PARALLEL, world),
+            dp=_new_host_group(data_parallel, MessageTag.DATA_PARALLEL, world),
             replica=_new_host_group(_replica(world), MessageTag.REPLICA, world),
             world=world,
         )
@@ -57,15 +59,19 @@ def initialize_megatron(
 
 def build_megatron_groups(layout: Layout, **options: int | bool) -> None:
     """Build Megatron's own process groups of a layout, without the gloo groups that only its checkpoints use."""
-    parallel_state.initialize_model_parallel(
+    sizes: dict[str, Any] = {**parallel_sizes(layout), **options}
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
+
+
+def parallel_sizes(layout: Layout) -> dict[str, int | None]:
+    """Return the sizes of a layout by Megatron's names."""
+    return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,
-        **options,
     )
 
 
@@ -74,10 +80,6 @@ def _replica(world: dist.ProcessGroup) -> tuple[int, ...]:
     indices: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(indices, parallel_state.get_data_parallel_rank(), group=world)
     return tuple(rank for rank, index in enumerate(indices) if index == indices[dist.get_rank()])
-
-
-def _data_parallel() -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
 
 
 def new_host_world(wait_minutes: float) -> dist.ProcessGroup:

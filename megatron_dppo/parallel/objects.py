@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,16 +34,9 @@ def broadcast_object(make: Callable[[], T], group: ProcessGroup | None) -> T:
         return make()
     if is_leader(group):
         value = make()
-        message = to_message(value)
-        # The size first, because the receivers must allocate the message.
-        dist.broadcast(torch.tensor([len(message)]), group=group, group_src=0)
-        _broadcast(message, group)
+        _transfer(to_message(value), partial(dist.broadcast, group=group, group_src=0))
         return value
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(size, group=group, group_src=0)
-    message = torch.empty(int(size), dtype=torch.uint8)
-    _broadcast(message, group)
-    return from_message(message)
+    return from_message(_transfer(None, partial(dist.broadcast, group=group, group_src=0)))
 
 
 def scatter_object(
@@ -55,21 +49,14 @@ def scatter_object(
     """
     if group is None or len(set(needs)) == 1:
         return broadcast_object(make, group)
-    size = torch.zeros(1, dtype=torch.int64)
     if not is_leader(group):
-        dist.recv(size, group=group, group_src=0)
-        message = torch.empty(int(size), dtype=torch.uint8)
-        for chunk in message.split(_LARGEST):
-            dist.recv(chunk, group=group, group_src=0)
-        return from_message(message)
+        return from_message(_transfer(None, partial(dist.recv, group=group, group_src=0)))
     value = make()
     # Ranks with equal needs share one message, which is made once.
     for need in dict.fromkeys(needs[1:]):
         message = to_message(part(value, need))
         for rank in (rank for rank, wanted in enumerate(needs) if rank and wanted == need):
-            dist.send(size.fill_(len(message)), group=group, group_dst=rank)
-            for chunk in message.split(_LARGEST):
-                dist.send(chunk, group=group, group_dst=rank)
+            _transfer(message, partial(dist.send, group=group, group_dst=rank))
     return value
 
 
@@ -109,21 +96,11 @@ def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
     size = 1 if group is None else dist.get_world_size(group)
     if group is None or size == 1:
         return [value]
-    count = torch.zeros(1, dtype=torch.int64)
     if not is_leader(group):
-        message = to_message(value)
-        dist.send(count.fill_(len(message)), group=group, group_dst=0)
-        for chunk in message.split(_LARGEST):
-            dist.send(chunk, group=group, group_dst=0)
+        _transfer(to_message(value), partial(dist.send, group=group, group_dst=0))
         return []
-    values = [value]
-    for rank in range(1, size):
-        dist.recv(count, group=group, group_src=rank)
-        message = torch.empty(int(count), dtype=torch.uint8)
-        for chunk in message.split(_LARGEST):
-            dist.recv(chunk, group=group, group_src=rank)
-        values.append(from_message(message))
-    return values
+    messages = (_transfer(None, partial(dist.recv, group=group, group_src=rank)) for rank in range(1, size))
+    return [value, *map(from_message, messages)]
 
 
 def all_to_all_objects(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> list[T]:
@@ -141,9 +118,15 @@ def all_to_all_objects(outgoing: Sequence[Sequence[T]], group: ProcessGroup) -> 
     return [item for part in received.split(incoming.tolist()) for item in from_message(part)]
 
 
-def _broadcast(message: Tensor, group: ProcessGroup) -> None:
+def _transfer(message: Tensor | None, move: Callable[[Tensor], object]) -> Tensor:
+    """Send a message by ``move``, or receive one (None), in parts; return it."""
+    size = torch.tensor([0 if message is None else len(message)])
+    # The size first, because the receivers must allocate the message.
+    move(size)
+    message = torch.empty(int(size), dtype=torch.uint8) if message is None else message
     for part in message.split(_LARGEST):
-        dist.broadcast(part, group=group, group_src=0)
+        move(part)
+    return message
 
 
 _LARGEST = 1 << 30

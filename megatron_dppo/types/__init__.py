@@ -12,6 +12,9 @@ Conventions, defined only here:
 - *Loss mask, sampling mask, masked, kept, anchor*: see ``losses.dppo``.
 """
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
 from megatron_dppo.types.loss import (
     NO_NEEDS,
     Divergence,
@@ -46,42 +49,3 @@ from megatron_dppo_engines.responses import (
     check_sampling_mask,
 )
 from megatron_dppo_engines.routes import MISSING_EXPERT, RoutingShape, select_experts, select_weights, with_weights
-
-__all__ = [
-    "MISSING_EXPERT",
-    "NO_NEEDS",
-    "Completion",
-    "Divergence",
-    "DropReason",
-    "FinishReason",
-    "GreedyResponse",
-    "LossInputs",
-    "LossNeeds",
-    "LossOutput",
-    "Metric",
-    "MicroBatch",
-    "MicroBatches",
-    "Prompt",
-    "PromptLimits",
-    "ResponseColumns",
-    "Rollout",
-    "RolloutGroup",
-    "RoutingShape",
-    "SamplingMask",
-    "SamplingParams",
-    "SegmentCredit",
-    "SlotSums",
-    "StepResult",
-    "TokenFields",
-    "TokenTargets",
-    "ToolTime",
-    "TrainingSample",
-    "VersionSpan",
-    "as_bytes",
-    "check_sampling_mask",
-    "select_experts",
-    "select_weights",
-    "token_ages",
-    "version_spans",
-    "with_weights",
-]

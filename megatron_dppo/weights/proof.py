@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-
-from torch import Tensor
 
 from megatron_dppo.weights.attempt import Attempt
 from megatron_dppo.weights.digests import StreamDigests
@@ -115,10 +113,6 @@ class SyncProof:
         """Digests of the servers that were verified in this attempt or an earlier one at the same weights, by URL."""
         self.exact = set[str]()
         """URLs of the servers that hold all tensors as sent, byte by byte."""
-
-    def watch(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the stream through in the dtype that is sent. Nothing may write into its tensors later."""
-        return self.stream.watch(weights)
 
     async def verify(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
         """Compare the servers' digests with what was sent.

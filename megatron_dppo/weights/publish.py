@@ -80,17 +80,25 @@ class Publisher(Protocol):
         """Free all resources."""
 
 
-class LocalPublisher:
+class _WithoutServers:
+    """Parts of a publisher for an engine without servers."""
+
+    probed: Mapping[str, float] = {}
+    """See ``Publisher``."""
+
+    def exclude(self, servers: Mapping[str, str]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LocalPublisher(_WithoutServers):
     """Publisher for an engine in this process; the engine is None on ranks that have none."""
 
     def __init__(self, trainer: PolicyTrainer, engine: LocalEngine | None) -> None:
         self._trainer = trainer
         self._engine = engine
-
-    @property
-    def probed(self) -> Mapping[str, float]:
-        """See ``Publisher``."""
-        return {}
 
     def publish(self) -> list[str]:
         """See ``Publisher``."""
@@ -101,39 +109,22 @@ class LocalPublisher:
             drain(weights)
         return []
 
-    def exclude(self, servers: Mapping[str, str]) -> None:
-        """Do nothing: there are no servers."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class _VersionedEngine(Protocol):
     policy_version: int
 
 
-class BatchInvariantPublisher:
+class BatchInvariantPublisher(_WithoutServers):
     """Publisher for an engine that samples with the trainer's own model: only the version is passed on."""
 
     def __init__(self, trainer: PolicyTrainer, engine: _VersionedEngine) -> None:
         self._trainer = trainer
         self._engine = engine
 
-    @property
-    def probed(self) -> Mapping[str, float]:
-        """See ``Publisher``."""
-        return {}
-
     def publish(self) -> list[str]:
         """See ``Publisher``."""
         self._engine.policy_version = self._trainer.policy_version
         return []
-
-    def exclude(self, servers: Mapping[str, str]) -> None:
-        """Do nothing: there are no servers."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +197,7 @@ class ServerPublisher:
         runs_probe = is_first or bool(settings.probe_every and self._num_published % settings.probe_every == 0)
         notes: list[str] = []
 
-        if self._engine is not None:
-            self._engine.pause()
-        all_gather_objects(None, self._trainer.groups.world)  # a barrier: no rank has a request in flight afterwards
-
+        self._pause()
         synced = dict[str, ServerInfo]()
         unproved = dict[str, str]()
         has_waited = False
@@ -241,16 +229,18 @@ class ServerPublisher:
 
         Servers get no requests until the next ``publish``.
         """
-        world = self._trainer.groups.world
         attempts = self._rollout.weight_sync.attempts
-        if self._engine is not None:
-            self._engine.pause()
-        all_gather_objects(None, world)  # a barrier: no rank has a request in flight afterwards
+        self._pause()
 
         def release() -> list[str]:
             return [] if self._sync is None else self._sync.run(lambda servers: release_all(servers, attempts))
 
-        return run_on_leader(release, world)
+        return run_on_leader(release, self._trainer.groups.world)
+
+    def _pause(self) -> None:
+        if self._engine is not None:
+            self._engine.pause()
+        all_gather_objects(None, self._trainer.groups.world)  # a barrier: no rank has a request in flight afterwards
 
     def exclude(self, servers: Mapping[str, str]) -> None:
         """See ``Publisher``."""

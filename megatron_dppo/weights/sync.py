@@ -143,7 +143,7 @@ class WeightSync:
         try:
             await attempt.call_each(servers, lambda server: _info(server, _INFO_SECONDS), absent=True)
             proof = await self._proofs.begin(attempt.remaining(servers), attempt, is_full=True, sends=False)
-            for _ in proof.watch(cast_for_sending(weights, self._dtype, tied=self._tied)):
+            for _ in proof.stream.watch(cast_for_sending(weights, self._dtype, tied=self._tied)):
                 pass
             await proof.verify(attempt.remaining(servers), attempt)
         finally:
@@ -185,7 +185,7 @@ class WeightSync:
             is_full = is_retry or (len(self._versions) - 1) % every == 0
             servers = attempt.remaining(self._servers)
             proof = await self._proofs.begin(servers, attempt, is_full=is_full, is_retry=is_retry)
-        watched = proof.watch(weights) if proof is not None else weights
+        watched = proof.stream.watch(weights) if proof is not None else weights
 
         # Send.
         if self._config.method in ("disk", "adapter"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs_and_entropy
+from megatron_dppo.head.vocab_topk import vocab_parallel_statistics
 from megatron_dppo.losses import dppo_loss
 from megatron_dppo.types import LossInputs
 from tests.distributed.collectives import recorded_collectives
@@ -137,7 +137,7 @@ def check_case(case: Case, group: dist.ProcessGroup | None, *, loss: bool) -> No
     number = 8 if case.dtype == torch.float64 else 4
     want_calls = [("all_reduce MAX", number * TOKENS), ("all_reduce SUM", 3 * number * TOKENS)] if size > 1 else []
     with recorded_collectives() as calls:
-        logprobs, entropy = vocab_parallel_logprobs_and_entropy(
+        logprobs, entropy, *_ = vocab_parallel_statistics(
             shard, problem.labels, group=group, vocab_size=case.vocab_size, temperature=case.temperature
         )
         assert calls == want_calls, where
@@ -180,7 +180,7 @@ def check_groups(rank: int, world_size: int) -> None:
 
 def check_no_tokens(group: dist.ProcessGroup) -> None:
     logits = torch.zeros(0, 4, requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs_and_entropy(
+    logprobs, entropy, *_ = vocab_parallel_statistics(
         logits, torch.zeros(0, dtype=torch.int64), group=group, vocab_size=4 * group.size()
     )
     (logprobs.sum() + entropy.sum()).backward()
@@ -191,7 +191,7 @@ def check_bad_label(group: dist.ProcessGroup) -> None:
     """Every rank refuses, before any collective, so none is left waiting."""
     padding = 4 * group.size() - 1
     with pytest.raises(ValueError, match=rf"label {padding} is outside the vocabulary \[0, {padding}\)"):
-        vocab_parallel_logprobs_and_entropy(torch.zeros(1, 4), torch.tensor([padding]), group=group, vocab_size=padding)
+        vocab_parallel_statistics(torch.zeros(1, 4), torch.tensor([padding]), group=group, vocab_size=padding)
 
 
 def test_shards_on_one_two_and_four_ranks_equal_the_unsharded_float64_softmax() -> None:
@@ -211,7 +211,7 @@ def test_gradient_is_the_finite_difference(vocab_size: int, output: int) -> None
     labels = torch.tensor([0, 5, 2])
 
     def both(z: Tensor) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_logprobs_and_entropy(z, labels, group=None, vocab_size=vocab_size, temperature=0.7)
+        return vocab_parallel_statistics(z, labels, group=None, vocab_size=vocab_size, temperature=0.7)
 
     assert torch.autograd.gradcheck(lambda z: both(z)[output], (logits,))
 
@@ -225,7 +225,7 @@ def test_the_only_large_saved_tensor_is_the_logits_themselves() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        vocab_parallel_logprobs_and_entropy(logits, torch.zeros(16, dtype=torch.int64), group=None, vocab_size=60)
+        vocab_parallel_statistics(logits, torch.zeros(16, dtype=torch.int64), group=None, vocab_size=60)
     large = [tensor for tensor in saved if tensor.numel() >= 16 * 60]
     assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]
 
@@ -235,7 +235,7 @@ def test_a_large_common_offset_of_fp32_logits_does_not_blur_the_gradient() -> No
     grads = []
     for offset in (0.0, 16384.0):
         logits = (base + offset).requires_grad_()
-        logprobs, entropy = vocab_parallel_logprobs_and_entropy(logits, torch.tensor([1]), group=None, vocab_size=4)
+        logprobs, entropy, *_ = vocab_parallel_statistics(logits, torch.tensor([1]), group=None, vocab_size=4)
         (logprobs.sum() + entropy.sum()).backward()
         grads.append(logits.grad)
     assert torch.equal(grads[0], grads[1])
@@ -245,7 +245,7 @@ def test_temperature_and_padding_traps_of_the_worked_cases() -> None:
     trap = TRAPS["temperature"]
     padded = torch.tensor([[*trap["z"], 0.0, 0.0]], dtype=torch.float64)
     for temperature, want in ((trap["T"], trap["mu_processed_a0"]), (1.0, TRAPS["padded_vocab"]["pi_a0_masked"])):
-        logprobs, _ = vocab_parallel_logprobs_and_entropy(
+        logprobs, *_ = vocab_parallel_statistics(
             padded, torch.tensor([0]), group=None, vocab_size=8, temperature=temperature
         )
         assert float(logprobs.exp()) == pytest.approx(want, rel=1e-12)
@@ -253,7 +253,7 @@ def test_temperature_and_padding_traps_of_the_worked_cases() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[3e38, 0.0], [-3e38, -3e38], [1e4, 1e4 - 1]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs_and_entropy(logits, torch.tensor([0, 1, 0]), group=None, vocab_size=2)
+    logprobs, entropy, *_ = vocab_parallel_statistics(logits, torch.tensor([0, 1, 0]), group=None, vocab_size=2)
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.tolist() == pytest.approx([0.0, -math.log(2), -math.log(1 + math.exp(-1))], rel=1e-6)
     assert entropy.tolist() == pytest.approx([0.0, math.log(2), 0.5822], abs=1e-4)
@@ -262,7 +262,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_bad_arguments_are_named() -> None:
     logits, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
-    call = vocab_parallel_logprobs_and_entropy
+    call = vocab_parallel_statistics
     with pytest.raises(ValueError, match=r"label -1 is outside the vocabulary \[0, 3\)"):
         call(logits, labels - 1, group=None, vocab_size=3)
     with pytest.raises(ValueError, match=r"vocab_size = 5 does not fit 1 shards of 4"):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_dppo.head.vocab_topk import vocab_parallel_statistics, vocab_parallel_topk
 from tests.gpu.checks import Result
 
@@ -38,7 +37,7 @@ def check(device: torch.device) -> Iterator[Result]:
     for name, dtype, gradient_bound in (("fp32", torch.float32, 1e-5), ("bf16", torch.bfloat16, 3e-3)):
         logits = exact.to(device, dtype).requires_grad_()
         expected_logprobs, expected_entropy, expected_grad = reference(logits.detach(), labels, weights)
-        logprobs, entropy = vocab_parallel_logprobs_and_entropy(
+        logprobs, entropy, *_ = vocab_parallel_statistics(
             logits, labels, group=None, vocab_size=VOCABULARY, temperature=TEMPERATURE
         )
         (grad,) = torch.autograd.grad((weights[0] * logprobs + weights[1] * entropy).sum(), logits)

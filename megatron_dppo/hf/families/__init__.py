@@ -1,5 +1,7 @@
 """Model families: how config.json and weights of each map to Megatron Core. One file per family."""
 
+# mypy: implicit-reexport
+
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -11,7 +13,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraTarget
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.families.bridged import BRIDGED, MARK
-from megatron_dppo.hf.families.family import Family, Rope
+from megatron_dppo.hf.families.family import Family, Rope  # noqa: F401
 from megatron_dppo.types.model_folder import HfConfig
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
@@ -65,15 +67,3 @@ def check_adapter_targets(targets: Collection[str], shape: ModelShape) -> None:
             f"lora.target_modules: no layer of this {shape.family} model has {', '.join(missing)}. Fix: list some of "
             f"{', '.join(modules)}"
         )
-
-
-__all__ = [
-    "ALIASES",
-    "FAMILIES",
-    "Family",
-    "Rope",
-    "adapter_modules",
-    "check_adapter_targets",
-    "get_family",
-    "mark_bridged",
-]

@@ -18,7 +18,8 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import fsync, read_regular_file, write_synced
 
 STATE = "state.json"
-_STEP = re.compile(r"step_(\d{6,})")
+_STEP = re.compile(r"step_(\d{6,15})")
+"""A run has fewer than 10^9 steps."""
 _PARTIAL, _DELETED = ".partial", ".deleted"
 
 
@@ -39,16 +40,8 @@ def checkpoints_folder(run_folder: Path) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return all complete checkpoints of a run, oldest first. Their files are not checked."""
-    paths = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and _is_folder(path)]
+    paths = [path for path in folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, key=step_number)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and len(path.name) <= _MAX_NAME
-
-
-_MAX_NAME = 20
-"""Longest name of a checkpoint: a run has fewer than 10^9 steps."""
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

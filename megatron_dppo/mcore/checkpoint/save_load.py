@@ -4,6 +4,8 @@ A checkpoint is written to ``step_N.partial``, gets a manifest, and is renamed t
 finished. A process that dies during a save leaves older checkpoints untouched. See docs/checkpoints.md.
 """
 
+# mypy: implicit-reexport
+
 from __future__ import annotations
 
 import json
@@ -14,6 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -26,26 +29,14 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
 from megatron_dppo.mcore.checkpoint import manifest
-from megatron_dppo.mcore.checkpoint.finite import all_finite
-from megatron_dppo.mcore.checkpoint.folder import STATE, checkpoint_name, checkpoints, read_state
+from megatron_dppo.mcore.checkpoint.folder import STATE, checkpoint_name, checkpoints, read_state  # noqa: F401
 from megatron_dppo.mcore.checkpoint.format import StreamedSave, read_sharded, run_on_all_ranks, shared_save
 from megatron_dppo.mcore.lora import trainable_module
-from megatron_dppo.mcore.optim import Optimizer
+from megatron_dppo.mcore.optim import Optimizer, optimizer_tensors
 from megatron_dppo.mcore.setup import random_states, restore_random_states
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import all_gather_objects, run_on_leader
 
-__all__ = [
-    "CheckpointSave",
-    "check_can_save",
-    "checkpoints",
-    "find_damage",
-    "load_checkpoint",
-    "load_model",
-    "read_state",
-    "save_checkpoint",
-    "save_model",
-]
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _MEGATRON_LM_VERSION = 3.0
 """Version of the layout of weights, for Megatron-LM's loader. Without one it assumes layouts of 2019."""
@@ -142,7 +133,7 @@ def save_checkpoint(
     """
     final = folder / checkpoint_name(step)
     partial = checkpoint_folder.partial_path(final)
-    is_finite = all_finite(models, optimizer)
+    is_finite = _all_finite(models, optimizer)
     if not is_finite and run_on_leader(lambda: checkpoint_folder.is_finite(final), groups.world):
         return CheckpointSave(final, True)
     world = background_group or groups.world
@@ -171,6 +162,18 @@ def save_checkpoint(
             run_on_leader(publish, world)
 
     return CheckpointSave(final, is_finite, write, in_background=background_group is not None)
+
+
+def _all_finite(models: Sequence[GPTModel], optimizer: Optimizer) -> bool:
+    """Return True if no weight, moment or main parameter of any rank is infinite or NaN; a collective."""
+    weights = [parameter for model in models for parameter in model.parameters()]
+    worst = torch.zeros((), dtype=torch.int32, device=weights[0].device)
+    for tensor in (*weights, *optimizer_tensors(optimizer)):
+        # One read without an allocation of the tensor's size. Both are NaN if one element is.
+        smallest, largest = torch.aminmax(tensor.detach())
+        worst = torch.maximum(worst, (~(smallest.isfinite() & largest.isfinite())).to(worst))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return not int(worst)
 
 
 def check_can_save(models: Sequence[GPTModel], optimizer: Optimizer) -> None:
@@ -272,8 +275,7 @@ def load_checkpoint(
         # Random states exist once per rank and do not fit other ranks.
         del template["random_states"]
     loaded = read_sharded(template, checkpoint, groups.edp)
-    for key, model in zip(_model_keys(models), models, strict=True):
-        trainable_module(model).load_state_dict(loaded[key])
+    _load_models(models, loaded)
     optimizer.load_state_dict(loaded["optimizer"])
     if same_layout:
         restore_random_states(loaded["random_states"])
@@ -286,7 +288,6 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
         DiskError: The disk is full or cannot be written to.
     """
     partial = checkpoint_folder.partial_path(folder)
-
     with disk_errors(folder, "the weights"):
         run_on_leader(lambda: checkpoint_folder.create_partial(partial), dist.group.WORLD)
         _start_saving(_sharded_model(models), 0, partial, StreamedSave(None)).async_fn()
@@ -306,26 +307,29 @@ def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: Parallel
     if damage and damage != NO_MANIFEST:
         raise CheckpointError(f"{checkpoint} is damaged: {damage}. Fix: use a copy of it, or an older checkpoint.")
     loaded = read_sharded(_sharded_model(models), checkpoint, groups.edp)
-    for key, model in zip(_model_keys(models), models, strict=True):
-        trainable_module(model).load_state_dict(loaded[key])
+    _load_models(models, loaded)
     return f"{checkpoint}: {damage}" if damage else ""
 
 
+def _load_models(models: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
+    for key, module in _trainable_modules(models).items():
+        module.load_state_dict(loaded[key])
+
+
 def _sharded_model(models: Sequence[GPTModel]) -> dict[str, Any]:
-    keys = _model_keys(models)
-    parts: list[Any] = [trainable_module(model) for model in models]
-    return {key: part.sharded_state_dict(metadata=dict(_METADATA)) for key, part in zip(keys, parts, strict=True)}
+    modules = _trainable_modules(models)
+    return {key: module.sharded_state_dict(metadata=dict(_METADATA)) for key, module in modules.items()}
 
 
-def _model_keys(models: Sequence[GPTModel]) -> list[str]:
-    return ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+def _trainable_modules(models: Sequence[GPTModel]) -> dict[str, Any]:
+    return {f"model{i}" if len(models) > 1 else "model": trainable_module(model) for i, model in enumerate(models)}
 
 
 def _sharded_state(models: Sequence[GPTModel], optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
     state = _sharded_model(models)
     model_state = state["model"] if len(models) == 1 else dict(state)
     state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(_METADATA))
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    state["random_states"] = ShardedObject("random_states", random_states(), (world,), (rank,))
+    state["random_states"] = ShardedObject(
+        "random_states", random_states(), (dist.get_world_size(),), (dist.get_rank(),)
+    )
     return state

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_dppo.mcore import megatron_bridge
+from megatron_dppo.mcore import megatron_bridge, model
 
 MARKS = {
     "decoder.layers.0.self_attention.core_attention.softmax_offset": (False, True),
@@ -52,8 +52,8 @@ def test_marks_of_a_provided_model_are_corrected_in_every_chunk(
     vpp_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron_bridge, "GPTModel", StubModel)
-    monkeypatch.setattr(megatron_bridge, "hand_out_hidden_states", lambda chunk: None)
-    monkeypatch.setattr(megatron_bridge, "output_layer_without_fusion", no_chunks)
+    monkeypatch.setattr(model, "hand_out_hidden_states", lambda chunk: None)
+    monkeypatch.setattr(model, "output_layer_without_fusion", no_chunks)
     groups = SimpleNamespace(use_mpu_process_groups=lambda: None)
     monkeypatch.setattr(megatron_bridge, "ProcessGroupCollection", groups)
     provider = SimpleNamespace(
