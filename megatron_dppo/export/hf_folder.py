@@ -218,7 +218,6 @@ class _FileWriter:
         self._written_dtype = written_dtype
         self._max_bytes = max_bytes
         self._file_numbers: dict[str, int] = {}
-        """Number of the file of each tensor."""
         self._bytes = 0
         self._buffer: dict[str, Tensor] = {}
         # With several ranks, a file is written while the tensors of other ranks are gathered; one rank gains nothing.

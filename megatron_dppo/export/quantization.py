@@ -33,7 +33,6 @@ GROUP = 32
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _LARGEST_INT4 = 7
 _PACKED = 8
-"""INT4 numbers in an int32."""
 
 # w1, w2 and w3 are the experts of Mixtral.
 _LINEAR = re.compile(r".*\.layers\.\d+\..*(_proj(_with_mqa|_qkvz?|_z)?|\.w[123])\.weight")

@@ -19,7 +19,6 @@ class RowColumns(NamedTuple):
     labels: Tensor
     """Index of the label in this shard, -1 if another shard holds it. Shape [n]."""
     ids: Tensor | None
-    """Global ids to look up. Shape [n, K], like ``valid``."""
     valid: Tensor | None
     local_ids: Tensor | None
     """Index of each id in this shard, -1 for another shard's id or an unused slot. Shape [n, K]."""
@@ -27,7 +26,12 @@ class RowColumns(NamedTuple):
     @classmethod
     def of(cls, head: VocabShard, targets: TokenTargets, plan: RowPlan | None, vocab_size: int) -> RowColumns:
         """Check the targets and build the columns of all rows of the plan."""
-        _check_no_sequences(targets)
+        if targets.sequence_ids is not None:
+            raise ValueError(
+                "dppo_head_loss sees some rows at a time, so a loss of whole sequences (gspo, a sequence mask) cannot "
+                "use it, but targets.sequence_ids is given; use vocab_parallel_head_stats, or for a loss of single "
+                "tokens pass targets without sequence_ids"
+            )
         check_slots(targets, None if plan is None else plan.rows)
         targets = targets if plan is None else targets.select(plan.rows, plan.on_host)
         check_sets(targets.sampling_mask, targets.labels, vocab_size)
@@ -46,12 +50,3 @@ def looked_up_ids(targets: TokenTargets) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     ids = targets.rollout_topk_ids[:, :-1].long()
     return ids, ids >= 0
-
-
-def _check_no_sequences(targets: TokenTargets) -> None:
-    if targets.sequence_ids is not None:
-        raise ValueError(
-            "dppo_head_loss sees some rows at a time, so a loss of whole sequences (gspo, a sequence mask) cannot use "
-            "it, but targets.sequence_ids is given; use vocab_parallel_head_stats, or for a loss of single tokens pass "
-            "targets without sequence_ids"
-        )

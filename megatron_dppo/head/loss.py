@@ -94,7 +94,8 @@ def dppo_head_loss(
     Long because the docstring states the contract of every argument; the body is a list of steps.
     """
     # Checks first, before any collective: a rank that raised later would leave the others waiting.
-    _check_needs(needs)
+    if needs.topk_sums is not None and needs.slot_gradient:
+        raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
     head = VocabShard.of(hidden, weight, bias, group, vocab_size, temperature)
     check_ids(len(hidden), targets.labels, *looked_up_ids(targets), vocab_size, None if plan is None else plan.rows)
     columns = RowColumns.of(head, targets, plan, vocab_size)
@@ -111,11 +112,6 @@ def dppo_head_loss(
     output = joined([_finish(run, pending) for pending in _pending(run)], rows)
     # Backward only scales what the pass has accumulated.
     return replace(output, loss_sum=attach_gradient(output.loss_sum, hidden, weight, bias, gradient))
-
-
-def _check_needs(needs: LossNeeds) -> None:
-    if needs.topk_sums is not None and needs.slot_gradient:
-        raise ValueError("needs.slot_gradient needs the Top-K slots, needs.topk_sums exchanges their sums; choose one")
 
 
 def _chunks(head: VocabShard, rows: Rows, chunk_tokens: int | None, models: int) -> tuple[int, int]:
@@ -139,7 +135,6 @@ class _HeadCall:
     rows: Rows
     hidden: Tensor
     columns: RowColumns
-    """Columns of the rows of the plan."""
     loss: LossFunction
     needs: LossNeeds
     vocab_size: int
@@ -147,11 +142,6 @@ class _HeadCall:
     """Chunks whose logits are in memory at the same time."""
     gradient: HeadGradient
     distillation: Distillation | None
-
-    @property
-    def differentiates(self) -> bool:
-        """True if a gradient is needed."""
-        return self.gradient.wanted
 
     @property
     def exchanges_sums(self) -> bool:
@@ -165,7 +155,7 @@ class _HeadCall:
         On the CPU recomputing them costs more than memory, and without an entropy term the gradient needs nothing else.
         """
         rereads = self.needs.entropy_gradient or self.distillation is not None
-        return self.differentiates and not rereads and not self.hidden.is_cuda
+        return self.gradient.wanted and not rereads and not self.hidden.is_cuda
 
 
 @dataclass(frozen=True)
@@ -180,7 +170,6 @@ class _Pending:
     parts: Tensor
     work: dist.Work | None
     teacher_logits: Tensor | None
-    """Logits of the teacher's shard. Shape [n, W]. None without distillation."""
 
 
 @torch.no_grad()
@@ -239,7 +228,7 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
     totals, sums = _totals(run, pending)
     output, grad_logprobs, grad_entropy, grad_ids = _differentiate(run, columns.targets, totals, sums)
     # Rows with a gradient come first in the plan, so they are the first rows of a chunk.
-    stop = pending.chunk.num_gradient if run.differentiates else 0
+    stop = pending.chunk.num_gradient if run.gradient.wanted else 0
     term = None
     if run.distillation is not None and pending.teacher_logits is not None:
         term = run.distillation.finish(
@@ -249,10 +238,10 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
             pending.parts[..., -COLUMNS:],
             columns.targets,
             scale=run.gradient.scale,
-            differentiates=run.differentiates,
+            differentiates=run.gradient.wanted,
         )
         output = add_distillation(output, term.loss_sum, term.metrics)
-    if run.differentiates:
+    if run.gradient.wanted:
         check_rest(stop, grad_logprobs, grad_entropy, grad_ids)
     if stop:
         part = slice(0, stop)
@@ -266,18 +255,12 @@ def _finish(run: _HeadCall, pending: _Pending) -> LossOutput:
             run.gradient.next_output(pending.logits[part]),
             # The shard's maximum, to which the exponentials in place of the logits are relative.
             pending.shard_statistics[part, 0] if run.overwrites else None,
-            _slots(columns, grad_ids, part),
+            SlotGradient.select(columns.local_ids, grad_ids, part),
         )
         if term is not None and term.gradient is not None:
             dlogits = add_(dlogits, term.gradient)
         run.gradient.add(dlogits)
     return output
-
-
-def _slots(columns: RowColumns, grad_ids: Tensor | None, part: slice) -> SlotGradient | None:
-    if grad_ids is None or columns.local_ids is None:
-        return None
-    return SlotGradient(columns.local_ids[part], grad_ids[part])
 
 
 def _totals(run: _HeadCall, pending: _Pending) -> tuple[RowTotals, Tensor | None]:
@@ -319,13 +302,13 @@ def _differentiate(
     needs = run.needs
     # The loss is differentiated in n log-probabilities (and entropies, slots), not in the logits: these few
     # derivatives are all that ``VocabShard.gradient`` needs to form the gradient of the logits.
-    logprobs = totals.logprobs.detach().requires_grad_(run.differentiates)
-    entropy = totals.entropy.detach().requires_grad_(run.differentiates and needs.entropy_gradient)
+    logprobs = totals.logprobs.detach().requires_grad_(run.gradient.wanted)
+    entropy = totals.entropy.detach().requires_grad_(run.gradient.wanted and needs.entropy_gradient)
     ids = None if totals.id_logprobs is None else totals.id_logprobs.detach()
     if ids is not None:
-        ids.requires_grad_(run.differentiates and needs.slot_gradient)
+        ids.requires_grad_(run.gradient.wanted and needs.slot_gradient)
     statistics = HeadStatistics(logprobs, entropy, ids, totals.other_logprob, totals.other_square, None, None)
-    with torch.set_grad_enabled(run.differentiates):
+    with torch.set_grad_enabled(run.gradient.wanted):
         output = run.loss(replace(loss_inputs(targets, statistics, run.vocab_size), topk_sums=sums))
     # A loss may ignore a column, or return a constant (a batch without advantages): both have gradient 0.
     leaves = (logprobs, entropy, ids)

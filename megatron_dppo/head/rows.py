@@ -39,6 +39,11 @@ class SlotGradient(NamedTuple):
     gradient: Tensor
     """Derivative of the loss by log p(id), for the ids of all shards; 0 in unused slots. Shape [n, K]."""
 
+    @classmethod
+    def select(cls, ids: Tensor | None, gradient: Tensor | None, rows: slice) -> SlotGradient | None:
+        """Return that of some rows; None without a gradient."""
+        return None if ids is None or gradient is None else cls(ids[rows], gradient[rows])
+
     def total(self, grad_logprobs: Tensor) -> Tensor:
         """Return the derivative by all log-probabilities of a row, g, including that by log p(label). Shape [n]."""
         return grad_logprobs + self.gradient.sum(1)
@@ -103,7 +108,6 @@ class VocabShard:
     first: int
     """Global id of the shard's first entry."""
     shard_size: int
-    """Entries of the shard that are not padding."""
     temperature: float
 
     @classmethod
@@ -149,11 +153,9 @@ class VocabShard:
     def logits(self, hidden: Tensor, out: Tensor, sampling_mask: SamplingMask | None = None) -> Tensor:
         """Return logits ``[n, W]`` before the temperature, in the first n rows of ``out``; -inf outside the mask."""
         logits = logits_into(hidden, self.weight, self.bias, out[: len(hidden)])
-        return (
-            logits
-            if sampling_mask is None
-            else keep_only_(logits, sampling_mask.ids, sampling_mask.counts, self.first, self.shard_size)
-        )
+        if sampling_mask is None:
+            return logits
+        return keep_only_(logits, sampling_mask.ids, sampling_mask.counts, self.first, self.shard_size)
 
     def statistics(
         self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, squares: bool = False, overwrite: bool = False
@@ -188,15 +190,22 @@ class VocabShard:
             together = slots.total(grad_logprobs)
             self.gradient(logits, labels, totals, together, grad_entropy, out, overwritten)
             return write_entries(out, places, values) if self.shard_size else out
-        maximum = totals.maximum
-        total = totals.total
-        entropy = totals.entropy
+        maximum, total, *_ = totals
         if overwritten is not None:
             return gradient_of_exponentials(
                 logits, self.shard_size, labels, overwritten, maximum, total, grad_logprobs, self.temperature, out
             )
         return row_gradient(
-            logits, self.shard_size, labels, maximum, total, grad_logprobs, grad_entropy, entropy, self.temperature, out
+            logits,
+            self.shard_size,
+            labels,
+            maximum,
+            total,
+            grad_logprobs,
+            grad_entropy,
+            totals.entropy,
+            self.temperature,
+            out,
         )
 
     def _at_slots(

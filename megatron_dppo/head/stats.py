@@ -173,7 +173,6 @@ class _Call:
     """The parameter itself, for its attributes."""
     main_grad: Tensor | None
     sampling_mask: SamplingMask | None
-    """Sampling masks of the rows of the plan."""
     topk: int
     needs: LossNeeds
     chunk: int
@@ -219,15 +218,8 @@ class _HeadStatistics(torch.autograd.Function):
         ctx.call = call
         # The gradient of an unused output stays None; zeros would take the more expensive path of an entropy gradient.
         ctx.set_materialize_grads(False)
-        statistics = (
-            totals.logprobs,
-            totals.entropy,
-            totals.id_logprobs,
-            totals.other_logprob,
-            totals.other_square,
-            *top,
-        )
-        outputs = tuple(None if x is None else rows.spread(x) for x in statistics)
+        # All but maximum and total.
+        outputs = tuple(None if x is None else rows.spread(x) for x in (*totals[2:], *top))
         differentiable = (True, call.needs.entropy_gradient, call.needs.slot_gradient, False, False, False, False)
         constants = (x for x, moves in zip(outputs, differentiable, strict=True) if not moves)
         ctx.mark_non_differentiable(*(x for x in constants if x is not None))
@@ -254,15 +246,8 @@ class _HeadStatistics(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(total[:stop])
         needed = ctx.needs_input_grad[:3]
-        gradient = HeadGradient(
-            head,
-            rows,
-            hidden,
-            needed,
-            call.chunk,
-            call.main_grad,
-            round_weight_gradient=call.round_weight_gradient,
-        )
+        rounds = call.round_weight_gradient
+        gradient = HeadGradient(head, rows, hidden, needed, call.chunk, call.main_grad, round_weight_gradient=rounds)
         buffer = head.new_logits(min(call.chunk, stop))
         # log p(label), the third field, is not read by the gradient; any [n] tensor will do.
         totals = RowTotals(maximum, total, total, entropy, None, None)
@@ -279,7 +264,7 @@ class _HeadStatistics(torch.autograd.Function):
                 grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
                 gradient.next_output(logits),
-                slots=None if grad_ids is None or local_ids is None else SlotGradient(local_ids[part], grad_ids[part]),
+                slots=SlotGradient.select(local_ids, grad_ids, part),
             )
             gradient.add(dlogits)
         grad_hidden, grad_weight, grad_bias = gradient.result()

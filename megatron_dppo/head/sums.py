@@ -83,6 +83,11 @@ def reduce_slots(
 
 def joined(outputs: list[LossOutput], rows: Rows) -> LossOutput:
     """Join the outputs of the chunks to that of all T rows."""
+
+    def together(name: str) -> Tensor | None:
+        parts = [getattr(output, name) for output in outputs]
+        return None if any(part is None for part in parts) else rows.spread(torch.cat(parts))
+
     first, *further = outputs
     metrics = dict(first.metrics)
     for output in further:
@@ -92,15 +97,10 @@ def joined(outputs: list[LossOutput], rows: Rows) -> LossOutput:
         num_tokens=torch.stack([output.num_tokens for output in outputs]).sum(),
         keep_mask=rows.spread(torch.cat([output.keep_mask for output in outputs])),
         metrics=metrics,
-        logprobs=_together([output.logprobs for output in outputs], rows),
-        entropy=_together([output.entropy for output in outputs], rows),
-        divergence=_together([output.divergence for output in outputs], rows),
+        logprobs=together("logprobs"),
+        entropy=together("entropy"),
+        divergence=together("divergence"),
     )
-
-
-def _together(parts: list[torch.Tensor | None], rows: Rows) -> torch.Tensor | None:
-    known = [part for part in parts if part is not None]
-    return rows.spread(torch.cat(known)) if len(known) == len(parts) else None
 
 
 def _add(a: Metric, b: Metric) -> Metric:

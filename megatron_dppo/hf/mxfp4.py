@@ -14,11 +14,8 @@ from torch import Tensor
 from megatron_dppo.errors import CheckpointError
 
 BLOCK = 32
-"""Numbers of one scale."""
 _BIAS = 127
-"""Bias of the scale's exponent."""
 _NAN = 255
-"""Scale that stands for NaN."""
 
 
 def _e2m1(code: int) -> float:

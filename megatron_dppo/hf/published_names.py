@@ -46,9 +46,7 @@ class StoredWeight:
     """One weight in an open safetensors file."""
 
     file: safe_open
-    """Handle of ``safe_open``."""
     name: str
-    """Name in the file."""
 
     def read(self) -> Tensor:
         """Return the tensor."""
@@ -86,7 +84,6 @@ class QuantizedExpertWeight(ExpertWeight):
     """One expert's weight in a tensor of all experts in MXFP4, whose rows are those of the weight."""
 
     scales_file: safe_open
-    """Handle of the file of the scales."""
 
     def read(self) -> Tensor:
         """Return the weight in bf16; only the expert's part is read."""

@@ -48,7 +48,6 @@ BUILD_SECONDS = 600.0
 WAIT_SECONDS = 660.0
 """Time limit of waiting for another process's build: longer than the build's own limit."""
 _NAME = "share_storage_ext"
-"""Name that Megatron gives the extension."""
 _POLL_SECONDS = 0.1
 _CHOOSE_FOLDER = "Set TORCH_EXTENSIONS_DIR to a folder that this user can write to"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}

@@ -119,7 +119,6 @@ class DeviceState:
         self._emptied: dict[torch.UntypedStorage, int] = {}
         """Gradient buffers that are off the device, with their sizes in bytes. Their contents are not needed."""
         self._host_buffers: dict[torch.UntypedStorage, _HostBuffers] = {}
-        """Host buffers of the last time, for reuse."""
 
     @torch.no_grad()
     def offload(self, *, weights: bool) -> None:

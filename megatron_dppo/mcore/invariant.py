@@ -25,7 +25,6 @@ TILE = 32
 _VECTOR = 64
 """Elements that functions are padded to: a multiple of the width of any vectorized loop."""
 _ALIGNMENT = 64
-"""Bytes to which torch aligns new tensors."""
 _MIN_COLUMNS = 16
 """Columns that a product is padded to. For fewer, MKL on AMD gives the rows of a tile different bits."""
 _FUNCTIONS = ("exp", "exp2", "log", "silu", "sigmoid", "cos", "sin")

@@ -30,7 +30,6 @@ from megatron_dppo.parallel.groups import ParallelGroups
 _RANDOM_SIZE = 0.25
 """Size of a random adapter's ``s B A`` relative to the weight of its layer (``Lora.randomized``)."""
 PEFT_PREFIX = "base_model.model."
-"""Prefix that PEFT puts before the names of the model that it wraps."""
 
 
 class Adapters(Module):

@@ -40,7 +40,6 @@ from megatron_dppo_megatron_cpu.grouped_gemm import grouped_linear
 from megatron_dppo_megatron_cpu.layers import rms_norm
 
 Factor = Literal["A", "B"]
-"""One of the two matrices of an adapter."""
 FACTORS: tuple[Factor, ...] = get_args(Factor)
 
 

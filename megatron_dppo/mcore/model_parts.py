@@ -36,13 +36,9 @@ class Placement(NamedTuple):
     """Which model is distributed, and over which ranks."""
 
     hf_config: HfConfig
-    """Transformers configuration of the model."""
     layout: Layout
-    """Checked layout of the ranks."""
     groups: ParallelGroups
-    """Process groups of the layout."""
     platform: Platform
-    """Device of this process."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +48,7 @@ class ModelParts:
     placement: Placement
     megatron_config: TransformerConfig
     models: list[GPTModel]
-    """Model chunks, one per virtual pipeline stage."""
     bridge: Bridge | ProvidedWeights
-    """Conversion between this rank's shards and Hugging Face weights."""
     lora: Lora | None
     """Adapters, which are then the only trained weights. None trains all weights."""
     reference: Callable[[], AbstractContextManager[Any]] | None

@@ -49,7 +49,6 @@ class LossScale(MegatronGradScaler):
         self._good_updates = 0
         """Updates without an overflow since the last change or overflow."""
         self._overflows_left = settings.hysteresis
-        """Overflows until the scale is halved."""
 
     @property
     def value(self) -> float:
@@ -142,7 +141,6 @@ class UpdateResult(NamedTuple):
     applied: bool
     """False if the gradient norm was not finite."""
     grad_norm: float
-    """Global gradient norm before clipping."""
     has_lower_scale: bool = False
     """True if an fp16 overflow was handled by the loss scale, so that training can continue."""
 

@@ -74,9 +74,7 @@ class ReplayDriver:
         self._routers = [router for chunk in self._chunks for router in chunk]
         self.layers = tuple(sorted(router.layer for router in self._routers))
         self._next_batch: list[int] = []
-        """Index of the micro-batch that each chunk runs next."""
         self._recorded: list[dict[int, Tensor]] = []
-        """Recorded routes of each micro-batch, by layer."""
         self._differences: list[dict[int, Tensor]] = []
         """``LayerReplay.differences`` of each micro-batch, by layer."""
 
@@ -254,7 +252,6 @@ class ReplayDriver:
 
 
 BY_LAYER = "router_live_disagreement/"
-"""Prefix of the metrics of single layers."""
 
 
 def with_worst_layer(metrics: Mapping[str, float]) -> dict[str, float]:

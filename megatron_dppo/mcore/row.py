@@ -22,9 +22,7 @@ class MicroBatchRow:
     """One packed micro-batch on the device, with the tokens that this context-parallel rank computes."""
 
     batch: MicroBatch
-    """The micro-batch with all T tokens of the row."""
     targets: TokenTargets
-    """Labels and loss columns of this rank's tokens."""
     plan: RowPlan
     """This rank's tokens that have a loss, and those of them that have a gradient."""
     packing: PackedRow

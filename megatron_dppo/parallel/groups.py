@@ -16,17 +16,12 @@ class ParallelGroups:
     """
 
     tp: ProcessGroup | None = None
-    """Tensor parallel: weights, vocabulary, sequence parallelism."""
     cp: ProcessGroup | None = None
-    """Context parallel."""
     pp: ProcessGroup | None = None
-    """Pipeline parallel."""
     dp_cp: ProcessGroup | None = None
     """Data and context parallel: ranks whose gradients of dense weights are summed."""
     ep: ProcessGroup | None = None
-    """Expert parallel."""
     etp: ProcessGroup | None = None
-    """Expert tensor parallel."""
     edp: ProcessGroup | None = None
     """Expert data parallel: ranks that hold the same experts, and usually the same part of the dense weights."""
     dp: ProcessGroup | None = None
@@ -34,4 +29,3 @@ class ParallelGroups:
     replica: ProcessGroup | None = None
     """Tensor, context and pipeline parallel: ranks that work on the same samples."""
     world: ProcessGroup | None = None
-    """All ranks."""

@@ -130,7 +130,6 @@ def _transfer(message: Tensor | None, move: Callable[[Tensor], object]) -> Tenso
 
 
 _LARGEST = 1 << 30
-"""Largest number of bytes in one collective."""
 _ALIGNED = 16
 """Alignment of tensors in a message, in bytes. No number of a tensor is longer."""
 _TensorRef = tuple[int, torch.dtype, tuple[int, ...], bool]

@@ -10,9 +10,7 @@ import torch
 from megatron_dppo.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Names of dtypes in the configuration."""
 _BY_PRECISION = ("fp32", "fp16", "bf16")
-"""Dtypes from high to low precision."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,6 @@ class Platform:
     """The device of this process and the backend of its collectives."""
 
     device: torch.device
-    """Device that this process trains on."""
     backend: str
     """``nccl`` on CUDA, ``gloo`` on CPU."""
 

@@ -29,11 +29,9 @@ class PackedBatch:
     bins: list[list[int]]
     """Sample indices of each micro-batch, in the order of the packed row."""
     batches: MicroBatches
-    """One packed micro-batch for each bin."""
     totals: BatchTotals
     """Token and sequence counts over all data-parallel ranks."""
     shape: RowShape = field(default_factory=RowShape)
-    """Multiples that rows and sequences are padded to."""
 
     def positions(self, samples: Sequence[TrainingSample]) -> list[tuple[int, slice, int]]:
         """Return ``(sample index, tokens in its packed row, micro-batch index)`` for each sample.

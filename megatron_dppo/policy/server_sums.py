@@ -47,7 +47,6 @@ class LayerCounts:
     """Rows of routes (a token in a layer) by layer; a layer without a router has none."""
 
     rows: tuple[int, ...] = ()
-    """Rows with a route."""
     differ: tuple[int, ...] = ()
     """Rows of them in which the live router chooses other experts."""
 
@@ -73,30 +72,25 @@ class ServerSums(Sums):
     """Sums over the tokens of one source that have a loss.
 
     Here q is |pi - mu| and d is log pi - log mu, between -``LARGEST_DIFFERENCE`` and ``LARGEST_DIFFERENCE``: a single
-    token must not decide a sum.
+    token must not decide a sum. H is the entropy of pi. ``prob_diff`` sums q and ``entropy`` H; a name in ``_square``
+    stands for the squares.
     """
 
     tokens: float
     responses: float
     """Number of responses with such a token."""
     prob_diff: float
-    """Sum of q."""
     prob_diff_square: float
-    """Sum of q^2."""
     log_diff: float
     """Sum of d, with its sign."""
     abs_log_diff: float
-    """Sum of |d|."""
     log_diff_square: float
-    """Sum of d^2."""
     divergence: float
     """Sum of the loss's own divergence of pi from mu."""
     surprise: float
-    """Sum of x = d - log pi - H, with H the entropy of pi. Its mean is 0 for tokens that are sampled from pi."""
+    """Sum of x = d - log pi - H. Its mean is 0 for tokens that are sampled from pi."""
     surprise_square: float
-    """Sum of x^2."""
     entropy: float
-    """Sum of H."""
     ratio_small: float = 0.0
     """Sum of log(1 + a (pi / mu - 1)) for the first of ``RATIO_RATES``, with pi / mu without a limit."""
     ratio_medium: float = 0.0

@@ -110,8 +110,7 @@ class PolicyTrainer:
 
     def update(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """Run one optimizer update from this rank's micro-batches, equally many on every rank."""
-        metrics = self.accumulate(batches, objective)
-        return self.apply(metrics)
+        return self.apply(self.accumulate(batches, objective))
 
     def accumulate(
         self,
@@ -197,23 +196,20 @@ class PolicyTrainer:
         if self._noise is not None:
             metrics = {**metrics, **self._noise.step(loss_scale, applied=update.applied)}
         self.policy_version += int(update.applied)
-        return StepResult(
-            policy_version=self.policy_version,
-            grad_norm=update.grad_norm,
-            learning_rate=float(self.optimizer.megatron.param_groups[0]["lr"]),
-            skipped=not update.applied,
-            has_lower_scale=update.has_lower_scale,
-            metrics=metrics if scale is None else {**metrics, "loss_scale": scale.value},
+        if scale is not None:
+            metrics = {**metrics, "loss_scale": scale.value}
+        return self._result(
+            metrics, update.grad_norm, skipped=not update.applied, has_lower_scale=update.has_lower_scale
         )
 
     def skip(self, metrics: dict[str, float]) -> StepResult:
         """Leave the weights and the optimizer's state as they are: no token of the mini-batch has a loss."""
+        return self._result(metrics, 0.0, skipped=False)
+
+    def _result(self, metrics: dict[str, float], grad_norm: float, **flags: bool) -> StepResult:
+        rate = float(self.optimizer.megatron.param_groups[0]["lr"])
         return StepResult(
-            policy_version=self.policy_version,
-            grad_norm=0.0,
-            learning_rate=float(self.optimizer.megatron.param_groups[0]["lr"]),
-            skipped=False,
-            metrics=metrics,
+            policy_version=self.policy_version, grad_norm=grad_norm, learning_rate=rate, metrics=metrics, **flags
         )
 
     def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
@@ -239,11 +235,7 @@ class PolicyTrainer:
 
         Routes exist for the layers of this pipeline stage only, the ones whose routers will replay them.
         """
-        assert self._replay is not None
-        self.optimizer.finish_overlapped_gather()
-        with self._routing(batches, "record") as plain:
-            logprobs = forward_logprobs(self._chunks, plain, self._head, self._cp_group)
-        return logprobs, self._replay.recorded_routes(batches)
+        return self.token_logprobs(batches, "record", _logprobs)
 
     def token_logprobs(
         self,
@@ -352,3 +344,7 @@ class PolicyTrainer:
         if self._noise is not None:
             self._noise.load(state.get("layer_noise"))
         return state
+
+
+def _logprobs(head: OutputHead, hidden: Tensor, row: MicroBatchRow) -> Tensor:
+    return head.statistics(hidden, row).logprobs

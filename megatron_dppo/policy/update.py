@@ -48,7 +48,6 @@ class _Gradient(NamedTuple):
     """Accumulated gradient of a mini-batch, in the trainer, and what belongs to it."""
 
     samples: list[TrainingSample]
-    """Samples that this rank trained on."""
     packed: PackedBatch
     records: list[RowRecord] | None
     metrics: dict[str, float]
@@ -135,10 +134,8 @@ class Updater:
                     version = self._trainer.policy_version
                     self._recorder.add(gradient.samples, gradient.packed, gradient.records, version)
                 with clock.part("optimizer"):
-                    if gradient.packed.totals.num_tokens:
-                        result = self._trainer.apply(gradient.metrics)
-                    else:
-                        result = self._trainer.skip(gradient.metrics)
+                    has_tokens = gradient.packed.totals.num_tokens > 0
+                    result = (self._trainer.apply if has_tokens else self._trainer.skip)(gradient.metrics)
                 yield result
 
     def _accumulate(
@@ -172,10 +169,9 @@ class Updater:
             del teacher_targets
         sums: dict[TokenSource, ServerSums] = {}
         if with_sums:
-            trainer = self._trainer
-            differences = trainer.route_differences(batches)
-            local = sum_by_server(samples, packed, records or [], trainer.policy_version, differences)
-            sums = gather_sums(local, trainer.groups)
+            differences = self._trainer.route_differences(batches)
+            local = sum_by_server(samples, packed, records or [], self._trainer.policy_version, differences)
+            sums = gather_sums(local, self._trainer.groups)
         return _Gradient(samples, packed, records, metrics, sums)
 
     def add_recomputed(self, samples: Sequence[TrainingSample], clock: Clock) -> list[TrainingSample]:
@@ -286,13 +282,13 @@ class Updater:
         units = packing_units(samples, trainer.row_shape, joins_segments=self._joins_segments)
         local = [(unit.num_tokens, len(unit.indices)) for unit in units]
         rank_units = all_gather_objects(local, group)
-        lengths = [[length for length, _ in each] for each in rank_units]
+        lengths = [length for each in rank_units for length, _ in each]
         sizes = [size for each in rank_units for _, size in each]
 
         # Every rank computes the same assignment from the lengths of all units, so none has to be sent.
         assignment = assign_samples(
-            [length for rank_lengths in lengths for length in rank_lengths],
-            len(lengths),
+            lengths,
+            len(rank_units),
             self._train.micro_batch_tokens,
             attention_length=trainer.attention_length,
             lockstep=trainer.layout.lockstep_ranks,
@@ -300,7 +296,7 @@ class Updater:
         )
         target_ranks = {i: target for target, rows in enumerate(assignment) for row in rows for i in row}
         outgoing: list[list[TrainingSample]] = [[] for _ in rank_units]
-        first_index = sum(map(len, lengths[:rank]))
+        first_index = sum(map(len, rank_units[:rank]))
         for i, unit in enumerate(units, first_index):
             outgoing[target_ranks[i]] += [samples[n] for n in unit.indices]
 

@@ -48,7 +48,6 @@ class Divergence(NamedTuple):
     name: str
     """``reverse_kl``, KL(policy || teacher), or ``forward_kl``, KL(teacher || policy)."""
     coef: float = 1.0
-    """Factor of the divergence in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

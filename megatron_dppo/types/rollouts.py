@@ -46,7 +46,6 @@ class PromptLimits:
     """Limits of one source of prompts. None uses the limit of the run."""
 
     source: str
-    """Name of the source in ``[data.sources]``."""
     max_new_tokens: int | None = None
     max_calls: int | None = None
     max_segments: int | None = None
@@ -67,7 +66,6 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the data row."""
     source: str = ""
-    """Name of the source, as in ``[data.sources]``."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The row's chat messages. None if the row has a plain string."""
     is_task: bool = False
@@ -99,7 +97,6 @@ class ToolTime(NamedTuple):
     """Index of the last token of that response."""
     seconds: float
     tools: tuple[str, ...]
-    """Names of the tools."""
 
 
 class SegmentCredit(NamedTuple):

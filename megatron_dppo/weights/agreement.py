@@ -49,7 +49,6 @@ class Explanation(NamedTuple):
     odds: float
     """``Distance.odds`` under this meaning."""
     factor: float = 1.0
-    """Factor of ``scaled``."""
     offset: float = 0.0
     """Nats that ``offset`` adds to every token: a filter that allows a part of the probability, or a constant."""
     other_odds: float = float("inf")

@@ -42,7 +42,6 @@ class _TargetSlot(NamedTuple):
     """Server tensor that a sent tensor becomes a part of."""
 
     target: str
-    """Name in the server."""
     sent_as: str
     slot: int = 0
     """Index of the part in the target."""
@@ -59,7 +58,6 @@ _EXPERT = re.compile(
 _LINEAR = re.compile(r"(?P<prefix>.*\.linear_attn\.in_proj)_(?P<part>qkv|z|b|a)\.(?P<kind>weight|weight_scale_inv)")
 """Input projections of Qwen3.5's linear attention; those of Qwen3-Next are fused on disk."""
 _LATENT = re.compile(r"(?P<prefix>.*\.self_attn)\.(?P<part>q_a_proj|kv_a_proj_with_mqa)\.(?P<kind>weight)")
-"""Down projections of latent attention."""
 _MLP = re.compile(r"(?P<prefix>.*)\.(?P<part>gate|up)_proj\.(?P<kind>weight|weight_scale_inv)")
 _COLUMNS = re.compile(r".*\.(o|down)_proj\.(weight|weight_scale_inv)")
 _HELD_IN_FP32 = ".linear_attn.A_log"

@@ -33,7 +33,6 @@ class MemorySharing:
     """For each rank of a server, the trainer's rank on the same device; by URL."""
     bucket_bytes: int
     dtype: torch.dtype
-    """Dtype that the weights are sent in."""
     tied: bool
     """The output layer is the embedding and is sent under both names."""
     group: ProcessGroup | None

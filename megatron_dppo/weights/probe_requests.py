@@ -38,11 +38,8 @@ class ProbeExpectation:
     prompt_token_ids: tuple[int, ...]
     """Trainer's tokens of the text, without special tokens."""
     vocab_size: int
-    """Vocabulary size of the trainer's model."""
     end_tokens: tuple[int, ...]
-    """Tokens that end a response."""
     special_tokens: tuple[int, ...] = ()
-    """See ``Contract``."""
     temperature: float
     dtype: str
     """Coarser dtype of server and trainer: ``fp32``, ``bf16`` or ``fp16``."""
@@ -52,7 +49,6 @@ class ProbeExpectation:
     topk_logprobs: int = 0
     routing: RoutingShape | None = None
     max_new_tokens: int = 64
-    """Limit of one request."""
     enough_tokens: int = 64
     """Number of tokens in all responses together; more requests of the same prompt follow until it is reached."""
     policy_version: int | None = None

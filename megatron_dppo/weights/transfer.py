@@ -29,7 +29,6 @@ from megatron_dppo_engines.server import InferenceServer, transfer_group_name
 Weights = Iterator[tuple[str, Tensor]]
 Tensors = list[tuple[str, Tensor]]
 Description = tuple[list[str], list[str], list[list[int]]]
-"""Names, dtypes and shapes of a bucket's tensors."""
 _LEAVE_SECONDS = 10.0
 _OTHER_FAILED = "another server of the broadcast failed"
 
@@ -96,7 +95,6 @@ class BroadcastTransfer:
         self._transport = transport
         self._group: Any = None
         self.members: tuple[str, ...] = ()
-        """URLs of the servers in the group."""
 
     async def send(self, weights: Weights, attempt: Attempt, last_versions: Mapping[str, int]) -> None:
         """Send the weights to the paused servers, from ``begin_update`` to ``end_update``.

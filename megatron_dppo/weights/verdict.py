@@ -35,9 +35,7 @@ class Tolerance:
     largest: float
     """Bound of |log p - log q| of one token, in nats."""
     probability: float
-    """Bound of the mean |p - q|."""
     odds: float
-    """Bound of ``Distance.odds``."""
     unexplained: float
     """``Distance.odds`` up to which no other explanation is considered."""
     routes: float
@@ -128,12 +126,14 @@ class _ResponseCheck:
         self._readings = readings
         self._tolerance = TOLERANCES[expected.dtype]
         self._reported = [g.logprobs.double().numpy() for g in response.generations]
+        self._all_reported = np.concatenate(self._reported)
+        self._all_computed = np.concatenate([reading.logprobs for reading in readings])
 
     def result(self) -> ProbeResult:
         """Return the result, or raise the error of the first part that differs."""
         # The order matters: wrong weights make everything else look wrong, too.
         live = [reading.logprobs for reading in self._readings]
-        measured = distance(np.concatenate(self._reported), np.concatenate(live))
+        measured = distance(self._all_reported, self._all_computed)
         self._check_meaning(live, measured)
         replayed = [r.replayed_logprobs for r in self._readings if r.replayed_logprobs is not None]
         if not replayed:
@@ -141,7 +141,7 @@ class _ResponseCheck:
                 self._refuse(self._describe_cause(measured))
             return ProbeResult(logprobs=measured, replayed=None, topk=self._check_topk(), routes=None)
         counts = sum((r.routes for r in self._readings if r.routes is not None), RouteCounts())
-        with_routes = distance(np.concatenate(self._reported), np.concatenate(replayed))
+        with_routes = distance(self._all_reported, np.concatenate(replayed))
         self._check_routes(counts, measured, with_routes)
         return ProbeResult(logprobs=measured, replayed=with_routes, topk=self._check_topk(), routes=counts.share)
 
@@ -150,20 +150,18 @@ class _ResponseCheck:
 
     def _describe_distance(self, measured: Distance) -> str:
         tolerance = self._tolerance
-        count = sum(map(len, self._reported))
         largest = "" if tolerance.largest == float("inf") else f", {measured.largest:.2g} at most"
         allowed = "" if tolerance.largest == float("inf") else f", {tolerance.largest:g}"
         return (
             f"its log-probabilities differ from the trainer's by {measured.mean:.2g} on average{largest}, its "
             f"probabilities by {measured.probability:.2g}, its log-odds by {measured.odds:.2g} in the median over "
-            f"{count} tokens; {self._expected.dtype} allows {tolerance.mean:g}{allowed}, {tolerance.probability:g} and "
-            f"{tolerance.odds:g}"
+            f"{len(self._all_reported)} tokens; {self._expected.dtype} allows {tolerance.mean:g}{allowed}, "
+            f"{tolerance.probability:g} and {tolerance.odds:g}"
         )
 
     def _check_meaning(self, live: list[Array], measured: Distance) -> None:
         """Check the meaning of the sampled tokens' log-probabilities, robustly against single tokens."""
-        reported = np.concatenate(self._reported)
-        computed = np.concatenate(live)
+        reported, computed = self._all_reported, self._all_computed
         # Rounding moves none by more than 1.
         if not reported.any() and computed.min() < -1:
             self._refuse(
@@ -213,18 +211,15 @@ class _ResponseCheck:
         info = self._response.info
         numbers = self._describe_distance(measured)
         if self._looks_filtered():
+            filtered = f"after top-p, top-k or min-p or over a smaller vocabulary ({numbers})."
+            probable = "filtered distribution: every token is at least as probable as in training, as"
             if info.policy_version > 0:
                 # A filter would have shown in the first probe. Samples of other weights are more probable under those.
                 return (
-                    "stale response or filtered distribution: every token is at least as probable as in training, as "
-                    "in a response that earlier weights gave (a cache in between, a sync that had no effect), or after "
-                    f"top-p, top-k or min-p or over a smaller vocabulary ({numbers}). {_GATEWAY}. If it filters: "
-                    f"{_FILTERED[info.engine]}"
+                    f"stale response or {probable} in a response that earlier weights gave (a cache in between, a sync "
+                    f"that had no effect), or {filtered} {_GATEWAY}. If it filters: {_FILTERED[info.engine]}"
                 )
-            return (
-                "filtered distribution: every token is at least as probable as in training, as after top-p, top-k or "
-                f"min-p or over a smaller vocabulary ({numbers}). {_FILTERED[info.engine]}"
-            )
+            return f"{probable} {filtered} {_FILTERED[info.engine]}"
         if self._differs_in_some_tokens(measured):
             return (
                 f"wrong log-probabilities of some tokens: most tokens agree, so its weights are right ({numbers}). "
@@ -245,21 +240,20 @@ class _ResponseCheck:
             )
         return cause
 
-    def _differences(self) -> Array:
-        return np.concatenate(self._reported) - np.concatenate([reading.logprobs for reading in self._readings])
-
     def _differs_in_some_tokens(self, measured: Distance) -> bool:
         """Return True if most tokens agree to the dtype's rounding. Other weights move every token."""
         tolerance = self._tolerance
         # The log-odds count tokens that are not nearly certain; 0 means that there are too few of them.
         agrees = 0 < measured.odds <= tolerance.unexplained
-        return bool(agrees and np.median(np.abs(self._differences())) <= min(tolerance.mean, tolerance.unexplained))
+        return bool(
+            agrees
+            and np.median(np.abs(self._all_reported - self._all_computed)) <= min(tolerance.mean, tolerance.unexplained)
+        )
 
     def _is_permuted(self) -> bool:
         """Return True if the reported numbers are the trainer's in another order."""
-        reported = np.sort(np.concatenate(self._reported))
-        computed = np.sort(np.concatenate([reading.logprobs for reading in self._readings]))
-        return distance(reported, computed).mean <= min(self._tolerance.mean, self._tolerance.unexplained)
+        in_order = distance(np.sort(self._all_reported), np.sort(self._all_computed))
+        return in_order.mean <= min(self._tolerance.mean, self._tolerance.unexplained)
 
     def _looks_filtered(self) -> bool:
         """Return True if the response looks like that of a filtered distribution.
@@ -270,7 +264,7 @@ class _ResponseCheck:
         topk = [g.topk_logprobs for g in self._response.generations if g.topk_logprobs is not None]
         if any(bool((values == float("-inf")).any()) for values in topk):
             return True
-        difference = self._differences()
+        difference = self._all_reported - self._all_computed
         noise = min(self._tolerance.mean, self._tolerance.unexplained) + 0.1 * np.abs(difference).mean()
         # At most tokens, a usual filter allows at least an eighth of the probability: exp(-2).
         return bool((difference >= -noise).all() and len(difference) >= 8 and np.median(difference) < 2)

@@ -20,7 +20,6 @@ _MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_module
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for module in _MODULES for family in getattr(module, "FAMILIES", ())
 }
-"""Families by ``model_type`` of config.json."""
 ALIASES: Mapping[str, str] = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 """``model_type`` of config.json that transformers does not know -> that of its family."""
 

@@ -134,7 +134,6 @@ LATENT_TINY: Mapping[str, object] = dict(
     qk_rope_head_dim=8,
     v_head_dim=12,
 )
-"""Keys of a tiny model with latent attention."""
 _MOONLIGHT = dict(
     vocab_size=163840,
     hidden_size=2048,

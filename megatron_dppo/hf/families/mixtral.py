@@ -25,7 +25,6 @@ MIXTRAL_NAMES = (
     (".down_proj.", ".w2."),
     (".up_proj.", ".w3."),
 )
-"""Parts of names: ``(in other families, on disk)``."""
 MIXTRAL_EXPERTS = tuple(replace(rule, hf=tuple(rename(name, MIXTRAL_NAMES) for name in rule.hf)) for rule in EXPERTS)
 
 

@@ -74,7 +74,6 @@ class Rule:
     """
 
     megatron: str
-    """Megatron parameter name."""
     hf: tuple[str, ...]
     """Hugging Face weight names, in the order in which they are joined."""
     shard_dim: int | None = None
@@ -106,9 +105,7 @@ class Rule:
 
 
 M = "decoder.layers.{layer}."
-"""Prefix of a layer's parameter names in Megatron."""
 H = "model.layers.{layer}."
-"""Prefix of a layer's weight names in Hugging Face."""
 
 
 def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:

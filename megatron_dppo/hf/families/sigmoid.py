@@ -24,7 +24,6 @@ SIGMOID_TINY: Mapping[str, object] = dict(
     num_mtp_layers=0,
     routed_scaling_factor=2.5,
 )
-"""Keys of a tiny model."""
 _EXPERTS_PER_GROUP_SCORE = 2
 """Number of top experts whose scores add up to a group's score in transformers."""
 
