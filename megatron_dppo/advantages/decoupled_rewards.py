@@ -26,17 +26,9 @@ def decoupled_advantages(parts: Mapping[str, Tensor], weights: Mapping[str, floa
         >>> decoupled_advantages(parts, {"right": 1.0, "short": 0.5}, torch.ones(1, 2, dtype=torch.bool))
         tensor([[ 0.3535, -0.3535]])
 
-    Args:
-        parts: ``[groups, samples]`` of each part, by name.
-        weights: Weight of each part. A part with weight 1 and values up to 0.1 counts as much as one with values up to
-            1, since both are divided by their deviation.
-        valid: ``[groups, samples]`` bool; False = the reward failed, its value is ignored.
-
-    Returns:
-        ``[groups, samples]``; exactly 0 for invalid samples and for groups in which no part has a spread.
-
-    Raises:
-        ValueError: A valid part is not finite.
+    ``parts`` are ``[groups, samples]``. A part with weight 1 and values up to 0.1 counts as much as one with values up
+    to 1, since both are divided by their deviation. Exactly 0 for invalid samples and for groups in which no part has a
+    spread.
     """
     terms = [weight * group_relative_advantages(parts[name], "std", valid) for name, weight in weights.items()]
     return torch.stack(terms).sum(0)

@@ -24,15 +24,8 @@ def greedy_advantages(rewards: Tensor, baselines: Tensor, baseline_valid: Tensor
         >>> greedy_advantages(rewards, torch.tensor([1.0]), torch.tensor([True]), valid)
         tensor([[-1., -1.]])
 
-    Args:
-        rewards: ``[groups, samples]`` float.
-        baselines: Rewards of the greedy responses. Shape ``[groups]``.
-        baseline_valid: ``[groups]`` bool; False = that reward failed.
-        valid: ``[groups, samples]`` bool; False = the reward failed, its value is ignored.
-
-    Returns:
-        ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples and for groups without a
-        baseline.
+    ``baselines [groups]`` are the rewards of the greedy responses, ``baseline_valid`` False where one failed. Exactly 0
+    for invalid samples and for groups without a baseline.
     """
     baseline = baselines.to(rewards.dtype).unsqueeze(1)
     return torch.where(valid & baseline_valid.unsqueeze(1), rewards - baseline, 0.0)

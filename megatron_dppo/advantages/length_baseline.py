@@ -18,19 +18,13 @@ from megatron_dppo.types import RolloutGroup
 def length_weighted_advantages(rewards: Tensor, lengths: Tensor, valid: Tensor) -> Tensor:
     """Return each reward minus the length-weighted mean of its group.
 
+    ``lengths [groups, samples]`` count sampled tokens, at least 1 where valid. Exactly 0 for invalid samples and for
+    groups without spread: verl gives a group of one sample its reward; here it has no spread.
+
     Example:
         >>> rewards, lengths = torch.tensor([[1.0, 0.0]]), torch.tensor([[30, 10]])
         >>> length_weighted_advantages(rewards, lengths, torch.ones(1, 2, dtype=torch.bool))
         tensor([[ 0.2500, -0.7500]])
-
-    Args:
-        rewards: ``[groups, samples]`` float.
-        lengths: ``[groups, samples]`` sampled tokens, at least 1 where valid.
-        valid: ``[groups, samples]`` bool; False = the reward failed, its value is ignored.
-
-    Returns:
-        ``[groups, samples]`` in the dtype of ``rewards``; exactly 0 for invalid samples and for groups without spread.
-        verl gives a group of one sample its reward; here it has no spread.
     """
     known = torch.where(valid, rewards, 0.0).double()
     weights = torch.where(valid, lengths, 0)

@@ -54,19 +54,13 @@ def save_hf_folder(
     are not trained (vision model, layers for further tokens) are copied. What ``source`` stores in fp32 beside weights
     of 16 bits (norms of Qwen3.5's linear attention) stays in fp32.
 
-    The folder appears complete and synced to disk, by a rename, and replaces an older one of that name. The stream is
-    consumed to its end in any case. A rank holds the tensors of one file at a time. Tensors of a stream that is
-    quantized already keep their dtypes.
+    The folder appears complete and synced to disk, by a rename, and replaces an older one of that name. The stream, the
+    same on all ranks of ``group``, is consumed to its end in any case. A rank holds the tensors of one file at a time,
+    of ``max_shard_bytes`` or one larger tensor; file k is written by rank k modulo their number. Tensors of a stream
+    that is quantized already keep their dtypes.
 
-    Args:
-        target: Folder on a file system that all ranks of ``group`` see.
-        source: Folder with ``config.json`` and the tokenizer.
-        weights: Full tensors by Hugging Face name, the same on all ranks.
-        dtype: Dtype to write. None: every tensor keeps its dtype, and config.json its entry.
-        config: Content of config.json. None: that of ``source``.
-        group: Ranks that call this together; file k is written by rank k modulo their number. None: this rank alone.
-        max_shard_bytes: Size of one file; a larger tensor gets a file of its own.
-        quantization: Quantization of the weights after they are rounded to ``dtype``. None: not quantized.
+    ``dtype`` None keeps every tensor's dtype, and config.json's entry. ``config`` is the content of config.json; None
+    takes that of ``source``. ``quantization`` applies to the weights after they are rounded to ``dtype``.
 
     Raises:
         DiskError: On all ranks, if one of them cannot write.

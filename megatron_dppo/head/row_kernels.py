@@ -60,25 +60,17 @@ def row_gradient(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits from that of log p(label) and, if given, that of the entropy.
+    """Return the gradient of ``logits [n, W]`` from that of log p(label) and, if given, of the entropy, in ``out``.
 
-    ``([j = label] g - p_j (g + e (log p_j + H))) / temperature`` with ``p_j log p_j = 0`` where p_j = 0.
+    ``([j = label] g - p_j (g + e (log p_j + H))) / temperature`` with ``p_j log p_j = 0`` where p_j = 0, and 0 in the
+    padding.
 
-    Args:
-        logits: ``[n, W]`` as in ``row_statistics``.
-        shard_size: Entries of the shard that are not padding; the gradient of the others is 0.
-        labels: ``[n]`` int64 index in this shard, -1 = not of this shard.
-        maximum: ``[n]`` the largest logit of the whole row over all shards, before the temperature.
-        total: ``[n]`` sum of exp((logit - maximum) / temperature) of the whole row.
-        grad_logprobs: ``[n]`` g.
-        grad_entropy: ``[n]`` e; None = no gradient of the entropy.
-        entropy: ``[n]`` H of the whole row; needed with ``grad_entropy``.
-        temperature: Divides the logits.
-        out: ``[n, W]`` receives the gradient. It may lie in the memory of ``logits`` if its row i begins where row i of
-            the logits begins, and its elements are not larger: ``logits`` itself, or a bf16 or fp16 view of it.
+    ``labels`` are as in ``row_statistics``. Of the whole row over all shards, ``[n]`` each: ``maximum`` the largest
+    logit before the temperature, ``total`` the sum of exp((logit - maximum) / temperature), ``grad_logprobs`` g,
+    ``grad_entropy`` e, ``entropy`` H, which is needed with e.
 
-    Returns:
-        ``out``.
+    ``out [n, W]`` may lie in the memory of ``logits`` if its row i begins where row i of the logits begins, and its
+    elements are not larger: ``logits`` itself, or a bf16 or fp16 view of it.
     """
     triton = _triton_kernels(logits)
     function = row_gradient_torch if triton is None else triton.row_gradient

@@ -93,34 +93,14 @@ def vocab_parallel_head_stats(
 ) -> HeadStatistics:
     """Log-probabilities, entropy and Top-K of ``softmax((hidden @ weight.T + bias) / temperature)`` over the group.
 
-    Args:
-        hidden: ``[T, H]`` float32, float64, bfloat16 or float16, the same on all ranks. Its gradient is this shard's
-            part: the region that brought it to all ranks sums it.
-        weight: ``[V_local, H]`` this rank's shard, in the dtype of ``hidden``. Not to be changed before backward.
-        labels: ``[T]`` int64 global ids, the same on all ranks, like all other arguments.
-        group: The vocabulary-parallel group; None = not sharded.
-        vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
-        temperature: Divides the logits.
-        bias: ``[V_local]`` or None.
-        ids: ``[T, K]`` int64 global ids; the valid ones of a row are distinct, and the label may be one of them.
-        ids_valid: ``[T, K]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
-        sampling_mask: Sampling masks of T rows, which include the labels. The softmax is over them. None: no filter.
-        topk: Number k of most probable ids to find, from 0 to V; ties go to the lower id.
-        needs: Statistics that a loss needs, and those with a gradient.
-        plan: Rows that matter. None means all. The gradient of rows that it says have none is not computed.
-        chunk_tokens: Rows in a chunk; None = ``default_chunk_tokens``.
-        accumulate_main_grad: Add the weight's gradient to ``weight.main_grad`` in backward, as Megatron's
-            ``gradient_accumulation_fusion`` does; ``weight.grad`` then gets zeros.
-        round_weight_gradient: As in ``dppo_head_loss``.
+    The arguments, their checks and errors are those of ``dppo_head_loss``, with these differences. The gradient of
+    ``hidden`` is this shard's part: the region that brought it to all ranks sums it. ``weight`` must not be changed
+    before backward. Of a row of ``ids [T, K]`` (int64, global) the valid ones are distinct, and the label may be one of
+    them; what stands in a slot with ``ids_valid`` False is ignored. The ``topk`` most probable ids are found too; ties
+    go to the lower id. ``accumulate_main_grad`` adds the weight's gradient to ``weight.main_grad`` in backward, as
+    Megatron's ``gradient_accumulation_fusion`` does; ``weight.grad`` then gets zeros.
 
-    Returns:
-        The statistics. A row whose logits are all -inf has no distribution and gives NaN.
-
-    Raises:
-        ValueError: Before any collective: shapes, dtypes or devices do not fit, the shards cannot hold the vocabulary,
-            the temperature is not positive, a label or a valid id is outside the vocabulary (on CUDA a device-side
-            assertion, as for the next), a valid id stands twice in its row, there are more ids than the vocabulary
-            has, a label is outside its sampling mask, or ``main_grad`` does not fit.
+    A row whose logits are all -inf has no distribution and gives NaN.
 
     Long because the docstring states the contract of every argument; the body is a list of steps.
     """

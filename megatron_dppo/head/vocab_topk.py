@@ -50,25 +50,10 @@ def vocab_parallel_statistics(
     precision where the set holds almost all of the mass. Only a mass below the smallest positive number of the dtype
     (1e-45 of the largest probability in fp32) becomes 0.
 
-    Args:
-        logits: ``[T, V_local]`` this rank's shard, any float dtype; ``-inf`` means probability 0. Not to be changed in
-            place before backward.
-        labels: ``[T]`` int64 global ids, the same on all ranks of the group.
-        group: The vocabulary-parallel group; None = not sharded.
-        vocab_size: V without padding. Padded entries (global id >= V) never enter the softmax and get gradient 0.
-        temperature: Divides the logits.
-        ids: ``[T, S]`` int64 global ids, the same on all ranks; the valid ones of a row are distinct. None = no set,
-            which costs nothing over ``vocab_parallel_logprobs``.
-        ids_valid: ``[T, S]`` bool, False = an unused slot; whatever stands there is ignored. Goes with ``ids``.
-
-    Returns:
-        The statistics. A row whose entries are all ``-inf`` has no distribution and gives NaN.
-
-    Raises:
-        ValueError: Before any collective: shapes or dtypes do not fit, the shards cannot hold the vocabulary, the
-            temperature is not positive, a label or a valid id is outside the vocabulary, or a valid id stands twice in
-            its row. On CUDA bad labels and ids are device-side assertions instead, because a check on the host would
-            wait for the device.
+    The arguments, their checks and errors are those of ``vocab_parallel_logprobs``. The logits must not be changed in
+    place before backward. Of a row of ``ids [T, S]`` (int64, global, the same on all ranks) the valid ones are
+    distinct; what stands in a slot with ``ids_valid`` False is ignored. Without a set it costs nothing over
+    ``vocab_parallel_logprobs``. A row whose entries are all ``-inf`` has no distribution and gives NaN.
     """
     _check_ids(logits, ids, ids_valid, vocab_size)
     return VocabStatistics(*statistics_at(logits, labels, ids, ids_valid, group, vocab_size, temperature))

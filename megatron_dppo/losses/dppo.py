@@ -78,16 +78,8 @@ def dppo_reference(
 ) -> Tensor:
     """Return the loss of DPPO-Binary-TV in plain torch, as a scalar.
 
-    It is the same sum as ``policy_loss``, without metrics, penalties and other options. Read it to understand the
-    loss; tests compare ``policy_loss`` with it.
-
-    Args:
-        logprobs: Log pi. Shape [num_tokens].
-        rollout_logprobs: Log mu, the anchor. Shape [num_tokens].
-        advantages: Shape [num_tokens].
-        mask: The loss mask, bool. Shape [num_tokens].
-        threshold: Trust region, a total variation.
-        ratio_cap: C in min(r, C).
+    It is the same sum as ``policy_loss``, without metrics, penalties and other options. Read it to understand the loss;
+    tests compare ``policy_loss`` with it. All tensors are ``[num_tokens]``; the threshold is a total variation.
     """
     log_ratio = logprobs.detach() - rollout_logprobs
     # Binary TV (equation 13): how much probability of the sampled token has moved since it was sampled.

@@ -31,8 +31,10 @@ class Loss(LossConfig):
     def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
         """Return which tokens are kept, and the term of each with its gradient, ``[T]`` both.
 
-        The ``decision`` is after the mismatch mask and the user's mask, and ``inputs`` have the loss mask of
-        ``tokens``.
+        Args:
+            inputs: Inputs of the loss, with the loss mask of ``tokens``.
+            tokens: The prepared inputs.
+            decision: Result of ``decide``, after the mismatch mask and the user's mask.
         """
         # Loads torch, which a configuration does without.
         from megatron_dppo.losses.decision import policy_term

@@ -29,7 +29,11 @@ _TOPK = ("topk_logprobs", "rollout_topk_logprobs", "topk_valid", "topk_other_log
 def call_user_loss(
     function: UserFunction, options: dict[str, Any], inputs: LossInputs, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """Return the term of each token, 0 outside the mask, and which tokens the user's loss keeps; ``[T]`` each."""
+    """Return the term of each token, 0 outside the mask, and which tokens the user's loss says to keep; ``[T]`` each.
+
+    Raises:
+        FunctionError: It raised, or returned something else than finite numbers with a gradient.
+    """
     everything = torch.ones_like(tokens.mask)
     # A rank without rows takes part with an empty chunk; a user's function need not handle 0 tokens. The product keeps
     # the graph.

@@ -104,13 +104,9 @@ def missing_build_tools() -> list[str]:
 
 
 def load_extension(name: str, cpp_sources: str, functions: list[str] | None = None, **options: Any) -> ModuleType:
-    """Return the extension, compiled by whichever process needs it first.
+    """Return the extension, compiled by whichever process needs it first; an ExtensionError if that fails.
 
     The arguments are those of ``torch.utils.cpp_extension.load_inline`` that JSON can hold.
-
-    Raises:
-        ExtensionError: A build tool is missing, the compiler fails or exceeds ``BUILD_SECONDS``, another process builds
-            for longer than ``WAIT_SECONDS``, or the library cannot be loaded.
     """
     request = {"name": name, "cpp_sources": cpp_sources, "functions": functions} | options
     folder = _cache_folder() / f"{name}-{_digest(request)}"

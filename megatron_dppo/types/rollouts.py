@@ -31,9 +31,15 @@ def version_spans(spans: Iterable[VersionSpan], policy_version: int, num_tokens:
 
 
 def token_ages(spans: Iterable[VersionSpan], num_tokens: int, policy_version: int) -> Tensor:
-    """Return the age of each token, float32: optimizer updates between the weights that sampled it and the policy.
+    """Return the age of each token: optimizer updates between the weights that sampled it and the policy.
 
-    A token in no span gets age 0.
+    Args:
+        spans: Weights that sampled the tokens. A token in no span gets age 0.
+        num_tokens: Number of tokens.
+        policy_version: Version of the policy.
+
+    Returns:
+        Float32, shape [num_tokens].
     """
     ages = torch.zeros(num_tokens)
     for span in spans:

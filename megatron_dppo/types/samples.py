@@ -171,7 +171,9 @@ class MicroBatch(TokenTargets):
 class MicroBatches(Sequence[MicroBatch]):
     """Micro-batches that are packed on access, so that the tokens of a step are in memory once, not twice.
 
-    ``make`` returns the micro-batch of an index, always the same. The last one is cached.
+    Args:
+        count: Number of micro-batches.
+        make: Return the micro-batch of an index, always the same. The last one is cached.
     """
 
     def __init__(self, count: int, make: Callable[[int], MicroBatch]) -> None:

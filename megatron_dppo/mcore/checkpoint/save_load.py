@@ -180,9 +180,6 @@ def check_can_save(models: Sequence[GPTModel], optimizer: Optimizer) -> None:
     """Check that a checkpoint of this model and optimizer can be saved, without writing it. A collective.
 
     A run may save for the first time at its end: what makes it impossible has to show before the first step.
-
-    Raises:
-        CheckpointError: Megatron cannot describe the state as one checkpoint.
     """
     try:
         state = run_on_all_ranks(lambda: _sharded_state(models, optimizer, is_loading=False))
@@ -266,9 +263,6 @@ def load_checkpoint(
     """Restore model, optimizer and, on the same layout, random states; a collective of all ranks.
 
     Ranks that hold the same weights divide the reading. The caller checks the files with ``find_damage`` first.
-
-    Raises:
-        CheckpointError: Megatron cannot load the checkpoint into this model.
     """
     template = _sharded_state(models, optimizer, is_loading=True)
     if not same_layout:
