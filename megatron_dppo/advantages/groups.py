@@ -16,10 +16,7 @@ from megatron_dppo.types import RolloutGroup
 def compute_group_advantages(
     groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, penalties: Tensor | None = None
 ) -> Tensor:
-    """Return the advantages of ``train.advantage``, float32 ``[groups, samples]``; all groups have the same size.
-
-    ``penalties [groups, samples]`` are subtracted from the rewards first.
-    """
+    """Return the advantages of the rewards less ``penalties``, float32 ``[groups, samples]``."""
     rewards = group_rewards(groups)
     if penalties is not None:
         rewards = rewards - penalties

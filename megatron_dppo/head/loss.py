@@ -294,11 +294,7 @@ def _totals(run: _HeadCall, pending: _Pending) -> tuple[RowTotals, Tensor | None
 def _differentiate(
     run: _HeadCall, targets: TokenTargets, totals: RowTotals, sums: Tensor | None
 ) -> tuple[LossOutput, Tensor, Tensor | None, Tensor | None]:
-    """Return the loss of some rows and its derivatives.
-
-    The derivatives are by the log-probabilities and entropies ``[n]``, and by the log-probabilities of the ids
-    ``[n, K]``.
-    """
+    """Return the loss of some rows, and its derivatives by log-probabilities, entropies and id log-probabilities."""
     needs = run.needs
     # The loss is differentiated in n log-probabilities (and entropies, slots), not in the logits: these few
     # derivatives are all that ``VocabShard.gradient`` needs to form the gradient of the logits.

@@ -162,10 +162,7 @@ def default_chunk_tokens(rows: int, width: int, device: torch.device, in_flight:
 
 
 def gradient_rows(rows: int, chunk: int, width: int) -> int:
-    """Return the number of rows whose two-byte gradients of ``width`` logits are together in CPU memory.
-
-    It is a multiple of whole chunks, about 192 MB.
-    """
+    """Return how many rows of two-byte gradients are together in CPU memory: whole chunks, about 192 MB."""
     most = max(_CPU_GRADIENT_BYTES // (2 * width), _CPU_GRADIENT_ROWS, chunk)
     times = max(1, -(-rows // most))
     return -(-max(1, -(-rows // times)) // chunk) * chunk

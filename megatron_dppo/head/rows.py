@@ -160,10 +160,7 @@ class VocabShard:
     def statistics(
         self, logits: Tensor, labels: Tensor, ids: Tensor | None, *, squares: bool = False, overwrite: bool = False
     ) -> Tensor:
-        """Return the row statistics of this shard, ``[n, 4 + K]``, or ``[n, 5 + K]`` with squares.
-
-        See ``row_kernels.row_statistics``. With ``overwrite`` exponentials replace the logits.
-        """
+        """Return ``row_kernels.row_statistics`` of this shard; with ``overwrite`` exponentials replace the logits."""
         if overwrite:
             return row_statistics_torch(logits, self.shard_size, labels, ids, self.temperature, squares, overwrite=True)
         return row_statistics(logits, self.shard_size, labels, ids, self.temperature, squares)

@@ -50,10 +50,7 @@ def merge_candidates(parts: Tensor, k: int, totals: RowTotals, temperature: floa
 
 
 class HeadStatistics(NamedTuple):
-    """Per-token statistics in nats, fp32, or float64 for float64 inputs; equal on all ranks of the group.
-
-    Rows outside the plan are 0.
-    """
+    """Per-token statistics in nats, fp32 or float64, equal on all ranks of the group; 0 in rows outside the plan."""
 
     logprobs: Tensor
     """[T] log p(label), with gradient"""

@@ -24,10 +24,7 @@ from megatron_dppo.types import LossOutput, Metric, SlotSums
 
 
 def narrow(shard_statistics: Tensor, labels: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
-    """Reduce a shard's row statistics, ``[n, 4 + K]`` or one column more, to the ``[n, 4]`` that it sends.
-
-    ``labels`` and ``ids`` are global.
-    """
+    """Reduce a shard's row statistics to the ``[n, 4]`` that it sends; ``labels`` and ``ids`` are global."""
     once = ~((ids == labels[:, None]) & valid).any(1, keepdim=True)  # a label that is an id too counts once
     # Column o leaves out the label and the ids; their exponentials are added to it. An entry of another shard is -inf
     # here, and adds 0.

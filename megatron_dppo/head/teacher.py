@@ -63,10 +63,7 @@ def merge_totals(parts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def shard_kls(student: Side, teacher: Side, shard_size: int, temperature: float) -> Tensor:
-    """Return this shard's part of KL(p || q) and KL(q || p), ``[n, 2]``, p the student's and q the teacher's.
-
-    The teacher's logits become its log-probabilities.
-    """
+    """Return this shard's part of both KLs, ``[n, 2]``; the teacher's logits become its log-probabilities."""
     kls = student.maximum.new_zeros(len(student.maximum), len(COLUMN))
     if not shard_size or not len(kls):
         return kls

@@ -105,10 +105,7 @@ def _store_sums(
     log2_scale: tl.tensor,
     SQUARES: tl.constexpr,
 ) -> tl.tensor:
-    """Merge the threads' sums into the first three numbers of the row, and return the shift of its logits.
-
-    With ``SQUARES`` also into the number at ``at_squares``.
-    """
+    """Merge the threads' sums into the numbers of the row, and return the shift of its logits."""
     maximum = tl.max(maxima, 0)
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     step = tl.maximum((maxima - shift) * log2_scale, _UNDERFLOW)

@@ -216,10 +216,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
 def _sum_shard(
     z: Tensor, sums: Tensor, is_local: Tensor, index: Tensor, in_set: Tensor | None, slots: Tensor | None
 ) -> None:
-    """Write this shard's sums s, u, y into the rows of ``sums``, and overwrite ``z``.
-
-    With a set of ids also o, the sum of squares and y_i.
-    """
+    """Write this shard's sums (s, u, y; o, q, y_i with ids) into the rows of ``sums``, and overwrite ``z``."""
     sums[2] = torch.where(is_local, z.gather(1, index[:, None]).squeeze(1), 0.0)
     if in_set is not None and slots is not None:
         sums[5:] = torch.where(in_set, z.gather(1, slots), 0.0).T

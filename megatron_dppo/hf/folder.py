@@ -251,10 +251,7 @@ def build_hf_model(hf_config: HfConfig, dtype: torch.dtype, seed: int | None = N
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a weight is stored and sent.
-
-    It is the model's, except for router biases, decays of linear attention and the scales of FP8 blocks: fp32.
-    """
+    """Return the dtype in which a weight is stored: the model's; fp32 for router biases, decays and FP8's scales."""
     return torch.float32 if name.endswith(_FP32_SUFFIXES) else dtype
 
 

@@ -24,6 +24,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Dtypes of unquantized weights, by their names in safetensors files."""
 _BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+"""Rotary frequencies, buffers that old folders hold and that follow from config.json."""
 
 
 class WeightSource(Protocol):
@@ -34,11 +35,6 @@ class WeightSource(Protocol):
 
     def names(self) -> set[str]:
         """Return all names."""
-
-
-def is_known_buffer(name: str) -> bool:
-    """Return True for a buffer that old folders hold and that follows from config.json: rotary frequencies."""
-    return _BUFFER.fullmatch(name) is not None
 
 
 class FolderWeights:
@@ -61,7 +57,7 @@ class FolderWeights:
         for name, file in weight_map.items():
             if name not in stored[file]:
                 raise CheckpointError(f"Expected {name} in {file}, as {INDEX} says, got none. Copy the folder again.")
-        self.buffers = sorted(filter(is_known_buffer, weight_map))
+        self.buffers = sorted(filter(_BUFFER.fullmatch, weight_map))
         self.carried = {n: StoredWeight(handles[file], n) for n, file in weight_map.items() if is_carried(n)}
         self._files: dict[str, StoredWeight] = {}
         files_by_name = {name: handles[file] for name, file in weight_map.items()}

@@ -27,10 +27,7 @@ _PREFIX = "counterfactual"
 
 @torch.no_grad()
 def policy_metrics(tokens: Tokens, decision: Decision, keep: Tensor, cap: float) -> dict[str, Metric]:
-    """Return means over the loss mask, and the shares of masked tokens among those with a non-zero advantage.
-
-    ``keep`` is the final mask; the weight of ``decision`` is the reported ratio.
-    """
+    """Return means over the loss mask, and the shares of masked tokens among those with a non-zero advantage."""
     count = tokens.mask.sum()
     # pi - mu of the sampled token, with its sign.
     rise = tokens.logprobs.exp() - tokens.rollout_logprobs.exp()

@@ -62,10 +62,7 @@ class StageTensors:
                 self._owners.setdefault(name, (stage, shape, dtype))
 
     def fetch(self, name: str, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``read(tensor)``, called on the stage that has the tensor, on all stages; a collective of them.
-
-        The result of ``read`` has the shape and dtype of the tensor.
-        """
+        """Return ``read(tensor)``, of the tensor's shape and dtype, on all stages; a collective of them."""
         stage, shape, dtype = self._owners[name]
         if dist.get_world_size(self._pp) == 1:
             return read(self._local[name])

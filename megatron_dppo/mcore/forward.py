@@ -75,10 +75,7 @@ def forward_backward(
 def forward_logprobs(
     chunks: Sequence[Module], batches: Sequence[MicroBatch], head: OutputHead, cp_group: ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Return the log-probabilities ``[T]`` of the labels of each micro-batch, 0 outside the loss mask.
-
-    The list is empty on all but the last pipeline stage.
-    """
+    """Return the log-probabilities ``[T]`` of the labels of each micro-batch, 0 outside the loss mask."""
     return forward_hidden_states(chunks, batches, lambda row, hidden: head.statistics(hidden, row).logprobs, cp_group)
 
 
@@ -89,10 +86,7 @@ def forward_hidden_states(
     read: Callable[[MicroBatchRow, Tensor], _ResultT],
     cp_group: ProcessGroup | None = None,
 ) -> list[_ResultT]:
-    """Return ``read(row, hidden states)`` of each micro-batch.
-
-    The list is empty on all but the last pipeline stage.
-    """
+    """Return ``read(row, hidden states)`` of each micro-batch; an empty list on all but the last pipeline stage."""
 
     def collect(row: MicroBatchRow, hidden: Tensor) -> tuple[Tensor, Tensor, _ResultT]:
         # Megatron collects the third value of a loss function; the loss and the token count are placeholders.

@@ -169,10 +169,7 @@ class OutputHead:
         return teacher._replace(hidden=hidden)
 
     def statistics(self, hidden: Tensor, row: MicroBatchRow, objective: Objective = SUPERVISED) -> LossInputs:
-        """Return the inputs of a loss over the whole row, 0 outside the loss mask.
-
-        Columns keep their gradient only if the objective needs it.
-        """
+        """Return the inputs of a loss over the whole row, 0 outside the loss mask, with the gradients that it needs."""
         check_slots(row.batch, None)
         if self._fused:
             statistics = self._fused_statistics(hidden, row, objective)
@@ -199,10 +196,7 @@ class OutputHead:
         return TokenLogprobs(inputs.logprobs, raw.logprobs, id_logprobs, raw_id_logprobs, best)
 
     def next_token_logits(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the hidden states ``[B, H]`` at ``positions [B]`` and the logits ``[B, V]`` of their next tokens.
-
-        A collective; the result is the same on all tensor-parallel ranks.
-        """
+        """Return hidden states ``[B, H]`` at ``positions [B]`` and logits ``[B, V]`` of the next tokens."""
         rows = self._gather_hidden(hidden)[positions]
         weight = self.weight()
         local_logits = logits_into(rows, weight, None, rows.new_empty(len(rows), len(weight), dtype=torch.float32))

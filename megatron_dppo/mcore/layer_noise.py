@@ -161,10 +161,7 @@ class LayerNoise:
         return call
 
     def step(self, loss_scale: float, *, applied: bool) -> dict[str, float]:
-        """Step the standard deviations if the update was applied; return their mean and maximum as metrics.
-
-        ``loss_scale`` is the factor that multiplied the loss of the update.
-        """
+        """Step the standard deviations if the update was applied; return their mean and maximum as metrics."""
         std = self.log_std.exp()
         if self._learn and applied:
             self.log_std.grad = self.gradient / loss_scale

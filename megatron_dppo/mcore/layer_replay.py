@@ -22,10 +22,7 @@ _Routed = tuple[Tensor, Tensor]
 
 
 class ReplayCounts:
-    """Counts of all routers of a rank during one run of the schedule, for the L layers of the whole model.
-
-    They stay on the device, so that counting does not wait for it.
-    """
+    """Counts of all routers of a rank in one run of the schedule; on the device, so that counting does not wait."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.rows = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
@@ -140,10 +137,7 @@ class LayerReplay(RouterReplay):
             self.differences = torch.stack([known, differs[0]], 1)
 
     def replay_weights(self, _router: object, _inputs: object, output: _Routed) -> _Routed | None:
-        """Replace the router's probabilities ``[num_local_tokens, num_experts]`` by the weights of the routes.
-
-        A forward hook of the router. It also counts how far the live weights are from them.
-        """
+        """Replace the router's probabilities by the weights of the routes, and count differences; a forward hook."""
         live = output[0]
         used = self._used
         action = self.router_replay_action

@@ -73,10 +73,7 @@ def trainable_module(chunk: GPTModel) -> Module:
 
 
 class Lora:
-    """Adapters of a model, whose base weights are frozen. At first they change nothing (B = 0).
-
-    They are attached before Megatron's DDP wraps the chunks.
-    """
+    """Adapters of a model whose base weights are frozen, before DDP wraps it. At first they change nothing (B = 0)."""
 
     def __init__(
         self,
@@ -179,10 +176,7 @@ class Lora:
 
     @torch.no_grad()
     def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """Stream full adapters by PEFT name, one for each expert; every rank gets all of them. A collective.
-
-        ``read`` is that of ``Bridge.export``.
-        """
+        """Stream full adapters by PEFT name, one for each expert, as ``Bridge.export`` does; a collective."""
         for target in self._targets:
             for projection, factor in product(target.hf_names(), FACTORS):
                 yield from self._export_factor(target, projection, factor, read)

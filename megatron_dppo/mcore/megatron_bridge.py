@@ -144,10 +144,7 @@ class ProvidedWeights:
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
-        """Fill every parameter of this rank from full Hugging Face tensors, and compare the export with them.
-
-        A collective of all ranks. A CheckpointError if a parameter has no mapping or the export differs.
-        """
+        """Fill every parameter from full Hugging Face tensors, and compare the export with them; a collective."""
         from megatron.bridge import AutoBridge
 
         self._bridge = AutoBridge(_pretrained(self._hf_config, source))

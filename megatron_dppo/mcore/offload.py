@@ -83,10 +83,7 @@ def gpu_tensors(optimizer: object) -> Iterator[Tensor]:
 
 
 def hybrid_settings(optimizer: MegatronOptimizer) -> Set[str]:
-    """Return the names of a ``HybridDeviceOptimizer``'s settings in its parameter groups; none for other optimizers.
-
-    They hold classes, which a checkpoint must not.
-    """
+    """Return a ``HybridDeviceOptimizer``'s settings in its groups: classes, which a checkpoint must not hold."""
     return optimizer.optimizer.defaults.keys() - _ADAM_KEYS if is_offloaded(optimizer) else frozenset()
 
 

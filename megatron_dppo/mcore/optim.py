@@ -69,10 +69,7 @@ class LossScale(MegatronGradScaler):
         """Do nothing: Megatron calls this for each part of the optimizer, and ``adjust`` follows for all of them."""
 
     def adjust(self, *, overflow: bool) -> bool:
-        """Adjust the scale after an update. Return False if it must be halved and is at its minimum already.
-
-        ``overflow``: the gradient norm was not finite, equal on all ranks.
-        """
+        """Adjust the scale after an update. Return False if it must be halved and is at its minimum already."""
         if not overflow:
             self._good_updates += 1
             if self._good_updates == self._window:

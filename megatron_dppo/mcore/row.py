@@ -42,10 +42,7 @@ class MicroBatchRow:
         skips_zero_advantage: bool,
         noise: NoiseFactory | None = None,
     ) -> MicroBatchRow:
-        """Move a micro-batch from host memory to the device and select this rank's tokens.
-
-        ``skips_zero_advantage``: tokens with advantage 0 have no gradient.
-        """
+        """Move a micro-batch from host memory to the device and select this rank's tokens."""
         # Everything that reads tensor values happens on the host tensors: on the device it would wait for the GPU.
         host_shard = None if cp_group is None else ContextShard.of(batch.cu_seqlens, cp_group)
         if host_shard is None:
@@ -94,11 +91,7 @@ class RowRecord(NamedTuple):
 
 @torch.no_grad()
 def record_row(output: LossOutput, row: MicroBatchRow) -> RowRecord:
-    """Return the record of the whole row on every context-parallel rank; a collective of them.
-
-    Raises:
-        ValueError: The loss returns no log-probabilities, as that of a warm-up.
-    """
+    """Return the record of the whole row on every context-parallel rank; a collective of them."""
     if output.logprobs is None:
         raise ValueError("The tokens of this loss cannot be recorded: it returns no LossOutput.logprobs.")
     unknown = torch.full_like(output.logprobs, torch.nan)

@@ -95,6 +95,7 @@ def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
         attention = delta_net_spec(LayerNormColumnParallelLinear, RowParallelLinear)
     else:
         attention = _mla_spec() if is_mla else _grouped_spec(config)
+    dense = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -104,7 +105,7 @@ def _layer_spec(config: TransformerConfig, layer: int) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
             # A dense MLP has its norm inside linear_fc1, as in Transformer Engine.
             pre_mlp_layernorm=RMSNorm if is_moe else IdentityOp,
-            mlp=_moe_spec() if is_moe else _dense_spec(),
+            mlp=_moe_spec() if is_moe else ModuleSpec(module=MLP, submodules=dense),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -141,11 +142,6 @@ def _mla_spec() -> ModuleSpec:
             kv_layernorm=IdentityOp,
         ),
     )
-
-
-def _dense_spec() -> ModuleSpec:
-    submodules = MLPSubmodules(linear_fc1=LayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(module=MLP, submodules=submodules)
 
 
 def _moe_spec() -> ModuleSpec:

@@ -79,10 +79,7 @@ class MegatronTeacher:
         self._model = OffloadedModel(models, platform.device, by_layer=distillation.teacher_offload == "layer")
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities ``[T]`` of the labels of each micro-batch.
-
-        The list is empty on all but the last pipeline stage.
-        """
+        """Return the log-probabilities ``[T]`` of the labels of each micro-batch, on the last pipeline stage."""
         with self._model.loaded():
             return forward_logprobs(self._chunks, drop_routes(batches), self._head, self._cp_group)
 

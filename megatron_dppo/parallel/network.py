@@ -64,10 +64,7 @@ def interface_variables(interface: str | None, environ: Mapping[str, str]) -> di
 
 
 def source_address(host: str) -> str | None:
-    """Return this machine's address on the route to a host, by preference one that is not loopback. Sends nothing.
-
-    None if the host's name is unknown or no route leads there.
-    """
+    """Return this machine's address on the route to a host, if possible not loopback; None without a route."""
     addresses = []
     try:
         infos = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
@@ -130,10 +127,7 @@ def count_store_sockets(world_size: int) -> int:
 
 @contextmanager
 def connection_limit(rank: int) -> Iterator[None]:
-    """End this process with an error if the ranks do not connect within 5 minutes.
-
-    A timeout of gloo does not do that: the rank that is waited for may hang beyond it.
-    """
+    """End this process if the ranks do not connect within 5 minutes; the rank that gloo waits for may hang longer."""
 
     def report() -> None:
         print(f"\n[rank {rank}] error: {describe_failure()}", file=sys.stderr, flush=True)
@@ -144,10 +138,7 @@ def connection_limit(rank: int) -> Iterator[None]:
 
 @contextmanager
 def time_limit(seconds: float, report: Callable[[], None], exit_code: int) -> Iterator[None]:
-    """End this process if the block takes longer: one that hangs in native code gets no exception.
-
-    ``report`` prints the reason.
-    """
+    """End this process if the block takes longer: one that hangs in native code gets no exception."""
 
     def give_up() -> None:
         report()

@@ -61,10 +61,7 @@ def scatter_object(
 
 
 def run_on_leader(make: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Call ``make`` on the first rank of the group; all ranks return its result, or raise its exception.
-
-    Without that the other ranks would wait forever for a rank that has raised.
-    """
+    """Call ``make`` on the first rank; all return its result or raise its exception, so that none waits forever."""
 
     def attempt() -> tuple[T | None, Exception | None]:
         try:
@@ -89,10 +86,7 @@ def all_gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
 
 
 def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
-    """Gather the values of all ranks on the first rank of the group, in rank order.
-
-    Other ranks get an empty list. Tensors are not pickled, as in ``broadcast_object``.
-    """
+    """Gather the values of all ranks on the first rank, in rank order, without pickling tensors; others get []."""
     size = 1 if group is None else dist.get_world_size(group)
     if group is None or size == 1:
         return [value]

@@ -67,10 +67,7 @@ def count_local_processes() -> int:
 
 
 def pin_threads(threads: int | None, local_world_size: int) -> int:
-    """Limit this process to ``threads``, or to its share of the cores, and return the number.
-
-    Several ranks that each use all cores run many times slower than one thread each.
-    """
+    """Limit this process to ``threads``, or to its share of the cores, and return the number."""
     count = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_world_size))
     torch.set_num_threads(count)
     return count

@@ -81,9 +81,9 @@ def join_ranks(
     fix = "WORLD_SIZE counts the processes of all nodes. Fix: start the missing ones with the same MASTER_ADDR and PORT"
     _wait_for_keys(store, started, seconds, "started", fix)
     store.set_timeout(timedelta(minutes=timeout_minutes))
-    store.set(_joined(rank), "")
+    store.set(f"joined/{rank}", "")
     fix = "Their own output has the reason. Fix: raise run.wait_minutes if they read large data"
-    joined = [_joined(other) for other in range(world_size)]
+    joined = [f"joined/{other}" for other in range(world_size)]
     _wait_for_keys(store, joined, 60 * timeout_minutes, "finished their checks", fix)
     choose_interface(store, rank, world_size, other_hosts)
     return store
@@ -93,15 +93,8 @@ def _started(rank: int) -> str:
     return f"started/{rank}"
 
 
-def _joined(rank: int) -> str:
-    return f"joined/{rank}"
-
-
 def _wait_for_keys(store: Store, keys: Sequence[str], seconds: float, what: str, fix: str) -> None:
-    """Wait until all ranks have set their keys; the error names those whose keys are missing.
-
-    ``what`` says what a rank with its key has done, ``fix`` is the advice.
-    """
+    """Wait until all ranks have set their keys; the error names those that have not done ``what``."""
     # Rank 0 may have the store, which the others need to name those that are missing.
     grace = _GRACE_SECONDS if os.environ["RANK"] == "0" else 0.0
     try:

@@ -164,10 +164,7 @@ class PolicyTrainer:
         return result
 
     def route_differences(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return which tokens' live experts differ from their routes, after ``accumulate`` with ``records``.
-
-        A collective, see ``ReplayDriver.live_differences``. Empty without routes.
-        """
+        """Return ``ReplayDriver.live_differences`` after ``accumulate`` with ``records``; empty without routes."""
         if self._replay is None or batches[0].routed_experts is None:
             return []
         return self._replay.live_differences(batches)
@@ -213,10 +210,7 @@ class PolicyTrainer:
         )
 
     def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[Tensor]:
-        """Return the log-probabilities ``[T]`` of the labels of each micro-batch, under the policy or its reference.
-
-        The list is empty on all but the last pipeline stage.
-        """
+        """Return the log-probabilities ``[T]`` of the labels of each micro-batch, on the last pipeline stage."""
         if reference and self._reference_context is None:
             raise RuntimeError("This trainer has no reference policy. Fix: pass reference= to build_model_parts.")
         # A forward pass outside of training must not start before the deferred all-gather of the new weights has
@@ -231,10 +225,7 @@ class PolicyTrainer:
             return forward_logprobs(self._chunks, plain, self._head, self._cp_group)
 
     def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the log-probabilities under the live routers, and the routes ``[T, L, k]`` of each micro-batch.
-
-        Routes exist for the layers of this pipeline stage only, the ones whose routers will replay them.
-        """
+        """Return the log-probabilities under the live routers, and the routes ``[T, L, k]`` of this stage's layers."""
         return self.token_logprobs(batches, "record", _logprobs)
 
     def token_logprobs(

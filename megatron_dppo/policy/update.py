@@ -204,10 +204,7 @@ class Updater:
         return policy_objective(self._loss, statistics=statistics)
 
     def _statistics(self, samples: Sequence[TrainingSample], declared: Mapping[str, Statistic]) -> dict[str, float]:
-        """Return numbers of the loss tokens of all data-parallel ranks, by name; a collective.
-
-        It takes a forward pass with the current weights. Without declared statistics it does nothing.
-        """
+        """Return the declared statistics of all data-parallel ranks' loss tokens, from a forward pass; a collective."""
         if not declared:
             return {}
         # Pipeline stages that compute no loss have no log-probabilities, and read no statistics.

@@ -200,7 +200,6 @@ def _megatron(start: Start) -> Iterable[UserError]:
     from megatron_dppo.mcore import model
     from megatron_dppo.mcore.extensions import check_build_tools
     from megatron_dppo.mcore.megatron_bridge import provider_config
-    from megatron_dppo.mcore.trial_build import check_build
 
     config, replay = start.config, start.config.train.router_replay != "off"
     check_flags(config.model, config.train)
@@ -215,7 +214,7 @@ def _megatron(start: Start) -> Iterable[UserError]:
             check_build_tools(megatron_config)
         elif not platform.is_cuda and not is_bridged:
             # A run builds its model anyway. On a machine with GPUs the layers need one.
-            check_build(hf_config, megatron_config, layout)
+            model.check_build(hf_config, megatron_config, layout)
         if platform.is_cuda:
             start.notes.append(model.kernel_summary(megatron_config, config.model))
         if not config.model.random_init and (note := FolderWeights(config.model.path).note()):

@@ -162,10 +162,7 @@ class Completion(ResponseColumns):
 
     @property
     def segments(self) -> tuple[Completion, ...]:
-        """Sequences of the response, each with a context of its own, in the order in which they began.
-
-        A response that is one sequence is its only segment.
-        """
+        """Sequences of the response, each with a context of its own, in order; one sequence is its only segment."""
         if not self.segment_lengths:
             return (self,)
         ends = list(accumulate(self.segment_lengths))

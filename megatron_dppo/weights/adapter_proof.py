@@ -32,10 +32,7 @@ _UNKNOWN = -1
 
 
 class AdapterProof:
-    """Proof for each server, repeated after a restart of the server; ``sync`` is None on all but rank 0.
-
-    ``proves_base`` also compares digests of the base model.
-    """
+    """Proof for each server, repeated after its restart; ``proves_base`` also compares digests of the base model."""
 
     def __init__(self, trainer: PolicyTrainer, sync: WeightSync | None, probe: Probe, *, proves_base: bool) -> None:
         self._trainer = trainer

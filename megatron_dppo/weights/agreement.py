@@ -130,10 +130,7 @@ def better_explanation(
 
 @_quietly()
 def decimals(reported: Array, computed: Array) -> int | None:
-    """Return the number of decimals, at most 3, that reported numbers are rounded to.
-
-    None: they are not rounded, or too few of them show it.
-    """
+    """Return the number of decimals, at most 3, that reported numbers are rounded to; None if nothing shows it."""
     for count in range(4):
         steps = reported * 10.0**count
         # Numbers near 0 are multiples of any step.

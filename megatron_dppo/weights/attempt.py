@@ -29,10 +29,7 @@ class SyncResult:
 
 
 class Attempt:
-    """State of one update of several servers.
-
-    ``synced`` has the servers that have these weights from an earlier attempt and are not called, by URL.
-    """
+    """State of one update of several servers; those in ``synced`` have these weights already and are not called."""
 
     def __init__(self, version: int, synced: Mapping[str, ServerInfo]) -> None:
         self.version = version
@@ -83,10 +80,7 @@ class Attempt:
             self.failed.setdefault(server.url, reason)
 
     def find_culprits(self) -> set[str]:
-        """Return the servers that may have made the others fail.
-
-        These are the servers that did not respond, or otherwise the one that failed first.
-        """
+        """Return the servers that may have made others fail: those without a response, else the first that failed."""
         unresponsive = {url for url, error in self._errors.items() if error.status is None}
         # ``_errors`` is in the order of the failures.
         return unresponsive or set(list(self._errors)[:1])

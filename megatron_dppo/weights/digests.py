@@ -138,10 +138,6 @@ class _Target:
             self.added.add(len(self.added))
             self.end += ready_cut.nbytes
 
-    def expected(self, digest: str) -> ExpectedDigest:
-        """Return the expectation of a rank whose digest was computed."""
-        return ExpectedDigest(digest, self.sent_as, self.is_vector, is_reordered=_is_reordered(self.sent_as))
-
     @property
     def is_complete(self) -> bool:
         """True if no part is missing."""
@@ -177,7 +173,7 @@ class _LayoutDigests:
             targets = {name: t for name, t in self._targets.items() if t.is_complete and not t.is_impossible}
             digests = self._digests.hexdigests(targets)
             self._expected = [
-                {name: target.expected(digests[name][i]) for name, target in targets.items()}
+                {name: _expect(target, digests[name][i]) for name, target in targets.items()}
                 for i in range(self._tp_size)
             ]
         return self._expected[rank]
@@ -290,5 +286,6 @@ def _rows_per_rank(rows: int, size: int) -> int:
     return -(-rows // multiple) * multiple // size
 
 
-def _is_reordered(sent_as: str) -> bool:
-    return ".experts." in sent_as and sent_as.rpartition(".")[2] in _PACKED
+def _expect(target: _Target, digest: str) -> ExpectedDigest:
+    is_reordered = ".experts." in target.sent_as and target.sent_as.rpartition(".")[2] in _PACKED
+    return ExpectedDigest(digest, target.sent_as, target.is_vector, is_reordered)

@@ -59,10 +59,7 @@ class ProbeFindings(NamedTuple):
 
 
 class Probe:
-    """Requests a response from servers and computes the same with the trainer's own shards.
-
-    The first ``prompts`` make up the request. ``dtype`` is the coarser one of engine and trainer.
-    """
+    """Requests a response to the first prompts from servers and computes the same with the trainer's own shards."""
 
     def __init__(
         self,

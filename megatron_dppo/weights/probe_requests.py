@@ -71,10 +71,7 @@ class ProbeResponse:
 
 
 class RouteCounts:
-    """Number of rows of routes (one token in one layer) that the trainer's live routers choose differently.
-
-    ``counts`` is the result of ``count_differences``, ``[L, 3, 2]``. None counts nothing.
-    """
+    """Rows of routes (a token in a layer) that the live routers choose differently (``count_differences``)."""
 
     def __init__(self, counts: NDArray[np.int64] | None = None) -> None:
         self._counts = np.zeros((1, 3, 2), dtype=np.int64) if counts is None else counts

@@ -225,10 +225,7 @@ class ServerPublisher:
         return [*notes, *sorted(self._reported - reported_before)]
 
     def release(self) -> list[str]:
-        """Have the servers release their GPU memory and return notes for the user (``release_all``). A collective.
-
-        Servers get no requests until the next ``publish``.
-        """
+        """Have the servers release their GPU memory until the next ``publish``; return notes. A collective."""
         attempts = self._rollout.weight_sync.attempts
         self._pause()
 

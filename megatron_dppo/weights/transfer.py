@@ -97,10 +97,7 @@ class BroadcastTransfer:
         self.members: tuple[str, ...] = ()
 
     async def send(self, weights: Weights, attempt: Attempt, last_versions: Mapping[str, int]) -> None:
-        """Send the weights to the paused servers, from ``begin_update`` to ``end_update``.
-
-        ``last_versions`` has the version that each server got last, by URL.
-        """
+        """Send the weights to the paused servers, from ``begin_update`` to ``end_update``."""
         await self._join(attempt.remaining(self._servers), attempt, last_versions)
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.begin_update())
         if set(self.members) != {s.url for s in attempt.remaining(self._servers)}:

@@ -116,10 +116,7 @@ def flatten_bucket(tensors: Sequence[tuple[str, Tensor]]) -> TensorBucket:
 
 
 def broadcast_bucket(bucket: TensorBucket, group: ProcessGroup, stream: torch.cuda.Stream | None = None) -> None:
-    """Send a bucket from rank 0; blocks until the servers, which must have been told to receive, have done so.
-
-    A CUDA ``stream`` must already wait for the bucket's bytes.
-    """
+    """Send a bucket from rank 0, on a ``stream`` that waits for its bytes; blocks until the servers have it."""
     with torch.cuda.stream(stream):
         dist.broadcast(bucket.data, group=group, group_src=0)
     # The caller reuses the memory, so the bytes must have been sent.

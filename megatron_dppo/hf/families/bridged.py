@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.families.family import Family, Rope, head_dim
+from megatron_dppo.hf.families.family import Family, head_dim
 from megatron_dppo.types.model_folder import HfConfig
 
 MARK = "is_bridged"
@@ -18,11 +18,8 @@ MARK = "is_bridged"
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def _num_experts(hf_config: HfConfig) -> int | None:
-    return next((value for key in _NUM_EXPERTS if (value := getattr(hf_config, key, None))), None)
-
-
 def _shape(hf_config: HfConfig) -> ModelShape:
+    num_experts = next((value for key in _NUM_EXPERTS if (value := getattr(hf_config, key, None))), None)
     return ModelShape(
         family=hf_config.model_type,
         num_layers=hf_config.num_hidden_layers,
@@ -30,7 +27,7 @@ def _shape(hf_config: HfConfig) -> ModelShape:
         num_query_groups=getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads,
         hidden_size=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
-        num_experts=_num_experts(hf_config),
+        num_experts=num_experts,
         num_mtp_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
     )
 
@@ -48,10 +45,6 @@ def _no_rules(_: HfConfig | ModelShape) -> NoReturn:
     raise CheckpointError("Megatron Bridge has the names and shards of this model's weights; there are no rules here")
 
 
-def _no_rope(_: HfConfig) -> Rope:
-    return _no_rules(_)
-
-
 BRIDGED = Family(
     model_type="",
     hf_class="",
@@ -60,7 +53,7 @@ BRIDGED = Family(
     tiny={},
     shape=_shape,
     fields=_fields,
-    rope=_no_rope,
+    rope=_no_rules,
     attention=_no_rules,
     dense=(),
     experts=(),

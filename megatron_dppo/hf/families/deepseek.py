@@ -20,6 +20,7 @@ from megatron_dppo.hf.families.family import (
     require_values,
     rope_number,
     rope_parameters,
+    yarn_fields,
 )
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_KEYS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
@@ -112,10 +113,7 @@ def _rope_fields(hf_config: HfConfig) -> dict[str, Any]:
     return dict(
         rope_type="yarn",
         rotary_base=parameters["rope_theta"],
-        rotary_scaling_factor=rope_number(hf_config, parameters, "factor"),
-        original_max_position_embeddings=int(rope_number(hf_config, parameters, "original_max_position_embeddings")),
-        beta_fast=rope_number(hf_config, parameters, "beta_fast", 32.0),
-        beta_slow=rope_number(hf_config, parameters, "beta_slow", 1.0),
+        **yarn_fields(hf_config, parameters),
         mscale=mscale or 1.0,
         mscale_all_dim=mscale_all_dim,
     )

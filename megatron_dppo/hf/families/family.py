@@ -118,10 +118,7 @@ def require_values(hf_config: HfConfig, **expected: object) -> None:
 
 
 def check_common_keys(hf_config: HfConfig, kinds: Sequence[str] = ("full_attention",)) -> None:
-    """Check for features that no family supports, and for layers other than those of these ``kinds``.
-
-    They are quantized weights, another activation, sliding windows, and biases in MLPs.
-    """
+    """Check for quantized weights, other activations, biases in MLPs, and layers that are not of these ``kinds``."""
     if getattr(hf_config, "quantization_config", None) is not None:
         method = dict(hf_config.quantization_config).get("quant_method", "")
         raise_unsupported(
@@ -185,16 +182,23 @@ def rope_parameters(hf_config: HfConfig, *kinds: str) -> Mapping[str, Any]:
 
 
 def rope_number(hf_config: HfConfig, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a positive parameter of the rotary embedding.
-
-    ``default`` also replaces null and 0, as in transformers.
-    """
+    """Return a positive parameter of the rotary embedding; ``default`` also replaces null and 0, as in transformers."""
     value = parameters.get(key)
     if not value and default is not None:
         return default
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise_unsupported(hf_config, f"rope_parameters.{key}", value, "a positive number")
     return float(value)
+
+
+def yarn_fields(hf_config: HfConfig, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of YaRN that its models share, by Megatron's names."""
+    return dict(
+        rotary_scaling_factor=rope_number(hf_config, parameters, "factor"),
+        original_max_position_embeddings=int(rope_number(hf_config, parameters, "original_max_position_embeddings")),
+        beta_fast=rope_number(hf_config, parameters, "beta_fast", 32.0),
+        beta_slow=rope_number(hf_config, parameters, "beta_slow", 1.0),
+    )
 
 
 def default_rope(hf_config: HfConfig) -> Rope:

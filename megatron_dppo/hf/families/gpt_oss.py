@@ -17,9 +17,9 @@ from megatron_dppo.hf.families.family import (
     raise_unsupported,
     require_full_rotation,
     require_values,
-    rope_number,
     rope_parameters,
     window_layers,
+    yarn_fields,
 )
 from megatron_dppo.hf.families.fused_experts import INTERLEAVED
 from megatron_dppo.hf.families.rules import (
@@ -100,12 +100,7 @@ def _rope(hf_config: HfConfig) -> Rope:
     return Rope(
         parameters["rope_theta"],
         yarn=dict(
-            rotary_scaling_factor=rope_number(hf_config, parameters, "factor"),
-            original_max_position_embeddings=int(
-                rope_number(hf_config, parameters, "original_max_position_embeddings")
-            ),
-            beta_fast=rope_number(hf_config, parameters, "beta_fast", 32.0),
-            beta_slow=rope_number(hf_config, parameters, "beta_slow", 1.0),
+            **yarn_fields(hf_config, parameters),
             mscale=None,
             mscale_all_dim=None,
             correction_range_round_to_int=bool(parameters.get("truncate", True)),

@@ -14,11 +14,11 @@ from megatron_dppo.hf.families.family import (
     grouped_fields,
     head_dim,
     partial_rope,
-    raise_unsupported,
     require_values,
 )
 from megatron_dppo.hf.families.mixtral import MIXTRAL_EXPERTS, MIXTRAL_NAMES
 from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule, grouped_attention
+from megatron_dppo.hf.families.sigmoid import SIGMOID_ROUTERS, require_two_experts
 from megatron_dppo.types.model_folder import HfConfig
 
 _BIAS = Rule(M + "mlp.router.expert_bias", (H + "block_sparse_moe.e_score_correction_bias",))
@@ -38,8 +38,7 @@ def _shape(hf_config: HfConfig) -> ModelShape:
         # Servers read this key. transformers reads ``partial_rotary_factor`` first.
         rotary_dim=int(head_dim(hf_config) * partial_rope(hf_config).percent),
     )
-    if hf_config.num_experts_per_tok < 2:
-        raise_unsupported(hf_config, "num_experts_per_tok", 1, "2 or more (Megatron does not normalize a single score)")
+    require_two_experts(hf_config)
     return common_shape(
         hf_config,
         num_experts=hf_config.num_local_experts,
@@ -50,13 +49,7 @@ def _shape(hf_config: HfConfig) -> ModelShape:
 
 
 def _fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    routers = dict(
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        # Megatron's default of 1e-3 would move the bias by load.
-        moe_router_bias_update_rate=0.0,
-    )
-    return grouped_fields(hf_config, shape) | expert_fields(hf_config, shape) | routers
+    return grouped_fields(hf_config, shape) | expert_fields(hf_config, shape) | dict(SIGMOID_ROUTERS)
 
 
 def _served_keys(values: Mapping[str, Any]) -> Mapping[str, object]:

@@ -21,7 +21,7 @@ from megatron_dppo.hf.families.family import (
     require_values,
 )
 from megatron_dppo.hf.families.qwen import SHARED_EXPERT
-from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, QK_NORM, H, Join, M, Rule, Split
+from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, QK_NORM, H, Join, M, Rule, Split, concatenate
 from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
@@ -85,10 +85,6 @@ def _split_by_key_head(full: Tensor, shape: ModelShape) -> list[Tensor]:
     return [_by_key_head(kinds[:4], linear.num_key_heads), _by_key_head(kinds[4:], linear.num_key_heads)]
 
 
-def _join_kinds(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    return torch.cat(list(parts))
-
-
 def _split_kinds(full: Tensor, shape: ModelShape) -> list[Tensor]:
     """Split the input projection of Qwen3.5, which stores queries, keys and values in one weight."""
     sections = _linear(shape).sections
@@ -135,7 +131,7 @@ def _linear_rules(
 
 
 _BY_KEY_HEAD = _linear_rules(("qkvz", "ba"), _join_by_key_head, _split_by_key_head)
-_BY_KIND = _linear_rules(("qkv", "z", "b", "a"), _join_kinds, _split_kinds, _sections_of_kinds)
+_BY_KIND = _linear_rules(("qkv", "z", "b", "a"), concatenate, _split_kinds, _sections_of_kinds)
 
 
 def _linear_shape(hf_config: HfConfig) -> LinearAttentionShape:

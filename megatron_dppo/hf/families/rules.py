@@ -18,12 +18,9 @@ Split = Callable[[Tensor, ModelShape], list[Tensor]]
 Sections = Callable[[ModelShape], tuple[int, ...]]
 
 
-def _only(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    return parts[0]
-
-
-def _alone(full: Tensor, shape: ModelShape) -> list[Tensor]:
-    return [full]
+def concatenate(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    """Join tensors along their first dimension."""
+    return torch.cat(list(parts))
 
 
 def _join_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
@@ -41,10 +38,6 @@ def _split_qkv(full: Tensor, shape: ModelShape) -> list[Tensor]:
     unit = full.shape[0] // (groups * (heads + 2))
     parts = full.reshape(groups, -1, *trailing).split([heads * unit, unit, unit], 1)
     return [p.reshape(-1, *trailing) for p in parts]
-
-
-def _join_gated(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    return torch.cat(list(parts), 0)
 
 
 def _split_gated(full: Tensor, shape: ModelShape) -> list[Tensor]:
@@ -68,18 +61,15 @@ def join_sections(shards: Sequence[Sequence[Tensor]], dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """Mapping of one Megatron parameter to its Hugging Face tensors.
-
-    Names contain ``{layer}`` and ``{expert}`` for global indices.
-    """
+    """Mapping of a Megatron parameter to its Hugging Face tensors; names have ``{layer}`` and ``{expert}``."""
 
     megatron: str
     hf: tuple[str, ...]
     """Hugging Face weight names, in the order in which they are joined."""
     shard_dim: int | None = None
     """Dimension that tensor parallelism splits. None means replicated."""
-    join: Join = _only
-    split: Split = _alone
+    join: Join = lambda parts, shape: parts[0]
+    split: Split = lambda full, shape: [full]
     sections: Sections | None = None
     """Returns the relative sizes of sections along ``shard_dim``, each of which tensor parallelism splits separately,
     as gate and up. None means one section."""
@@ -109,14 +99,11 @@ H = "model.layers.{layer}."
 
 
 def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:
-    """Return the rules of a gated MLP: the joined gate and up projections, and the down projection.
-
-    ``{expert}`` in its name ``hf`` makes a rule for each expert.
-    """
+    """Return the rules of a gated MLP: gate and up joined, and down; for each expert with ``{expert}`` in ``hf``."""
     suffix = "{expert}" if "{expert}" in hf else ""
     gate_up = tuple(f"{H}{hf}.{x}_proj.weight" for x in ("gate", "up"))
     return (
-        Rule(f"{M}{megatron}.linear_fc1.weight{suffix}", gate_up, 0, _join_gated, _split_gated, sections=_halves),
+        Rule(f"{M}{megatron}.linear_fc1.weight{suffix}", gate_up, 0, concatenate, _split_gated, sections=_halves),
         Rule(f"{M}{megatron}.linear_fc2.weight{suffix}", (f"{H}{hf}.down_proj.weight",), shard_dim=1),
     )
 
@@ -125,7 +112,7 @@ def gated_bias(megatron: str, hf: str) -> tuple[Rule, Rule]:
     """Return the rules of the biases of a gated MLP of experts, which no tensor parallelism splits."""
     gate_up = tuple(f"{H}{hf}.{x}_proj.bias" for x in ("gate", "up"))
     return (
-        Rule(f"{M}{megatron}.linear_fc1.bias{{expert}}", gate_up, None, _join_gated, _split_gated),
+        Rule(f"{M}{megatron}.linear_fc1.bias{{expert}}", gate_up, None, concatenate, _split_gated),
         Rule(f"{M}{megatron}.linear_fc2.bias{{expert}}", (f"{H}{hf}.down_proj.bias",)),
     )
 

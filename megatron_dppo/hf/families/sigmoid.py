@@ -31,13 +31,7 @@ _EXPERTS_PER_GROUP_SCORE = 2
 def sigmoid_shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
     """Return the sizes, with ``family_fields`` of one family."""
     require_values(hf_config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    if hf_config.num_experts_per_tok < 2:
-        raise_unsupported(
-            hf_config,
-            "num_experts_per_tok",
-            hf_config.num_experts_per_tok,
-            "2 or more (Megatron does not normalize a single score)",
-        )
+    require_two_experts(hf_config)
     if not hf_config.routed_scaling_factor > 0:
         scale = hf_config.routed_scaling_factor
         raise_unsupported(
@@ -45,7 +39,11 @@ def sigmoid_shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
         )
     if hf_config.n_shared_experts < 1:
         raise_unsupported(hf_config, "n_shared_experts", hf_config.n_shared_experts, "1 or more")
-    _check_groups(hf_config)
+    experts, groups = hf_config.n_routed_experts, hf_config.n_group
+    if groups is None or experts % groups:
+        raise_unsupported(hf_config, "n_group", groups, f"a divisor of the {experts} experts")
+    if hf_config.topk_group is None or hf_config.topk_group > groups:
+        raise_unsupported(hf_config, "topk_group", hf_config.topk_group, f"at most the {groups} groups")
     if _has_groups(hf_config) and hf_config.num_experts_per_tok // hf_config.topk_group != _EXPERTS_PER_GROUP_SCORE:
         raise_unsupported(
             hf_config,
@@ -65,27 +63,31 @@ def sigmoid_shape(hf_config: HfConfig, **family_fields: Any) -> ModelShape:
     return common_shape(hf_config, **fields, **family_fields)
 
 
+def require_two_experts(hf_config: HfConfig) -> None:
+    """Check that a token has several experts, whose scores Megatron normalizes."""
+    if (count := hf_config.num_experts_per_tok) < 2:
+        supported = "2 or more (Megatron does not normalize a single score)"
+        raise_unsupported(hf_config, "num_experts_per_tok", count, supported)
+
+
+SIGMOID_ROUTERS: Mapping[str, object] = dict(
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    # Megatron's default of 1e-3 would move the bias by load.
+    moe_router_bias_update_rate=0.0,
+)
+
+
 def sigmoid_fields(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     """Return the TransformerConfig fields of experts and routers. The router biases are not updated."""
     groups = _has_groups(hf_config)
     return expert_fields(hf_config, shape) | dict(
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        # Megatron's default of 1e-3 would move the bias by load.
-        moe_router_bias_update_rate=0.0,
+        SIGMOID_ROUTERS,
         moe_router_topk_scaling_factor=hf_config.routed_scaling_factor,
         moe_router_num_groups=hf_config.n_group if groups else None,
         moe_router_group_topk=hf_config.topk_group if groups else None,
         moe_shared_expert_intermediate_size=hf_config.moe_intermediate_size * hf_config.n_shared_experts,
     )
-
-
-def _check_groups(hf_config: HfConfig) -> None:
-    experts, groups = hf_config.n_routed_experts, hf_config.n_group
-    if groups is None or experts % groups:
-        raise_unsupported(hf_config, "n_group", groups, f"a divisor of the {experts} experts")
-    if hf_config.topk_group is None or hf_config.topk_group > groups:
-        raise_unsupported(hf_config, "topk_group", hf_config.topk_group, f"at most the {groups} groups")
 
 
 def _has_groups(hf_config: HfConfig) -> bool:

@@ -276,11 +276,7 @@ def load_checkpoint(
 
 
 def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) -> None:
-    """Write the weights alone, and text files beside them, to a new folder; a collective of all ranks.
-
-    Raises:
-        DiskError: The disk is full or cannot be written to.
-    """
+    """Write the weights alone, and text files beside them, to a new folder; a collective of all ranks."""
     partial = checkpoint_folder.partial_path(folder)
     with disk_errors(folder, "the weights"):
         run_on_leader(lambda: checkpoint_folder.create_partial(partial), dist.group.WORLD)
