@@ -35,10 +35,7 @@ def check_ids(
 
 
 def check_slots(targets: TokenTargets, used: Tensor | None) -> None:
-    """Check that the label of each token of the loss mask is in exactly one slot of its Top-K set.
-
-    Only the rows ``used`` are checked; None means all. On CUDA a device-side assertion.
-    """
+    """Check that the label of each token of the loss mask is in exactly one slot of its Top-K set."""
     if targets.rollout_topk_ids is None:
         return
     ids = targets.rollout_topk_ids

@@ -174,10 +174,7 @@ class _Pending:
 
 @torch.no_grad()
 def _pending(run: _HeadCall) -> Iterator[_Pending]:
-    """Yield the chunks in order, each after the GEMM of the next one was started if two are in flight.
-
-    Without rows it yields one empty chunk, so that every rank takes part in the collectives.
-    """
+    """Yield the chunks in order, each after the GEMM of the next; one empty chunk without rows, for the collectives."""
     chunks = list(run.rows.chunks(run.gradient.chunk)) or [RowChunk(0, 0, 0)]
     number = min(run.in_flight, len(chunks))
     rows = min(run.gradient.chunk, run.rows.count)

@@ -176,11 +176,7 @@ class VocabShard:
         overwritten: Tensor | None = None,
         slots: SlotGradient | None = None,
     ) -> Tensor:
-        """Write the gradient of the logits ``[n, W]`` to ``out`` and return it.
-
-        ``overwritten`` is the shard's maximum ``[n]`` if ``statistics`` has replaced the logits; ``slots`` the gradient
-        at the Top-K ids.
-        """
+        """Write the gradient of the logits ``[n, W]`` (or ``overwritten``, exponentials) to ``out`` and return it."""
         if slots is not None:
             # The values at label and ids come first: the gradient may be written over the logits.
             places, values = self._at_slots(logits, labels, totals, grad_logprobs, grad_entropy, overwritten, slots)

@@ -192,10 +192,7 @@ class Distillation:
         scale: Tensor | None,
         differentiates: bool,
     ) -> DistillationTerm:
-        """Return the divergence of a chunk.
-
-        ``teacher_logits [n, W]`` become the gradient. ``parts [ranks, n, COLUMNS]`` are the gathered ones.
-        """
+        """Return the divergence of a chunk, whose ``teacher_logits [n, W]`` become the gradient."""
         head, divergence = self._head, self._divergence
         student = Side(logits, totals.maximum, totals.total.log())
         teacher = Side(teacher_logits, *merge_totals(parts, head.temperature))

@@ -41,10 +41,7 @@ _FP32_SUFFIXES = (_ROUTER_BIAS, _DECAY, ".weight_scale_inv")
 
 
 def read_hf_config(path: str | Path, key: str = "model.path") -> HfConfig:
-    """Return the transformers configuration of a folder; ``key`` is the configuration key of the path, for messages.
-
-    Its ``eos_token_id`` lists the end tokens of config.json and of generation_config.json. Servers stop at both.
-    """
+    """Return the transformers configuration of a folder, with the end tokens of generation_config.json too."""
     folder = Path(path)
     check_model_folder(path, key)
     require_regular_files(folder)

@@ -43,9 +43,6 @@ def centering_term(inputs: LossInputs, tokens: Tokens, loss: Loss) -> Tensor:
 
     It does not depend on the sampled token, and acts where that is masked too: the mean over the sampler includes it.
     ``[T]``, 0 outside the loss mask and where the advantage is 0.
-
-    Raises:
-        ValueError: ``topk_logprobs`` is missing or has no gradient although ``logprobs`` has one.
     """
     if inputs.topk_logprobs is None or (tokens.logprobs.requires_grad and not inputs.topk_logprobs.requires_grad):
         raise ValueError(

@@ -182,10 +182,7 @@ def evict(
 
 
 def valid_slots(topk_logprobs: Tensor, rollout_topk_logprobs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both sides in float64, with -inf in invalid slots.
-
-    Float64, because ``other`` is a difference of near-equal numbers.
-    """
+    """Return both sides in float64, as ``other`` is a difference of near-equal numbers, -inf in invalid slots."""
     sides = (topk_logprobs, rollout_topk_logprobs)
     log_p, log_m = (torch.where(valid, side.detach().double(), -torch.inf) for side in sides)
     return log_p, log_m

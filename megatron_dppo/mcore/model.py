@@ -52,7 +52,8 @@ class LoadBalancingLosses:
         self._dp_group = dp_group
         kinds = config.moe_router_load_balancing_type
         is_used = config.num_moe_experts is not None and bool(config.moe_aux_loss_coeff)
-        self._names = _tracker_names(kinds) if is_used else []
+        names = [kinds] if isinstance(kinds, str) else kinds
+        self._names = [_TRACKER_NAMES[name] for name in names if name in _TRACKER_NAMES] if is_used else []
         self._num_layers = config.num_layers
         frequency = config.moe_layer_freq
         self._num_routers = sum(frequency) if isinstance(frequency, list) else config.num_layers
@@ -81,15 +82,11 @@ class LoadBalancingLosses:
         return values
 
 
-def _tracker_names(kinds: str | list[str]) -> list[str]:
-    names = {
-        "aux_loss": "load_balancing_loss",
-        "seq_aux_loss": "seq_load_balancing_loss",
-        "global_aux_loss": "global_load_balancing_loss",
-    }
-    return [names[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in names]
-
-
+_TRACKER_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 

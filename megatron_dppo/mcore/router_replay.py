@@ -107,10 +107,6 @@ class ReplayDriver:
 
         Yields the micro-batches without their routes, which stay in host memory until their chunk runs. ``by_token``
         keeps which tokens' live experts differ, for ``live_differences``.
-
-        Raises:
-            ValueError: A micro-batch has no routes, or their number differs from the tokens of a router.
-            RuntimeError: A chunk did not run every micro-batch once, or a router recomputed only some of them.
         """
         # Counts start anew: ``metrics`` reports the last run of the schedule.
         self._counts.clear()

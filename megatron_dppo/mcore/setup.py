@@ -89,10 +89,7 @@ def new_host_world(wait_minutes: float) -> dist.ProcessGroup:
 
 
 def new_background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create a group of all ranks for another thread, where collectives do not meet those of ``world``.
-
-    A collective. The group shares the connections and the timeout of ``world``.
-    """
+    """Create a group of all ranks for another thread, with the connections of ``world``; a collective."""
     return new_shared_mesh_group(range(dist.get_world_size()), world, MessageTag.BACKGROUND)
 
 

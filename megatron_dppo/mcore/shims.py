@@ -27,10 +27,6 @@ def apply_shims(platform: Platform, packages: Sequence[str] = PACKAGES) -> bool:
 
     Returns True if this call applied them; a second call does nothing. The modules of ``packages`` (dotted prefixes)
     get the CPU proxy of torch.
-
-    Raises:
-        UserError: megatron-core is missing or unsupported, or Transformer Engine is installed and broken.
-        RuntimeError: ``megatron.core`` was imported before, on CPU.
     """
     try:
         return shims.apply_shims(

@@ -50,8 +50,7 @@ class PackedBatch:
 class Packer:
     """Packs samples into micro-batches that fit the layout.
 
-    Their number is a multiple of ``multiple`` (interleaved pipeline schedules need it). ``equal_rows`` pads the rows of
-    a micro-batch to the same length on all data-parallel ranks.
+    Their number is a multiple of ``multiple``. ``equal_rows`` pads rows to one length on all data-parallel ranks.
     """
 
     def __init__(self, shape: RowShape, multiple: int, dp_group: dist.ProcessGroup | None, *, equal_rows: bool) -> None:
@@ -224,10 +223,7 @@ class SampleRecord(NamedTuple):
 
 
 class TokenRecorder:
-    """Records the tokens of one step's updates on this rank.
-
-    ``samples`` has the records by ``TrainingSample.number`` and ``segment``, on the last pipeline stage only.
-    """
+    """Records of one step's tokens on this rank by sample number and segment; none before the last stage."""
 
     def __init__(self) -> None:
         self.samples: dict[tuple[int, int], SampleRecord] = {}

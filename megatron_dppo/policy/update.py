@@ -221,11 +221,7 @@ class Updater:
     def _recompute(
         self, samples: list[TrainingSample], field: str | None, *, with_routes: bool
     ) -> list[TrainingSample]:
-        """Run one forward pass over all samples and add its results to them.
-
-        ``field`` receives the log-probabilities, None drops them. ``with_routes`` also records the routers' choices as
-        ``routed_experts``.
-        """
+        """Run one forward pass and add its log-probabilities as ``field`` and its routes to the samples."""
         trainer = self._trainer
         packed = trainer.pack(samples, self._train.micro_batch_tokens)
 
@@ -270,10 +266,7 @@ class Updater:
     def _balance(
         self, samples: list[TrainingSample], group: dist.ProcessGroup
     ) -> tuple[list[TrainingSample], list[list[int]]]:
-        """Exchange samples between data-parallel ranks so that all take about the same time.
-
-        Returns the samples that this rank trains on, and the indices into them of each micro-batch.
-        """
+        """Exchange samples so that all ranks take about the same time; return this rank's, and their micro-batches."""
         trainer = self._trainer
         rank = dist.get_rank(group)
         units = packing_units(samples, trainer.row_shape, joins_segments=self._joins_segments)

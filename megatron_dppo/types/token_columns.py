@@ -137,11 +137,7 @@ class TokenColumn:
         return response_tokens
 
     def check(self, rows: TokenRows, prompt_tokens: int, response_tokens: int) -> None:
-        """Check the number of rows and their dimensions.
-
-        Raises:
-            ValueError: If ``rows`` do not have the declared form, or belong to another number of tokens.
-        """
+        """Check the number of rows and their dimensions."""
         assert isinstance(rows, Tensor)
         count = self.num_rows(prompt_tokens, response_tokens)
         if self.alignment == Alignment.INPUTS and len(rows) != count:
@@ -236,11 +232,8 @@ class SamplingMaskColumn(TokenColumn):
 
     def join(self, parts: Sequence[TokenRows]) -> TokenRows:
         """Return the masks of all parts, one after the other."""
-        return (
-            parts[0]
-            if len(parts) == 1
-            else SamplingMask.cat([part for part in parts if isinstance(part, SamplingMask)])
-        )
+        masks = [part for part in parts if isinstance(part, SamplingMask)]
+        return masks[0] if len(masks) == 1 else SamplingMask.cat(masks)
 
     def check(self, rows: TokenRows, prompt_tokens: int, response_tokens: int) -> None:
         """Check ids and counts, see ``check_sampling_mask``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -116,14 +117,14 @@ def better_explanation(
         Explanation("previous", _or_infinity(_shifted_odds(reported, neighbors, -1))),
         Explanation("scaled", _or_infinity(_odds(left, right * factor)), factor),
     ]
-    best = min(candidates, key=_by_odds)
+    best = min(candidates, key=attrgetter("odds"))
     if best.name in ("next", "previous"):
         current = min(current, _or_infinity(_odds(left, _flatten(neighbors))))
     if best.name == "scaled":
         # Where all tokens are about equally probable, one factor and one offset hardly differ.
         shift = float(np.median(left - right))
         offset = Explanation("offset", _or_infinity(_odds(left, right + shift)), offset=shift)
-        best, other = sorted((best, offset), key=_by_odds)
+        best, other = sorted((best, offset), key=attrgetter("odds"))
         best = best._replace(other_odds=other.odds)
     return best if best.odds < min(current / 2, _MAX_EXPLAINED) else None
 
@@ -165,10 +166,6 @@ def _shifted_odds(reported: Sequence[Array], neighbors: Sequence[Array], by: int
 
 def _flatten(parts: Sequence[Array]) -> Array:
     return np.concatenate([part.ravel() for part in parts])
-
-
-def _by_odds(explanation: Explanation) -> float:
-    return explanation.odds
 
 
 def _or_infinity(odds: float | None) -> float:

@@ -8,7 +8,7 @@ handles and passes them to the servers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,27 +141,20 @@ class SharedStream(Iterator[tuple[str, Tensor]]):
             self._shared = None
 
 
-class SharedBuckets:
-    """Buckets of a shared stream; after each tensor, the other tasks of the event loop run.
+async def shared_buckets(weights: Weights, stream: SharedStream) -> AsyncIterator[Tensors]:
+    """Yield the buckets of a shared stream; after each tensor, the other tasks of the event loop run.
 
     ``weights`` iterates over ``stream``, perhaps through another iterator that computes digests.
     """
-
-    def __init__(self, weights: Weights, stream: SharedStream) -> None:
-        self._weights = weights
-        self._stream = stream
-
-    def __aiter__(self) -> SharedBuckets:
-        return self
-
-    async def __anext__(self) -> Tensors:
-        bucket = Tensors()
-        for item in self._weights:
-            bucket.append(item)
-            await asyncio.sleep(0)
-            if self._stream.complete:
-                return bucket
-        raise StopAsyncIteration
+    bucket = Tensors()
+    for item in weights:
+        bucket.append(item)
+        await asyncio.sleep(0)
+        if stream.complete:
+            # Nothing else may hold the tensors while they are copied.
+            del item
+            yield bucket
+            bucket = Tensors()
 
 
 class HandleTransfer:
@@ -172,7 +165,7 @@ class HandleTransfer:
         self._owners = sharing.owners
 
     async def send(self, weights: Weights, stream: SharedStream, attempt: Attempt) -> None:
-        """Send the weights, as in ``SharedBuckets``, to the paused servers, from ``begin_update`` to ``end_update``."""
+        """Send the weights to the paused servers, from ``begin_update`` to ``end_update``."""
         for server in attempt.remaining(self._servers):
             num_ranks = attempt.infos[server.url].world_size
             num_planned = len(self._owners[server.url])
@@ -183,7 +176,7 @@ class HandleTransfer:
         await attempt.call_each(attempt.remaining(self._servers), lambda server: server.begin_update())
         reading: asyncio.Task[None] | None = None
         try:
-            async for tensors in SharedBuckets(weights, stream):
+            async for tensors in shared_buckets(weights, stream):
                 if reading is not None:
                     await reading
                 reading = self._start(sort_widest_first(tensors), stream, attempt)

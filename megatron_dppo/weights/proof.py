@@ -115,10 +115,7 @@ class SyncProof:
         """URLs of the servers that hold all tensors as sent, byte by byte."""
 
     async def verify(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
-        """Compare the servers' digests with what was sent.
-
-        Records in ``attempt`` the servers with a mismatch and, for the others, what could not be proved.
-        """
+        """Compare the servers' digests with what was sent; ``attempt`` gets mismatches and what is not proved."""
         digests: dict[str, tuple[RankDigests, ...]] = {}
 
         async def read_digests(server: InferenceServer) -> None:

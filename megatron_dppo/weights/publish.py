@@ -68,10 +68,7 @@ class Publisher(Protocol):
         """Mean |p - q| of each server's last probe, by URL, on every rank; empty without servers."""
 
     def publish(self) -> list[str]:
-        """Publish the current version and return notes for the user. A collective.
-
-        Afterwards the engine samples with exactly this version.
-        """
+        """Publish the current version to the engine and return notes for the user. A collective."""
 
     def exclude(self, servers: Mapping[str, str]) -> None:
         """Use servers no more in this run, on every rank. ``servers`` has the reason by URL."""

@@ -82,8 +82,9 @@ def find_owners(
     for url in urls:
         hosts = [location.host for location in locations if url in location.local_urls]
         if not hosts:
+            machines = ", ".join(dict.fromkeys(location.host for location in locations))
             raise ConfigError(
-                f"rollout.servers.urls: {url} is on none of the trainer's machines ({_hosts(locations)}), and "
+                f"rollout.servers.urls: {url} is on none of the trainer's machines ({machines}), and "
                 "rollout.weight_sync.method = 'ipc' shares memory of one machine. Start it there, or set the method to "
                 "'disk' or 'distributed'"
             )
@@ -103,7 +104,3 @@ def find_owners(
             )
         owners[url] = ranks[first : first + size]
     return owners
-
-
-def _hosts(locations: Sequence[RankLocation]) -> str:
-    return ", ".join(dict.fromkeys(location.host for location in locations))

@@ -93,10 +93,7 @@ class WeightSync:
         self._excluded |= servers
 
     def send(self, weights: Weights, version: int, synced: Mapping[str, ServerInfo] | None = None) -> SyncResult:
-        """Run one attempt. Consumes the whole stream in any case, since the other ranks run it too.
-
-        The servers of ``synced`` have this version from an earlier attempt and are not called.
-        """
+        """Run one attempt, without servers that are ``synced`` already; other ranks run the stream to its end too."""
         return self._runner.run(self.send_async(weights, version, synced))
 
     async def send_async(
@@ -205,10 +202,7 @@ class WeightSync:
         return proof
 
     async def _find_servers(self, attempt: Attempt, is_retry: bool) -> None:
-        """Find the servers that respond.
-
-        A server that does not respond costs the full timeout once, and a short one in later syncs until it responds.
-        """
+        """Find the servers that respond; one that was absent before gets a short timeout."""
         servers = attempt.remaining(self._servers)
         present = [server for server in servers if server.url not in self._absent]
         absent = [server for server in servers if server.url in self._absent]

@@ -270,10 +270,7 @@ class _ResponseCheck:
         return bool((difference >= -noise).all() and len(difference) >= 8 and np.median(difference) < 2)
 
     def _check_routes(self, counts: RouteCounts, live: Distance, replayed: Distance) -> None:
-        """Check the routes and their effect on the probabilities.
-
-        With replayed routes, no token of the trainer can go to another expert.
-        """
+        """Check the routes, and that replaying them explains the probabilities."""
         tolerance = self._tolerance
         share = counts.share
         numbers = (

@@ -90,10 +90,7 @@ class FusedExperts:
         return self.parts(kind, targets[key][expert])[local_name], key
 
     def join(self, weights: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
-        """Stream weights with those of all experts joined in one tensor; the inverse of ``split``.
-
-        A tensor follows as soon as all of its parts have come, so few are in memory at once.
-        """
+        """Stream weights with those of all experts joined in one tensor, as soon as it is full; undoes ``split``."""
         tensors: dict[str, Tensor] = {}
         left: dict[str, int] = {}
         for name, weight in weights:

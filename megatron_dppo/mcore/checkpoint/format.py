@@ -44,9 +44,6 @@ def read_sharded(template: dict[str, Any], checkpoint: Path, replicas: dist.Proc
     """Return the template with the tensors of a checkpoint; a collective of all ranks.
 
     None as ``replicas``, the ranks that hold the same weights, experts included, makes every rank read all it holds.
-
-    Raises:
-        CheckpointError: A rank cannot load it; the same error on all ranks.
     """
     strategy = _CollectiveLoad()
     try:
@@ -83,12 +80,7 @@ class _CollectiveLoad(TorchDistLoadShardedStrategy):
 
 
 def run_on_all_ranks(read: Callable[[], _T]) -> _T:
-    """Return the result of ``read``; a collective.
-
-    Raises:
-        CheckpointError: It failed on a rank; the same error on all ranks. The message names the ranks if it did not
-            fail on all.
-    """
+    """Return the result of ``read``; a collective that raises the CheckpointError of one rank on all."""
     result = None
     problem = ""
     try:

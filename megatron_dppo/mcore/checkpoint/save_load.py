@@ -177,7 +177,7 @@ def _all_finite(models: Sequence[GPTModel], optimizer: Optimizer) -> bool:
 
 
 def check_can_save(models: Sequence[GPTModel], optimizer: Optimizer) -> None:
-    """Check that a checkpoint of this model and optimizer can be saved, without writing it. A collective.
+    """Check that a checkpoint of this model and optimizer can be saved, without writing it; a collective.
 
     A run may save for the first time at its end: what makes it impossible has to show before the first step.
     """
@@ -286,13 +286,7 @@ def save_model(folder: Path, models: Sequence[GPTModel], texts: dict[str, str]) 
 
 
 def load_model(checkpoint: Path, models: Sequence[GPTModel], *, groups: ParallelGroups) -> str:
-    """Restore the weights alone, from a checkpoint of any layout; a collective of all ranks.
-
-    Returns a warning if there is no manifest, else an empty string.
-
-    Raises:
-        CheckpointError: The files are damaged, or Megatron cannot load the checkpoint into this model.
-    """
+    """Restore the weights alone, from a checkpoint of any layout, and return a warning or ""; a collective."""
     damage = find_damage(checkpoint)
     if damage and damage != NO_MANIFEST:
         raise CheckpointError(f"{checkpoint} is damaged: {damage}. Fix: use a copy of it, or an older checkpoint.")
