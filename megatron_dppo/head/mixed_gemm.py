@@ -97,7 +97,6 @@ class WeightGradient:
         self._weight = weight
         self._rounded = rounded and weight.dtype == torch.bfloat16
         self._sum = into
-        self._fresh = into is None
         self._added_elsewhere = into is not None
         # A single product needs no running sum in fp32.
         self._single = chunks == 1 and into is None
@@ -107,10 +106,11 @@ class WeightGradient:
         if self._single:
             self._sum = torch.mm(dlogits.t(), hidden)
             return
+        beta = 1.0
         if self._sum is None:
+            # beta = 0 ignores what is in a new buffer, so it is never cleared.
+            beta = 0.0
             self._sum = torch.empty_like(self._weight, dtype=accumulation_dtype(self._weight))
-        # beta = 0 ignores what is in a new buffer, so it is never cleared.
-        beta, self._fresh = (0.0 if self._fresh else 1.0), False
         if dlogits.dtype == self._sum.dtype:
             torch.addmm(self._sum, dlogits.t(), hidden, beta=beta, out=self._sum)
         elif dlogits.is_cuda:

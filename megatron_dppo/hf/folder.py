@@ -317,18 +317,12 @@ def drain(weights: WeightStream) -> None:
         pass
 
 
-class DictWeights:
+class DictWeights(dict[str, Tensor]):
     """Weights in memory, with random access by name."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._tensors = dict(weights)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
 
     def names(self) -> set[str]:
         """Return all names."""
-        return set(self._tensors)
+        return set(self)
 
 
 def is_mtp_weight(name: str, shape: ModelShape) -> bool:

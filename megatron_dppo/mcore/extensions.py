@@ -1,14 +1,12 @@
 """C++ extensions that Megatron compiles at run time, built once a machine, early and within a time limit.
 
 Megatron Core 0.17 and newer restores outputs in backward by a small extension (``share_storage_ext``, for the
-``recompute_modules`` in ``MODULES``). It calls torch's ``load_inline``, which compiles in a shared folder behind a lock
-file (``torch.utils.file_baton``). That file does not name its owner and outlives it: after a compiling process is
-killed, every later process waits for it without end.
+``recompute_modules`` in ``MODULES``). It calls torch's ``load_inline``, which compiles behind a lock file that does not
+name its owner and outlives it: after a compiling process is killed, every later process waits without end.
 
-``load_extension`` takes the place of ``load_inline``. It compiles in a new folder, in a process of its own with a time
-limit, and renames the folder when the library is complete. Torch's lock file lies in that new folder, so no other
-process ever waits for it. Other processes of this package wait for the builder's ``flock``, which the kernel releases
-when the builder dies.
+``load_extension`` takes its place. It compiles in a new folder, in a process of its own with a time limit, and renames
+the folder when the library is complete. Other processes of this package wait for the builder's ``flock``, which the
+kernel releases when the builder dies.
 """
 
 from __future__ import annotations

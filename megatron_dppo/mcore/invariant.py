@@ -1,12 +1,10 @@
 """Batch-invariant CPU kernels: the result for a token is bitwise independent of the other tokens of the batch.
 
 A GEMM chooses its algorithm by the number of rows, and a vectorized function computes the end of a tensor with another
-routine. A token therefore gets other last bits in a batch of 7 than in one of 700. Here GEMMs run in tiles of a fixed
-number of rows, functions on whole vectors, and attention on tiles of fixed size, summed from the first key on, so that
-padding adds exact zeros. One property is left to the hardware: a GEMM of a fixed shape treats all rows alike. It is
-checked for each shape on first use.
-
-This holds for one thread per process. Several threads would split the work depending on its size.
+routine. Here GEMMs run in tiles of a fixed number of rows, functions on whole vectors, and attention on tiles of fixed
+size, summed from the first key on, so that padding adds exact zeros. That a GEMM of a fixed shape treats all rows alike
+is left to the hardware, and checked for each shape on first use. There is one thread per process: several would split
+the work depending on its size.
 """
 
 from __future__ import annotations

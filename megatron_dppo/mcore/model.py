@@ -255,7 +255,7 @@ def make_chunks(config: Any, pp_rank: int, device: torch.device, make: Callable[
     return chunks
 
 
-def check_build_on_meta(hf_config: HfConfig, config: TransformerConfig, layout: Layout) -> None:
+def check_build(hf_config: HfConfig, config: TransformerConfig, layout: Layout) -> None:
     """Build the model of the first rank and of the last pipeline stage on the meta device, with fake process groups."""
     if dist.is_initialized():
         return

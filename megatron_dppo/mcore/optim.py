@@ -55,16 +55,6 @@ class LossScale(MegatronGradScaler):
         """Loss scale as a number."""
         return float(self._scale)
 
-    @property
-    def scale(self) -> Tensor:
-        """Loss scale as a tensor [1]."""
-        return self._scale
-
-    @property
-    def inv_scale(self) -> Tensor:
-        """Inverse of the loss scale as a tensor [1]."""
-        return self._scale.double().reciprocal().float()
-
     def update(self, has_inf: bool) -> None:
         """Do nothing: Megatron calls this for each part of the optimizer, and ``adjust`` follows for all of them."""
 
@@ -146,12 +136,8 @@ class Optimizer:
     """Megatron's optimizer with its learning-rate schedule, whose length is ``total_steps`` of the caller.
 
     The weights of the DDP-wrapped ``chunks`` must be loaded: fp32 main parameters are copied from them. The gradient
-    hooks of ``config`` are set here.
-
-    Attributes:
-        megatron: Megatron's optimizer.
-        parts: The optimizers in it that train weights, by their index in its chain.
-        loss_scale: Loss scale of fp16. None for other dtypes.
+    hooks of ``config`` are set here. ``parts`` are the optimizers that train weights, by their index in Megatron's
+    chain; ``loss_scale`` is that of fp16, None for other dtypes.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Router replay: the routes of the samples drive Megatron Core's ``RouterReplay``, per micro-batch and model chunk.
 
 Replayed is *which* experts a token visits. The combine weights come from the router's current logits, so the router
-gets its usual gradient. Routes with weights replay those too, with a straight-through gradient to the live weights.
-Tokens with missing routes keep the live router's choice and weights.
+gets its usual gradient; routes with weights replay those too, with a straight-through gradient. Tokens with missing
+routes keep the live router's choice and weights.
 
 Megatron's ``RouterReplay`` holds the experts of one micro-batch, and a first-in-first-out list for recomputation in the
-backward pass. The pipeline schedules run the micro-batches of a chunk in the same order forward and backward. Both are
-therefore right if they are set when a chunk begins a forward pass, which forward hooks on the chunks do.
+backward pass. The pipeline schedules run the micro-batches of a chunk in the same order forward and backward, so both
+are right if forward hooks set them when a chunk begins a forward pass.
 """
 
 from __future__ import annotations
@@ -41,13 +41,10 @@ def drop_routes(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 
 
 class ReplayDriver:
-    """Router replay of one model.
+    """Router replay of one model. ``layers``: those with a router on this rank, counted in the whole model from 0.
 
     ``tp_group`` are the tensor-parallel ranks if sequence parallelism splits rows among them, else None; ``cp_group``
     is None without context parallelism.
-
-    Attributes:
-        layers: Layers with a router on this rank, counted in the whole model from 0.
     """
 
     def __init__(

@@ -28,13 +28,10 @@ _SHOWN_RANKS = 8
 
 
 def open_store(start_seconds: float | None = None) -> Store | None:
-    """Open the store of all ranks and note there that this rank has started.
+    """Open the store of all ranks and note in it that this rank has started; None if a default group exists.
 
-    It must be reachable within ``start_seconds`` (None: ``START_SECONDS``). Returns None if the default group exists
-    already.
-
-    Raises:
-        RendezvousError: MASTER_ADDR cannot be resolved or reached, or nothing listens on MASTER_PORT.
+    A RendezvousError if MASTER_ADDR and MASTER_PORT cannot be reached within ``start_seconds`` (None:
+    ``START_SECONDS``).
     """
     if dist.is_initialized():
         return None
@@ -65,12 +62,9 @@ def join_ranks(
 ) -> Store | None:
     """Wait for all ranks, and choose the network interface of the groups that are created later.
 
-    ``timeout_minutes`` is the limit for the last rank to come; rank 0 may read data before. ``start_seconds`` is also
-    the limit for the last rank to start. ``store`` is the result of ``open_store``; None calls it. Returns the store of
-    all ranks, None if the default group exists already.
-
-    Raises:
-        RendezvousError: A rank has not started, or does not come.
+    ``timeout_minutes`` is the limit for the last rank to come (rank 0 may read data before), ``start_seconds`` that for
+    the last one to start; a RendezvousError names a rank that does not. ``store`` is the result of ``open_store``; None
+    calls it. Returns the store, None if a default group exists.
     """
     store = store or open_store(start_seconds)
     if store is None:

@@ -130,13 +130,11 @@ def all_gather_integers(values: list[int], group: dist.ProcessGroup | None) -> T
 def attention_length(hf_config: Any) -> float:
     """Return the sequence length at which causal attention takes as many FLOPs as all weight matrices together.
 
-    It is 15.5k tokens for Qwen3-30B-A3B. Sample balancing weighs the quadratic part of a sequence's cost with it.
-
+    Sample balancing weighs the quadratic part of a sequence's cost with it; it is 15.5k tokens for Qwen3-30B-A3B.
     Counted are multiplications of the forward pass: one for each weight and token; two for each head, dimension and
-    pair of positions (scores and weighted values). The backward pass doubles both, so the ratio stays.
-
-    In a layer with a sliding window each token meets ``sliding_window`` keys, whatever the length: a cost of the token
-    like that of its weights. A model with windows in all layers has an infinite length.
+    pair of positions (scores and weighted values). In a layer with a sliding window each token meets ``sliding_window``
+    keys whatever the length, a cost of the token like that of its weights: a model with windows in all layers has an
+    infinite length.
     """
     shape = model_shape(hf_config)
     fields = get_family(hf_config).fields(hf_config, shape)

@@ -15,6 +15,7 @@ all tensors together.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -194,9 +195,7 @@ class ServerRecord:
         These are vectors, which no kernel reorders, and kinds of tensors that were as sent elsewhere in the model or
         before. A kind with a single tensor (the embedding) is strict if all kinds with several tensors are as sent.
         """
-        counts: dict[str, int] = {}
-        for _, name in wanted:
-            counts[_kind(name)] = counts.get(_kind(name), 0) + 1
+        counts = Counter(_kind(name) for _, name in wanted)
         repeated = {kind for kind, count in counts.items() if count > 1 and ".experts." not in kind}
         for key, e in wanted.items():
             kind = _kind(key[1])

@@ -135,10 +135,9 @@ async def send_probe(
 ) -> ProbeResponse:
     """Send the probe's requests, with all fields that the run's requests have.
 
-    Raises:
-        ServerError: The server does not respond, a field is missing (the message names it and the flag to set), or the
-            response violates the rollout contract in anything but its probabilities.
-        ProbeError: Another tokenizer, another vocabulary, another policy version, an impossible Top-K.
+    A ProbeError for another tokenizer, vocabulary or policy version, or an impossible Top-K. Another ServerError for no
+    response, a missing field (it names the flag to set), or a breach of the rollout contract in anything but the
+    probabilities.
     """
     info = await server.info()
     tokens = await server.tokenize(expected.prompt)

@@ -182,12 +182,7 @@ class ServerPublisher:
         """Notes about unproved weights that the user has seen."""
 
     def publish(self) -> list[str]:
-        """See ``Publisher``.
-
-        Raises:
-            PublishError: No server got the weights, or those that did sample from other weights.
-            NoUsableServer: No server responds.
-        """
+        """See ``Publisher``. NoUsableServer: none responds. PublishError: none got the weights or samples from them."""
         settings = self._rollout.weight_sync
         version = self._trainer.policy_version
         is_first = self._num_published == 0

@@ -57,16 +57,10 @@ def open_transfer_group(
 ) -> ProcessGroup:
     """Open a group that servers join (SGLang's ``init_weights_update_group``), apart from the trainer's groups.
 
-    Returns when all ``world_size`` ranks have joined, of trainer and servers. The store is created directly and not by
-    torch's ``tcp://`` rendezvous: under torchrun the rendezvous uses the launcher's store with a prefix, where servers
-    are not found.
-
-    Rank 0 creates the store at ``host`` and ``port``, on the socket ``listening`` if it is given. ``timeout`` is the
-    limit for joining and for each broadcast, in seconds.
-
-    Raises:
-        OSError: Rank 0 cannot listen at this address.
-        torch.distributed.DistStoreError: A rank did not join in time.
+    Returns when all ``world_size`` ranks have joined. An OSError if rank 0 cannot listen at ``host`` and ``port`` (or
+    on the socket ``listening``), torch's DistStoreError if a rank does not join within ``timeout`` seconds, which also
+    limit each broadcast. The store is created directly: under torchrun torch's ``tcp://`` rendezvous uses the
+    launcher's store with a prefix, where servers are not found.
     """
     limit = timedelta(seconds=timeout)
     # With a given socket, the store listens on this address only; by itself it would listen on all addresses.
@@ -142,25 +136,13 @@ class GroupTransport(Protocol):
     """Transport of buckets from rank 0 to servers in one group."""
 
     def listen(self, host: str) -> tuple[Any, int]:
-        """Listen on a free port of ``host``; return the listener and the port.
-
-        Raises:
-            OSError: ``host`` is not an address of this machine.
-        """
+        """Listen on a free port of ``host``, else an OSError; return the listener and the port."""
 
     async def open(self, listener: Any, *, name: str, world_size: int, backend: str, timeout: float) -> Any:
-        """Return the group when all members have joined.
-
-        Raises:
-            RuntimeError: A member did not join in time.
-        """
+        """Return the group when all members have joined; a RuntimeError if one did not in time."""
 
     async def broadcast(self, bucket: TensorBucket, group: Any) -> None:
-        """Send a bucket to all members.
-
-        Raises:
-            RuntimeError: The group is broken.
-        """
+        """Send a bucket to all members; a RuntimeError if the group is broken."""
 
     def close(self, group: Any) -> None:
         """Leave the group; a broadcast in flight fails."""

@@ -39,9 +39,8 @@ def match_expert(name: str) -> tuple[str, str, int, str] | None:
 class FusedExperts:
     """Layout of the tensors of all experts.
 
-    Attributes:
-        is_interleaved: True for gpt-oss: gate and up alternate, matrices are ``[in, out]``, and there are biases.
-            False: all rows of the gate, then all rows of up, matrices ``[out, in]``.
+    ``is_interleaved`` is for gpt-oss: gate and up alternate, matrices are ``[in, out]``, and there are biases. Else all
+    rows of the gate come first, then all rows of up, and matrices are ``[out, in]``.
     """
 
     is_interleaved: bool = False

@@ -51,9 +51,6 @@ class CheckpointSave:
     ``path`` is the folder of the complete checkpoint. ``work``, a collective of all ranks, writes it; its process group
     must not be used elsewhere if it runs ``in_background``. ``end_time`` (``time.monotonic``) is when this rank
     finished writing, valid after ``wait``.
-
-    Attributes:
-        end_time: Time at which this rank finished writing (``time.monotonic``). Valid after ``wait``.
     """
 
     def __init__(
@@ -92,11 +89,7 @@ class CheckpointSave:
             self._thread.join()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete on all ranks, and return its folder.
-
-        Raises:
-            DiskError: The disk is full or cannot be written to. Older checkpoints are unchanged.
-        """
+        """Wait until the checkpoint is complete on all ranks, and return its folder; raises as ``save_checkpoint``."""
         self.join()
         if self._error is not None:
             raise self._error
