@@ -144,7 +144,7 @@ class LossConfig(Section):
     @property
     def needs(self) -> FunctionNeeds:
         """Inputs that the loss itself needs, in addition to pi, mu and the advantage of each token."""
-        return FunctionNeeds(zero_advantage=False)
+        return FunctionNeeds(recomputed=self.mismatch_uses_recomputed, zero_advantage=False)
 
     @property
     def topk_summary(self) -> TopKSummary | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
-from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.losses.dppo import DPPOConfig
 
 if TYPE_CHECKING:
@@ -36,11 +35,6 @@ class RecomputeDPPO(DPPOConfig):
     name: Literal["dppo_recompute_binary_tv", "dppo_recompute_binary_kl"] = "dppo_recompute_binary_tv"
 
     mismatch_uses_recomputed: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> FunctionNeeds:
-        """The recomputed log-probabilities."""
-        return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
         """Mask tokens that are further than the threshold from pi' and would move further away."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap, RatioClipping
-from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.losses.rule import Loss
 
 if TYPE_CHECKING:
@@ -36,11 +35,6 @@ class MiniRL(RatioClipping, RatioCap, Loss):
     name: Literal["minirl"] = "minirl"
 
     mismatch_uses_recomputed: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> FunctionNeeds:
-        """The recomputed log-probabilities."""
-        return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
         """Mask tokens whose ratio to pi' is beyond the limit of their side."""

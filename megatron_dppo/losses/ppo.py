@@ -18,7 +18,6 @@ from pydantic import Field
 from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
 from megatron_dppo.config.loss_groups import RatioClipping
-from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.losses.adaptive import AdaptiveThresholds
 from megatron_dppo.losses.rule import Loss
 
@@ -69,11 +68,6 @@ class DecoupledPPO(RatioClipping, Loss):
     forms: ClassVar[tuple[Form, ...]] = ("ratio",)
     mismatch_uses_recomputed: ClassVar[bool] = True
     truncates_mismatch: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> FunctionNeeds:
-        """The recomputed log-probabilities."""
-        return FunctionNeeds(recomputed=True, zero_advantage=False)
 
     def decide(self, tokens: Tokens) -> Decision:
         """Clip pi / pi', and correct for the difference of trainer and engine by pi' / mu."""
