@@ -18,11 +18,7 @@ _LARGEST = 10_000_000
 
 
 def check_launcher_variables() -> None:
-    """Check that the variables that are set hold whole numbers, and that a rank is below its world size.
-
-    Raises:
-        ConfigError: One does not.
-    """
+    """Check that the variables that are set hold whole numbers, and that a rank is below its world size."""
     numbers = {}
     for name, smallest in _SMALLEST.items():
         text = os.environ.get(name)

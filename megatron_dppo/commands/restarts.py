@@ -40,9 +40,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     Returns:
         0 to continue, or to requeue the job. Otherwise the exit code with which the job ends.
-
-    Raises:
-        UserError: A wrong configuration, a damaged record, or no attempts left.
     """
     from megatron_dppo.config.io import load_config
     from megatron_dppo.process.restarts import FINAL, AttemptsExhausted, RankExit, Restarts, find_first_failure

@@ -65,14 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start the servers and keep them running until a signal, or check the servers of ``rollout.servers.urls``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UserError: A wrong configuration, or a server that does not start or restart.
-    """
+    """Start the servers and keep them running until a signal, or check the servers of ``rollout.servers.urls``."""
     from megatron_dppo.config.io import load_config
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
     from megatron_dppo.files import check_model_folder

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_sections(config: Config) -> None:
-    """Check that the sections are compatible.
-
-    Raises:
-        ValueError: Two sections are incompatible; the text names the change that fixes it.
-    """
+    """Check that the sections are compatible."""
     _check_optimizer("optimizer", config.optimizer, config.model, config.parallel)
     _check_optimizer("warmup.optimizer", config.warmup.optimizer, config.model, config.parallel)
     if config.train.router_replay_weights:
@@ -98,16 +94,7 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, 
 
 
 def check_router_weights(replay: str, engine: str, transformer: Mapping[str, object]) -> None:
-    """Check that there are combine weights to replay, with the same meaning in engine and trainer.
-
-    Args:
-        replay: ``train.router_replay``.
-        engine: ``rollout.engine``.
-        transformer: ``model.transformer``.
-
-    Raises:
-        ValueError: ``train.router_replay_weights = true`` is incompatible with one of them.
-    """
+    """Check that there are combine weights to replay, with the same meaning in engine and trainer."""
     key = "train.router_replay_weights = true"
     if replay == "off":
         raise ValueError(

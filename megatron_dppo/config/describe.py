@@ -96,9 +96,6 @@ def explain(name: str, *, verbose: bool = True) -> str:
         >>> print(explain("optimizer.clip_grad"))
         optimizer.clip_grad  float (≥ 0), default 1.0
             Maximum global gradient norm. 0 disables clipping.
-
-    Raises:
-        ConfigError: Nothing has this name; the text suggests the closest one.
     """
     # Accept a flag (--clip-grad), a section in brackets ([loss]) and a plain path.
     wanted = name.strip("-[]").replace("-", "_")

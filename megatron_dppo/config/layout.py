@@ -174,16 +174,8 @@ def resolve_layout(
 ) -> Layout:
     """Resolve the layout of a run, whose prompts and samples must also divide.
 
-    Args:
-        parallel: ``[parallel]`` of the run.
-        batch: Batch sizes of the run.
-        world_size: Number of processes.
-        shape: Sizes of the model.
-        transformer: ``model.transformer``, which may split the layers unevenly. Megatron's own functions check that
-            split (``mcore/pipeline.py``). None means no such fields.
-
-    Raises:
-        ConfigError: With the arithmetic of every check that fails.
+    ``transformer`` is ``model.transformer``, which may split the layers unevenly; Megatron's own functions check that
+    split (``mcore/pipeline.py``).
     """
     layout = _fill_in(parallel, world_size)
     # Stop here if the world size does not divide: dp would be wrong, and so would be all checks below.
@@ -200,17 +192,7 @@ def unchecked_layout(parallel: ParallelConfig, world_size: int) -> Layout:
 def resolve_parallel(
     parallel: ParallelConfig, world_size: int, shape: ModelShape, transformer: Mapping[str, object] | None = None
 ) -> Layout:
-    """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
-
-    Args:
-        parallel: ``[parallel]`` of the run.
-        world_size: Number of processes.
-        shape: Sizes of the model.
-        transformer: See ``resolve_layout``.
-
-    Raises:
-        ConfigError: With the arithmetic of every check that fails.
-    """
+    """Fill in the defaults of a layout and check that processes, layers, heads and experts divide."""
     layout = _fill_in(parallel, world_size)
     _raise_if_any(_world_problems(parallel, layout))
     _raise_if_any(_model_problems(layout, shape, transformer or {}))
@@ -220,13 +202,7 @@ def resolve_parallel(
 def pipeline_split(num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
     """Return the fields of ``model.transformer`` that split layers as evenly as possible over pipeline stages.
 
-    Args:
-        num_layers: Layers of the model.
-        pp: Pipeline stages.
-        vpp: Model chunks of each stage.
-
-    Returns:
-        Empty if the layers divide, or if there are fewer than model chunks.
+    They are empty if the layers divide by the stages ``pp`` times the ``vpp`` chunks of each, or are fewer.
 
     Example:
         Qwen3-235B-A22B has 94 layers: four stages get 24, 24, 24 and 22.

@@ -94,9 +94,6 @@ def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, objec
     """Return the keys without those of other losses that have their default.
 
     Recorded configurations of earlier versions have every key of every loss in one table.
-
-    Raises:
-        ValueError: A key of another loss is set; the text names the losses that have the key.
     """
     return {key: value for key, value in values.items() if not _is_unset_key_of_another_loss(kind, key, value, values)}
 

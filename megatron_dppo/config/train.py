@@ -50,11 +50,7 @@ class LayerNoiseConfig(Section):
         return self
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers with noise in a model of ``num_layers`` layers.
-
-        Raises:
-            ConfigError: The model has no such layer.
-        """
+        """Return the layers with noise in a model of ``num_layers`` layers."""
         end = num_layers if self.end_layer is None else self.end_layer
         if end > num_layers or self.start_layer >= num_layers:
             raise ConfigError(

@@ -37,13 +37,6 @@ def read_records(source: str, name: str | None = None) -> Iterator[Record]:
     """Yield ``(location, columns)`` of each row in order, without reading the whole file into memory.
 
     Every value is one that can be tokenized, sent and written later (``values.check_values``).
-
-    Args:
-        source: The path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
-        name: Name of the source in the locations. None is its name among no others (``name_sources``).
-
-    Raises:
-        DataError: No such source, a missing optional package, or a file or row that cannot be read.
     """
     try:
         for location, record in _open(source, name or name_sources([source])[source]):
@@ -90,11 +83,7 @@ def _is_parquet(file: Path, start: bytes) -> bool:
 
 
 def require(location: str, record: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column; ``a.b`` is the field ``b`` inside the column ``a``.
-
-    Raises:
-        DataError: There is none; the message says which columns there are.
-    """
+    """Return the value of a column; ``a.b`` is the field ``b`` inside the column ``a``."""
     if key in record:  # also a column whose own name has a dot
         return record[key]
     value: Any = record
@@ -155,15 +144,7 @@ def _read_parquet(file: Path, name: str) -> Iterator[Record]:
 
 
 def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file.
-
-    Args:
-        file: Existing file.
-        batch_rows: Number of rows in memory at a time.
-
-    Raises:
-        DataError: No pyarrow, or the file is damaged, cut short or of another format.
-    """
+    """Yield the rows of a Parquet file."""
     parquet = _optional("pyarrow.parquet", f"{file} is a Parquet file")
     arrow_error = import_module("pyarrow").ArrowException
     number = 0

@@ -337,11 +337,7 @@ def fill_bins(samples: Sequence[HasTokens], budget: int, shape: RowShape | None 
 
 
 def split_evenly(bins: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the bin with the most samples (the first of equals) until there are ``count``; too few give empty bins.
-
-    Raises:
-        ValueError: There are more than ``count`` already.
-    """
+    """Halve the bin with the most samples (the first of equals) until there are ``count``; too few give empty bins."""
     if len(bins) > count:
         raise ValueError(f"{len(bins)} micro-batches are needed, more than count = {count}")
     bins = list(bins)

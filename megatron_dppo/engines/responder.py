@@ -80,13 +80,6 @@ class PromptRoutes:
 
     A request for one token returns the routes before the siblings are requested. It also brings the prompt into the
     server's prefix cache.
-
-    Args:
-        pool: The servers.
-        prompt: Prompt of P tokens.
-        params: Sampling parameters of the responses.
-        routing: Shape of the routes.
-        end_tokens: Tokens after which a response is complete.
     """
 
     def __init__(
@@ -107,20 +100,10 @@ class PromptRoutes:
         self._numbers = itertools.count()
 
     async def get(self, version: int, request_id: str, affinity: str) -> Tensor | None:
-        """Return the routes ``[P - 1, L, k]`` under one version of the weights.
+        """Return the routes ``[P - 1, L, k]`` under one version of the weights, for siblings with one ``affinity``.
 
-        The prompt's last token is not included: each response reads it anew.
-
-        Args:
-            version: Version of the weights.
-            request_id: Prefix of the id of the request for the routes.
-            affinity: Affinity of the siblings.
-
-        Returns:
-            The routes; None if the version is no longer current or the request was aborted.
-
-        Raises:
-            ServerError: See ``ServerPool.generate``.
+        The prompt's last token is not included: each response reads it anew. None if the version is no longer current
+        or the request was aborted.
         """
         async with self._lock:  # the first sibling sends the request, the others wait for its result
             if version not in self._routes_by_version and version == self._pool.version:
@@ -175,10 +158,6 @@ class Responder:
     """Completion of responses by a pool of servers.
 
     Args:
-        pool: The servers.
-        tokenizer: Decodes responses.
-        end_tokens: Tokens after which a response is complete.
-        function: User function ``rollout.generate``; None for one response per prompt.
         siblings_per_server: See ``RequestSpread``. None sends all siblings to one server.
     """
 
@@ -199,12 +178,7 @@ class Responder:
         self._numbers = itertools.count()
 
     async def complete(self, sample: InFlightResponse) -> None:
-        """Continue a response until it is complete or ``is_stopping`` is set.
-
-        Raises:
-            ServerError: See ``ServerPool.generate``.
-            GenerateError: The user function failed.
-        """
+        """Continue a response until it is complete or ``is_stopping`` is set."""
         if sample.completion is not None:
             return
         if self._function is None:

@@ -35,11 +35,7 @@ class TeacherServers:
     Their log-probabilities are those at temperature 1 over the complete vocabulary.
 
     Args:
-        urls: ``http://host:port`` of each server.
-        engine: Inference engine of the servers.
-        api_key: API key of all servers.
         timeout_seconds: Deadline of one response, including the time in the server's queue.
-        max_in_flight: Maximum number of requests in flight.
         first: Index of the server that gets the first request.
     """
 

@@ -12,11 +12,7 @@ INSTALL = "pip install -e . in the clone of megatron_dppo"
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of all installed packages by name; nothing is imported.
-
-    Raises:
-        ConfigError: Two packages offer one name.
-    """
+    """Return the entry points of all installed packages by name; nothing is imported."""
     result: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         other = result.setdefault(point.name, point)
@@ -30,11 +26,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 def load(point: EntryPoint) -> Any:
-    """Import what an entry point names.
-
-    Raises:
-        ConfigError: It cannot be imported.
-    """
+    """Import what an entry point names."""
     try:
         return point.load()
     except Exception as error:  # a package from elsewhere may raise anything

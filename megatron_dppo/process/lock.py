@@ -32,8 +32,6 @@ from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import read_regular_file
 
 CLAIM = ".megatron_dppo.claim"
-
-
 _CLAIMED_EXIT_CODE = 1
 """Exit code of an attempt whose folder a later attempt has claimed. No process waits for it."""
 _LOST_EXIT_CODE = UserError.exit_code
@@ -84,19 +82,11 @@ def exit_if_claimed(folder: Path) -> None:
 
 
 LOCK = ".megatron_dppo.lock"
-
-
 HEARTBEAT_SECONDS = 5.0
-
-
 CLAIM_SECONDS = 60.0
 """Seconds that an earlier attempt of the same job has to exit. Longer than several heartbeats."""
-
-
 WATCH_SECONDS = 30.0
 """Seconds to watch for heartbeats of an owner on another machine. Longer than several heartbeats."""
-
-
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
@@ -149,18 +139,9 @@ _RUN_MESSAGES = LockMessages()
 class FolderLock:
     """Lock of a folder, held until ``release`` or until this process exits.
 
-    Args:
-        folder: Existing folder.
-        messages: Terms of the error messages.
-        watch_seconds: Seconds to watch for heartbeats of an owner on another machine.
-        heartbeat_seconds: Seconds between two heartbeats of this process.
-
     Attributes:
         path: Lock file.
         note: Message about a previous owner that did not release the lock. Empty if there was none.
-
-    Raises:
-        ConfigError: Another process works in the folder, or the lock file cannot be written.
     """
 
     def __init__(

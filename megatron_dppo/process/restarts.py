@@ -73,13 +73,7 @@ class AttemptRecord:
 
 
 class Restarts:
-    """Record of the attempts of one job.
-
-    Args:
-        file: Record file. Belongs to one job.
-        output_dir: Folder of the run.
-        limit: Number of restarts in a row after crashes without a newer checkpoint.
-    """
+    """Record of the attempts of one job."""
 
     def __init__(self, file: Path, output_dir: Path, limit: int) -> None:
         self._file = file
@@ -87,12 +81,7 @@ class Restarts:
         self._limit = limit
 
     def begin(self) -> str:
-        """Record that an attempt begins and return a message for the user. Empty for the first attempt.
-
-        Raises:
-            AttemptsExhausted: The previous attempt did not record its exit, and too many made no progress.
-            ConfigError: The record is damaged.
-        """
+        """Record that an attempt begins and return a message for the user. Empty for the first attempt."""
         record, note = self._read(), ""
         if record.running:
             record = self._count_attempt(record)
@@ -104,32 +93,15 @@ class Restarts:
         return f"{note}resuming from {record.progress}, attempt {record.ends + 1} from there" if record.ends else note
 
     def crashed(self, how: str) -> str:
-        """Record that the attempt crashed and return a message for the user.
-
-        Args:
-            how: Exit of the attempt, as in "has crashed with exit code 1".
-
-        Raises:
-            AttemptsExhausted: The job must not be queued again.
-            ConfigError: The record is damaged.
-        """
+        """Record that the attempt crashed and return a message for the user."""
         return self._end_attempt(how, self._limit)
 
     def stopped(self) -> str:
-        """Record that the attempt was stopped before its time limit and return a message for the user.
-
-        Raises:
-            AttemptsExhausted: Several such attempts in a row saved nothing: the time limit is too short for one step.
-            ConfigError: The record is damaged.
-        """
+        """Record that the attempt was stopped before its time limit and return a message for the user."""
         return self._end_attempt("was stopped", max(self._limit, MIN_STOPS))
 
     def preempted(self) -> None:
-        """Record that the attempt was preempted, which does not count.
-
-        Raises:
-            ConfigError: The record is damaged.
-        """
+        """Record that the attempt was preempted, which does not count."""
         self._write(replace(self._read(), running=False))
 
     def _end_attempt(self, how: str, limit: int) -> str:
@@ -182,9 +154,8 @@ class RankExit:
 def find_first_failure(folder: Path, code: int) -> RankExit:
     """Return the exit that caused the others: the first one with a code in ``FINAL``, else the first one.
 
-    Args:
-        folder: Folder with a file ``code_RANK`` for each rank that exited by itself with a code other than 0.
-        code: Exit code of the Slurm step: that of any of its ranks, or of the signal that ended the remaining ranks.
+    ``folder`` has a file ``code_RANK`` for each rank that exited by itself with a code other than 0. ``code`` is that
+    of the Slurm step: that of any of its ranks, or of the signal that ended the remaining ranks.
     """
     timed_exits = []
     for file in folder.glob("code_*"):

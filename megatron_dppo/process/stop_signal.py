@@ -25,12 +25,7 @@ _SAME_REQUEST_SECONDS = 1.0
 
 
 class Stopped(Exception):
-    """End of a run after a request to stop; the message says from which step it resumes.
-
-    Args:
-        message: Reason.
-        exit_code: Exit code of the process.
-    """
+    """End of a run after a request to stop; the message says from which step it resumes."""
 
     def __init__(self, message: str, exit_code: int = 0) -> None:
         super().__init__(message)

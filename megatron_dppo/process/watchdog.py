@@ -95,16 +95,9 @@ class RankStatus:
 
 
 def find_behind(ranks: dict[int, RankStatus], now: float, limit: float, interval: float) -> list[int]:
-    """Return the ranks that the others wait for.
+    """Return the ranks that the others wait for; none if one has progressed within ``limit`` seconds.
 
-    Args:
-        ranks: Status of all ranks.
-        now: ``time.monotonic()``.
-        limit: Seconds without progress of any rank.
-        interval: Seconds between two heartbeats.
-
-    Returns:
-        Empty if a rank has progressed within ``limit`` seconds, or if no rank is behind.
+    ``interval`` are the seconds between two heartbeats.
     """
     if now - max(status.progressed_at for status in ranks.values()) < limit:
         return []
@@ -158,12 +151,7 @@ def _process_state(heartbeat: Heartbeat) -> str:
 
 
 class Watchdog:
-    """Threads that end a hung run with exit code 4. Inactive with one rank.
-
-    Args:
-        run: The keys ``output_dir`` (stack traces go to ``hang/rank_N.txt`` in it), ``hang_minutes``,
-            ``timeout_minutes`` and ``wait_minutes``.
-    """
+    """Threads that end a hung run with exit code 4; stack traces go to ``hang/rank_N.txt``. Inactive with one rank."""
 
     def __init__(self, run: RunConfig) -> None:
         self._folder = Path(run.output_dir) / "hang"

@@ -20,10 +20,6 @@ LOGGED_STEPS = "tracker_steps.json"
 class LoggedSteps:
     """Last step of each metric that a run in a tracker got from this folder.
 
-    Args:
-        folder: Output folder of the run.
-        tracker_id: Id of the run in the tracker.
-
     Example:
         >>> from tempfile import mkdtemp
         >>> steps = LoggedSteps(Path(mkdtemp()), "a1")

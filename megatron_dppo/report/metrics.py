@@ -88,17 +88,9 @@ class MetricsWriter:
     """Writer of one record per step to ``metrics.jsonl`` and, if enabled, to TensorBoard and trackers.
 
     Args:
-        folder: Output folder of the run.
-        config: Resolved configuration, for the trackers.
-        tensorboard: True to write TensorBoard events.
-        wandb_project: Project in Weights & Biases. None disables it.
-        trackers: Names of further trackers (``report.trackers``).
         labels: Name and tags of the run in trackers. None uses the name of the folder.
         resumed_step: Records of later steps are dropped, because the interrupted run wrote them. None starts a new
             file.
-
-    Raises:
-        ConfigError: Weights & Biases is enabled but not installed.
     """
 
     def __init__(
@@ -141,11 +133,7 @@ class MetricsWriter:
             sink.log(values, step)
 
     def _restore_if_deleted(self) -> None:
-        """Write the file again if it was deleted or renamed: the open handle still has its records.
-
-        Raises:
-            ConfigError: Another file has its place.
-        """
+        """Write the file again if it was deleted or renamed: the open handle still has its records."""
         try:
             is_current = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:

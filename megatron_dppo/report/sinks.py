@@ -128,12 +128,6 @@ class ContinuedSink:
 
     No tracker takes values back. So the steps between the checkpoint and the interruption keep the values of the
     interrupted attempt; ``metrics.jsonl`` has those of the attempt that continued.
-
-    Args:
-        sink: The tracker's run.
-        name: Name of the tracker.
-        folder: Output folder of the run.
-        resumed_step: Step of the checkpoint. None at the beginning of a run.
     """
 
     def __init__(self, sink: Sink, name: str, folder: Path, resumed_step: int | None) -> None:
@@ -177,11 +171,7 @@ def open_sinks(
     labels: RunLabels,
     resumed_step: int | None,
 ) -> list[Sink]:
-    """Open every enabled sink; arguments as in ``MetricsWriter``.
-
-    Raises:
-        ConfigError: Weights & Biases is enabled but not installed.
-    """
+    """Open every enabled sink; arguments as in ``MetricsWriter``."""
     sinks: list[Sink] = []
     if tensorboard:
         sinks.append(TensorBoardSink(folder, resumed_step))
@@ -218,11 +208,7 @@ def _plain(text: str) -> str:
 def require_sinks(
     *, tensorboard: bool, wandb_project: str | None, offline: bool = False, trackers: Sequence[str] = ()
 ) -> None:
-    """Check that everything that ``[log]`` enables is installed and has its key.
-
-    Raises:
-        ConfigError: With the package to install, or where to put the key; all problems together.
-    """
+    """Check that everything that ``[log]`` enables is installed and has its key."""
     problems = ErrorCollector()
     if tensorboard:
         problems.attempt(_require_tensorboard)
@@ -253,11 +239,7 @@ def _require_wandb_key(project: str) -> None:
 
 
 def require_wandb(project: str) -> Any:
-    """Return the package ``wandb``; called early, so that a missing package is reported before the training.
-
-    Raises:
-        ConfigError: With the command that installs it.
-    """
+    """Return the package ``wandb``; called early, so that a missing package is reported before the training."""
     try:
         import wandb
     except ImportError as error:

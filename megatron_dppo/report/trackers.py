@@ -63,9 +63,6 @@ def _read_ids(folder: Path) -> dict[str, str]:
     """Return the ids of a folder's run by tracker.
 
     A damaged file must not decide whether a run resumes. It is renamed, and the trackers get new runs.
-
-    Raises:
-        ConfigError: The file cannot be read.
     """
     path = folder / IDS
     try:
@@ -122,11 +119,7 @@ _OPTIONS: Mapping[str, Callable[[Path, RunLabels], dict[str, object]]] = {
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of the trackers are installed.
-
-    Raises:
-        ConfigError: With the command that installs the missing packages.
-    """
+    """Check that the packages of the trackers are installed."""
     needed = [*names, *(["accelerate"] if names else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -138,12 +131,6 @@ def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config:
     """Start or continue the folder's run in each tracker; the results have ``log`` and ``finish``.
 
     ``run_id`` has the id of each afterwards.
-
-    Args:
-        names: Some of ``mlflow``, ``swanlab``, ``trackio``, ``comet_ml``.
-        folder: Output folder of the run, where the ids are stored.
-        labels: Name, group and tags of the run.
-        config: Resolved configuration.
     """
     if not names:
         return []

@@ -182,9 +182,7 @@ def read_batch(values: object, count: int) -> list[object]:
 def error_text(error: BaseException, function: Callable[..., object] | None = None) -> str:
     """Return an error as short text with the line that raised it, even if its own methods raise.
 
-    Args:
-        error: The error.
-        function: User function whose result is wrong. Its own line is named if no line of the user raised the error.
+    Without such a line of the user, that of ``function`` is named: the user function whose result is wrong.
     """
     try:
         text = f"{type(error).__name__}: {error}"

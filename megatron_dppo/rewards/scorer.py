@@ -93,12 +93,8 @@ class RewardScorer:
     def score(self, items: Sequence[RewardItem], *, is_batch: bool = True) -> list[RewardResult]:
         """Return one result per item, in order.
 
-        Args:
-            items: Completions to score.
-            is_batch: True if the items are enough to detect a broken function.
-
-        Raises:
-            RewardError: A function failed on every one of several items of a batch, so the function itself is broken.
+        With ``is_batch`` the items are enough to detect a broken function: one that fails on all of several items
+        raises RewardError.
         """
         function_items = [[item for item in items if function.scores(item)] for function in self._functions]
         outcomes = score_concurrently([function.pool for function in self._functions], function_items)
@@ -172,16 +168,7 @@ def build_scorer(
 ) -> RewardScorer:
     """Build the scorer of ``[reward]``. No process starts before the first sample.
 
-    Args:
-        reward: Functions, options and shaping.
-        rollout: Lengths and other values that some signatures pass.
-        label_key: ``data.label_key``.
-        is_only_source: True if only the functions give rewards: no agent, no ``rollout.generate``.
-        started_at: First start of the run.
-
-    Raises:
-        RewardError: A function cannot be loaded, its signature is unknown, its options are wrong, or it needs labels
-            and there are none.
+    With ``is_only_source`` only the functions give rewards: no agent, no ``rollout.generate``.
     """
     shaping = Shaping(
         max_new_tokens=rollout.max_new_tokens,

@@ -137,11 +137,8 @@ def run_worker(
 ) -> None:
     """Run the process until the trainer closes the connection.
 
-    Args:
-        spec: Reward function.
-        timeout: Seconds for one sample of an async function. The trainer enforces the limit of other functions.
-        connection: Connection for chunks and ``Reply``.
-        writers: Pipes that become stdout and stderr, of which the trainer passes on a limited part.
+    ``timeout`` is for one sample of an async function; the trainer enforces that of other functions. ``writers``
+    become stdout and stderr, of which the trainer passes on a limited part.
     """
     # A process that was spawned would spawn its children, too. A function expects the default of its Python.
     multiprocessing.set_start_method(None, force=True)

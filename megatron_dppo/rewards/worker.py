@@ -48,8 +48,6 @@ class Worker:
     """A worker process. It starts with the first sample, and again after it was killed.
 
     Args:
-        spec: Reward function.
-        timeout_seconds: Time limit for one sample, or for one call of a batch function.
         concurrent: True if the function scores the samples of a chunk concurrently (it is async).
     """
 

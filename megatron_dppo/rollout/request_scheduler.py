@@ -17,13 +17,7 @@ from megatron_dppo.types import Prompt, SamplingParams
 
 
 def sampling_params(settings: RolloutConfig | EvalConfig, max_new_tokens: int, seed: int) -> SamplingParams:
-    """Return the sampling parameters of ``[rollout]`` or ``[eval]``, with which no further column is recorded.
-
-    Args:
-        settings: Section of the configuration.
-        max_new_tokens: Limit of a response.
-        seed: Seed of the run.
-    """
+    """Return the sampling parameters of ``[rollout]`` or ``[eval]``, with which no further column is recorded."""
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=settings.temperature,
@@ -35,14 +29,7 @@ def sampling_params(settings: RolloutConfig | EvalConfig, max_new_tokens: int, s
 
 
 def sampling_seed(seed: int, purpose: str, step: int, dp_rank: int) -> int:
-    """Return the seed of a step and a data-parallel rank, derived from the run's seed so that resume is exact.
-
-    Args:
-        seed: ``run.seed``.
-        purpose: Name that distinguishes the random numbers of one step.
-        step: Rollout step.
-        dp_rank: Data-parallel rank.
-    """
+    """Return the seed of a step and a data-parallel rank, derived from the run's seed so that resume is exact."""
     # A string is seeded by its SHA-512, equal in every process; ``hash`` of a string is not.
     return random.Random(f"{seed}/{purpose}/{step}/{dp_rank}").getrandbits(31)
 
@@ -58,12 +45,7 @@ class RequestScheduler:
     """Submits groups to this rank's engine.
 
     Args:
-        rollout: Group sizes, and which groups may be canceled or carried to a later step.
-        params: Sampling parameters of the run; the seeds of requests derive from its seed.
-        prompts: Prompt stream of the run.
         engine: None on ranks that receive their rollouts from the leader of their model-parallel group.
-        scoring: Thread that scores sampled groups.
-        dp_rank: Data-parallel rank.
         one_by_one: Submit each group by itself, so that a step may take single groups.
         leads: False where the engine belongs to another rank too, which then scores the groups of both.
     """
@@ -96,14 +78,9 @@ class RequestScheduler:
     def submit(
         self, step: int, sampled_at: int, slots: Sequence[PromptSlot], enough: int, attempt: int = 0
     ) -> list[Submission]:
-        """Submit the groups of some prompts.
+        """Submit the groups of some prompts, of which ``enough`` complete ones are needed.
 
-        Args:
-            step: Rollout step that the groups are for.
-            sampled_at: Number of rollout steps done.
-            slots: prompts.
-            enough: Number of complete groups that are needed; the configuration decides if the others are canceled.
-            attempt: 0, or the number of the refill round.
+        The configuration decides if the others are canceled. ``attempt`` is the number of the refill round, or 0.
         """
         if not self._one_by_one:
             return [self._submit(step, sampled_at, slots, enough, f"rollout {attempt}")]

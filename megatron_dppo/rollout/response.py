@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.rollout.response_text import decode_response
-from megatron_dppo.types import (
-    Completion,
-    FinishReason,
-    ResponseColumns,
-    RoutingShape,
-    SamplingParams,
-    VersionSpan,
-)
+from megatron_dppo.types import Completion, FinishReason, ResponseColumns, RoutingShape, SamplingParams, VersionSpan
 from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo.types.token_columns import (
     LOGPROBS,
@@ -63,7 +56,6 @@ class GrowingColumn:
     """One column of a response that grows in parts. Parts are joined on access; none is ever changed.
 
     Args:
-        column: Declaration of the column.
         empty: No rows, with the dtype and row shape of the column.
         prompt_tokens: P, for columns that include the prompt.
     """
@@ -99,11 +91,7 @@ class GrowingColumn:
         return GrowingColumn(self.column, self._empty, self._prompt_tokens)
 
     def append(self, rows: TokenRows) -> None:
-        """Append the rows of new tokens.
-
-        Raises:
-            ValueError: If dtype or row shape differ from the column.
-        """
+        """Append the rows of new tokens."""
         if not self.fits(rows):
             expected = self.column.form(self._empty)
             raise ValueError(f"Expected {self.column.title} of form {expected}, got {self.column.form(rows)}.")
@@ -153,7 +141,6 @@ class GrowingResponse:
     """The response to one prompt as far as it is known. Appended tokens never change.
 
     Args:
-        prompt: Token ids of the prompt. Shape [P].
         topk: Number of recorded Top-K entries; 0 records none.
         routing: Shape of the recorded routes; None records none.
         sampling_mask: Record the token ids that the sampling filters allowed.
@@ -304,15 +291,10 @@ class GrowingResponse:
         *,
         prompt_routes: bool = True,
     ) -> GenerateRequest:
-        """Return the request that continues this response.
+        """Return the request that continues this response, with at most ``limit`` new tokens.
 
-        Args:
-            request_id: Identifier of the request.
-            params: Parameters of the response; ``seed`` is the seed of this request.
-            stop_token_ids: End tokens in addition to the server's own.
-            limit: Maximum number of new tokens.
-            prompt_routes: Request the routes of the prompt's tokens if none are known. Those of its last token are
-                always requested: the model reads it anew for each response.
+        Without ``prompt_routes`` the routes of the prompt's tokens are not requested, but for its last one: the model
+        reads that anew for each response.
         """
         num_routes = self._num_routes()
         return GenerateRequest(

@@ -131,17 +131,7 @@ def describe_incompatibility(
     agent: AgentConfig,
     reward: RewardConfig,
 ) -> str:
-    """Return why this run cannot train on the groups of a checkpoint, or an empty string if it can.
-
-    Args:
-        state: Scheduler state of the checkpoint.
-        saved_config: Configuration of the run that wrote it, as JSON.
-        train: Staleness and routes of this run.
-        data: Section of this run, which must equal the saved one, like the next three.
-        rollout: Section of this run.
-        agent: Section of this run.
-        reward: Section of this run.
-    """
+    """Return why this run cannot train on the groups of a checkpoint, or an empty string if it can."""
     submissions = [each for submissions in state.submissions for each in submissions]
     if any(each.step - each.sampled_at > train.max_staleness for each in submissions):
         return f"they are older than train.max_staleness = {train.max_staleness} allows"
@@ -171,9 +161,6 @@ def load_rollouts(
     """Return the stored rollouts by position.
 
     With the data-parallel size of the checkpoint, these are the rollouts of ``dp_rank``, otherwise those of all ranks.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or the data set has changed.
     """
     saved_ranks = [dp_rank] if dp == state.dp else range(state.dp)
     rollouts: dict[int, StoredRollouts] = {}

@@ -40,18 +40,8 @@ class RolloutScheduler:
     """Submits prompts, has them sampled and scored, and returns the groups of each step.
 
     Args:
-        rollout: Configuration of the rollouts.
-        params: See ``RequestScheduler``.
-        prompts: Prompt stream of the run.
-        groups: Process groups of this rank.
-        dp_rank: Data-parallel rank.
-        dp: Data-parallel size.
         engine: None on ranks that receive their rollouts from the leader of their model-parallel group.
-        scorer: Reward of the run.
         num_steps: Number of steps of the run; nothing is sampled for later ones.
-        max_staleness: Maximum age of the weights in rollout steps.
-        rank_columns: Columns that each rank of this replica reads.
-        leads: See ``RequestScheduler``.
         reward_parts: Parts of a reward that decide whether a group has a signal, see ``has_signal``.
         greedy: Sampling of one more, greedy response for each group that a step takes. None samples none.
     """
@@ -177,9 +167,6 @@ class RolloutScheduler:
         """Wait until the engine may receive new weights.
 
         Returns at once if requests continue with the new weights, and otherwise when nothing is in flight.
-
-        Raises:
-            Exception: The exception that sampling or scoring raised in the background.
         """
         if self._survives_updates:
             return
@@ -217,12 +204,7 @@ class RolloutScheduler:
         return [StoredRollouts(position, self._prompts[position], content) for position, content in contents.items()]
 
     def restore(self, state: SchedulerState, contents: Mapping[int, StoredRollouts]) -> None:
-        """Continue from a checkpoint, before the first step.
-
-        Args:
-            state: State for the data-parallel size of this run.
-            contents: Stored rollouts by position; empty on ranks without an engine.
-        """
+        """Continue from a checkpoint, before the first step."""
         self.cursor = state.cursor
         self._next_step = state.next_step
         self._waiting = [list(slots) for slots in state.waiting]

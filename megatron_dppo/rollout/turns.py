@@ -61,10 +61,7 @@ class ResponseBranch:
     """One sequence of tokens. The response of an agent may have several, other responses have one.
 
     Args:
-        response: Tokens of the sequence; recorded ones are replayed.
         params: Sampling parameters; ``max_new_tokens`` limits the sequence, added tokens included.
-        tokenizer: Tokenizer of the model.
-        sample: Function that extends the sequence.
     """
 
     def __init__(
@@ -94,13 +91,7 @@ class ResponseBranch:
         stop_token_ids: Sequence[int] = (),
         stop_strings: StopStrings | None = None,
     ) -> Turn:
-        """See ``Turns.sample``.
-
-        Args:
-            max_new_tokens: Limit of this turn.
-            stop_token_ids: Tokens that end it.
-            stop_strings: Texts that end it. The tokens of the first one stay in the sequence.
-        """
+        """See ``Turns.sample``."""
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
         start = self.position
         match = None
@@ -181,11 +172,7 @@ class ResponseBranch:
         self.response.truncate(start)
 
     def completion(self) -> Completion:
-        """Return the sequence as a completion, without recorded tokens that were not replayed.
-
-        Raises:
-            ValueError: Nothing was sampled.
-        """
+        """Return the sequence as a completion, without recorded tokens that were not replayed."""
         self.response.truncate(self.position)
         return self.response.completion(self.finish_reason, self._tokenizer)
 
@@ -194,11 +181,7 @@ class Turns:
     """One response in progress, as a user function sees it.
 
     Args:
-        prompt: Prompt of the response.
-        response: Tokens of the response; recorded ones are replayed.
         params: Sampling parameters; ``max_new_tokens`` limits the whole response, added tokens included.
-        tokenizer: Tokenizer of the model.
-        sample: Function that extends the response.
     """
 
     def __init__(
@@ -305,11 +288,7 @@ def check_reward(value: object) -> float:
 
 
 def load_generate(name: str) -> GenerateFunction:
-    """Return the function that ``rollout.generate`` names.
-
-    Raises:
-        GenerateError: The function cannot be imported, is not ``async def``, or does not take two arguments.
-    """
+    """Return the function that ``rollout.generate`` names."""
     try:
         function = load_function(name, "rollout.generate")
     except FunctionError as error:
@@ -326,12 +305,7 @@ def load_generate(name: str) -> GenerateFunction:
 
 
 async def call_generate(function: GenerateFunction, turns: Turns) -> Completion:
-    """Run a user function.
-
-    Raises:
-        GenerateError: It raised an exception, or did not return ``turns.finish()``.
-        ServerError: No server responded.
-    """
+    """Run a user function."""
     name = f"rollout.generate: {getattr(function, '__name__', function)}"
     try:
         result = await function(turns.prompt, turns)

@@ -80,13 +80,9 @@ class Checkpoints:
         save_seconds: Seconds from the start of the last save until it was complete. None before the first.
 
     Args:
-        config: Configuration of the run.
-        inputs: Data and model of the run.
-        trainer: Policy of this rank.
         stream: Source of the rollouts; those that were not trained on are saved.
         has_engine: True on the rank that writes the rollouts of its data-parallel rank.
         background: Process group of all ranks over the CPU, for saves in the background. None if there are none.
-        say: Prints a line on rank 0.
         contents: Files of the configuration at this start. Empty on ranks other than 0.
         served: Models behind its URLs, likewise.
     """
@@ -163,16 +159,8 @@ class Checkpoints:
     def save(self, state: RunState, evaluator: Evaluator, *, in_background: bool | None = None) -> None:
         """Write a checkpoint of this step, with every rollout that was not trained on.
 
-        In the background the checkpoint is complete only after ``finish`` has reported it. The trainer's state must be
-        on the GPUs (``Gpus.for_training``).
-
-        Args:
-            state: Counters of the run.
-            evaluator: An evaluation that it runs beside training is repeated after a resume.
-            in_background: Write while training continues. None follows ``checkpoint.async_save``.
-
-        Raises:
-            DiskError: On all ranks, when there is not enough space or the checkpoint cannot be written.
+        In the background the checkpoint is complete only after ``finish`` has reported it. None for ``in_background``
+        follows ``checkpoint.async_save``. The trainer's state must be on the GPUs (``Gpus.for_training``).
         """
         # One save at a time: the previous one may still be writing in the background.
         self.finish(wait=True)
@@ -208,14 +196,7 @@ class Checkpoints:
         )
 
     def finish(self, *, wait: bool) -> None:
-        """Report the last checkpoint once it is complete.
-
-        Args:
-            wait: Wait until it is complete. False returns at once if it is not.
-
-        Raises:
-            DiskError: The checkpoint cannot be written. Older checkpoints are unchanged.
-        """
+        """Report the last checkpoint once it is complete."""
         saving = self._saving
         if saving is None or not (wait or saving.is_done):
             return
@@ -231,11 +212,7 @@ class Checkpoints:
             self._saving.join()
 
     def restore(self, point: ResumePoint) -> tuple[RunState, list[SampleResponse]]:
-        """Restore policy, optimizer and rollouts from a checkpoint.
-
-        Returns:
-            The counters, and the sample responses from before training.
-        """
+        """Restore policy, optimizer and rollouts; return the counters, and the responses from before training."""
         record = self._trainer.load(point.checkpoint, same_layout=point.same_layout)
         state = RunState(
             step=record["step"],

@@ -41,14 +41,7 @@ class SampleResponse(TypedDict):
 def metrics_by_set(
     set_names: Sequence[str], group_sets: Sequence[str], groups: Sequence[RolloutGroup], n: int
 ) -> dict[str, Metric]:
-    """Return the metrics over all groups, and over each named set under ``<name>/``.
-
-    Args:
-        set_names: Names of all held-out sets. The name ``""`` gets no metrics of its own.
-        group_sets: Name of each group's set.
-        groups: Scored groups; may be empty.
-        n: Responses per prompt.
-    """
+    """Return the metrics over all groups, and over each set under ``<name>/``, but for the set ``""``."""
     values = eval_metrics(groups, n)
     for name in filter(None, set_names):
         members = [group for set_name, group in zip(group_sets, groups, strict=True) if set_name == name]
@@ -132,14 +125,6 @@ class Evaluation:
 class Evaluator:
     """Submits the held-out prompts and scores the responses.
 
-    Args:
-        config: Configuration of the run.
-        sets: Held-out prompts by the name of their set. Empty disables evaluation.
-        stream: Source of the responses.
-        groups: Parallel groups of this rank.
-        dp: Number of data-parallel ranks.
-        dp_rank: Data-parallel rank of this process.
-
     Attributes:
         responses_before: A few responses from before training, on rank 0.
     """
@@ -217,13 +202,9 @@ class Evaluator:
 def write_sample_responses(
     folder: Path, groups: Sequence[RolloutGroup], step: int, world: dist.ProcessGroup | None
 ) -> list[SampleResponse]:
-    """Write a few responses of an evaluation to ``samples.jsonl`` on rank 0; a collective of all ranks.
+    """Write a few responses of an evaluation to ``samples.jsonl`` on rank 0, and return them there.
 
-    Returns:
-        The responses on rank 0, an empty list on the others.
-
-    Raises:
-        DiskError: On all ranks, when they cannot be written.
+    A collective of all ranks; the others return an empty list.
     """
     responses: list[SampleResponse] = []
     if dist.get_rank() == 0:

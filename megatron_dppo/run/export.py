@@ -21,32 +21,20 @@ if TYPE_CHECKING:
 
 
 def export_hf(trainer: PolicyTrainer, inputs: Inputs, model: ModelConfig, target: Path, dtype: torch.dtype) -> None:
-    """Write the current weights, adapters merged, as a Hugging Face folder; a collective, each rank writes some files.
-
-    Raises:
-        DiskError: On all ranks, if the folder cannot be written.
-    """
+    """Write the current weights, adapters merged, as a Hugging Face folder (a collective)."""
     num_bytes = inputs.num_parameters * dtype.itemsize
     run_on_leader(lambda: require_space(target, num_bytes, "the export"), trainer.groups.world)
     save_hf_folder(target, model.path, trainer.export_weights(), dtype, group=trainer.groups.world)
 
 
 def export_adapter(trainer: PolicyTrainer, lora: LoraConfig, model: ModelConfig, target: Path) -> None:
-    """Write the adapters as a folder for PEFT (a collective).
-
-    Raises:
-        DiskError: On all ranks, if the folder cannot be written.
-    """
+    """Write the adapters as a folder for PEFT (a collective)."""
     base = str(Path(model.path).absolute())
     save_adapter(target, trainer.export_adapters(), lora, base, group=trainer.groups.world)
 
 
 def export_results(trainer: PolicyTrainer, inputs: Inputs, config: Config) -> None:
-    """Write the model if ``checkpoint.export_hf`` is set, and the adapters of LoRA. A collective.
-
-    Raises:
-        DiskError: On all ranks, if the folder cannot be written.
-    """
+    """Write the model if ``checkpoint.export_hf`` is set, and the adapters of LoRA. A collective."""
     folder = Path(config.run.output_dir)
     if config.checkpoint.export_hf:
         export_hf(trainer, inputs, config.model, folder / "hf", DTYPES[config.model.dtype])

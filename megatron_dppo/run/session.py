@@ -227,12 +227,7 @@ class _OpenRun(NamedTuple):
 
 
 def _open_run(joined: _JoinedRun, notes: Sequence[str]) -> _OpenRun:
-    """Lock the run's folder, open what the configuration names, and find the checkpoint; a collective of all ranks.
-
-    Args:
-        joined: The run on this rank.
-        notes: Notes of the preflight checks.
-    """
+    """Lock the run's folder, open what the configuration names, and find the checkpoint; a collective of all ranks."""
     config, inputs, _, _, console, parts = joined
     # The folder is locked before anything is read from it or written to it.
     sharing = _find_sharing(joined)

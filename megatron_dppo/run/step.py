@@ -46,14 +46,7 @@ if TYPE_CHECKING:
 def make_samples(
     groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, *, has_teacher: bool = False
 ) -> list[TrainingSample]:
-    """Turn scored groups into training samples with the advantages of ``train.advantage``.
-
-    Args:
-        groups: Scored groups.
-        train: Advantage, and whether truncated responses leave the loss.
-        reward: Weights of the parts of rewards.
-        has_teacher: True if a teacher is a signal of its own, also for tokens whose reward failed.
-    """
+    """Turn scored groups into training samples with the advantages of ``train.advantage``."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scales = None
     if any(rollout.completion.past_rewards is not None for rollout in rollouts):
@@ -90,11 +83,6 @@ class PolicyUpdater:
     """Updates the policy of this rank, step by step, with the loss of the run.
 
     Long because it is the order of all phases of an update, a few lines for each.
-
-    Args:
-        trainer: Policy of this rank.
-        config: Configuration of the run.
-        teacher: Teacher of a distillation, in the trainer or behind servers.
     """
 
     def __init__(
@@ -205,13 +193,8 @@ def refine_advantages(
     response's score is added at its last token. Group advantages use the sum over the response. With
     ``train.advantage = "none"`` each token gets its return-to-go (REINFORCE++, arXiv 2501.03262).
 
-    Args:
-        samples: Samples of this rank in the order of the groups, siblings side by side. A penalty needs their
-            ``reference_logprobs``, except on pipeline stages that compute no loss.
-        groups: Their rollouts.
-        train: Advantage and its normalization.
-        reward: KL penalty.
-        group: Data-parallel ranks. None is this rank alone.
+    Siblings are side by side in ``samples``. A penalty needs their ``reference_logprobs``, except on pipeline stages
+    that compute no loss.
     """
     result = list(samples)
     episodes = episode_indices(samples)
@@ -250,12 +233,7 @@ def add_distillation_advantages(
 
 
 def compute_teacher_metrics(samples: Sequence[TrainingSample], groups: ParallelGroups) -> dict[str, float]:
-    """Return ``teacher_reverse_kl``, the mean of log mu - log teacher over all ranks' tokens; a collective.
-
-    Args:
-        samples: Samples that still have ``teacher_logprobs``, on the pipeline stage that computes the loss.
-        groups: Parallel groups of this rank.
-    """
+    """Return ``teacher_reverse_kl``, the mean of log mu - log teacher over all ranks' tokens; a collective."""
     # Ranks of a replica have the same samples: one of them reports.
     is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
     with_teacher = [sample for sample in samples if sample.teacher_logprobs is not None]
@@ -319,9 +297,6 @@ def add_teacher_logprobs(
     """Return the samples with ``teacher_logprobs`` from servers; a collective of the ranks that share the samples.
 
     The first of these ranks sends the requests.
-
-    Raises:
-        ServerError: On all of these ranks, when the servers could not score a sample.
     """
 
     def request() -> tuple[list[Tensor], str]:

@@ -120,14 +120,9 @@ def find_changes(
     old_contents: Contents | None = None,
     contents: Contents | None = None,
 ) -> list[Change]:
-    """Return every key that differs, sorted.
+    """Return every key that differs, sorted. A key that the version of the run so far did not have has its default.
 
-    Args:
-        before: Configuration of the run so far, as JSON. A key that its version did not have counts as its default.
-        config: Configuration of this start.
-        folder: Working directory of the run so far, which its relative paths start at.
-        old_contents: Its files. None if unknown.
-        contents: Files of this start.
+    Relative paths of the run so far start at ``folder``. Contents are None if they are unknown.
     """
     old = dict(flatten(before))
     new = dict(flatten(config.model_dump(mode="json")))
@@ -151,13 +146,8 @@ _EMPTY: tuple[object, ...] = (None, {}, [])
 def find_content_changes(before: Contents, now: Contents, config: Config, *, with_fixed: bool = False) -> list[Change]:
     """Return every file whose content differs, sorted; at most ``_MAX_FILES`` of a key, and one entry for the others.
 
-    A key is compared if both starts read files for it.
-
-    Args:
-        before: Contents of the run so far.
-        now: Contents of this start.
-        config: Configuration of this start.
-        with_fixed: Also compare the files of ``fixed`` keys. At a resume their prompts are compared instead.
+    A key is compared if both starts read files for it. Those of ``fixed`` keys only ``with_fixed``: at a resume their
+    prompts are compared instead.
     """
     changes = []
     values = dict(flatten(config.model_dump(mode="json")))
@@ -200,10 +190,6 @@ def find_served_changes(before: ServedModels, now: ServedModels) -> list[Change]
 
     Fields are compared that both starts know, and only the weights if both have the same kind of digest. A server that
     is not reachable any more is no change.
-
-    Args:
-        before: Models of the run so far.
-        now: Models of this start.
     """
     changes = []
     for key in sorted(before.keys() & now.keys()):
@@ -243,16 +229,7 @@ def _is_harmless(key: str, old: Mapping[str, object], new: Mapping[str, object])
 
 
 def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool | Collection[str]) -> None:
-    """Refuse to continue a run with other settings or files.
-
-    Args:
-        changes: Differences from the run so far.
-        checkpoint: Checkpoint to resume from.
-        accepted: Keys that may differ. True accepts all.
-
-    Raises:
-        CheckpointError: A key that changes the results differs. The message lists all of them, old and new.
-    """
+    """Refuse to continue a run with other settings or files."""
     refused = [change for change in changes if change.kind == "results" and not is_accepted(change, accepted)]
     if refused:
         listed = "\n".join(f"  {change}" for change in refused)

@@ -52,11 +52,7 @@ if TYPE_CHECKING:
 
 
 def open_scorer(config: Config) -> RewardScorer:
-    """Return the scorer of ``[reward]``; no process starts before the first sample.
-
-    Raises:
-        RewardError: A function, its signature or its options are invalid, or the labels that it needs are missing.
-    """
+    """Return the scorer of ``[reward]``; no process starts before the first sample."""
     return build_scorer(
         config.reward,
         config.rollout,
@@ -85,11 +81,7 @@ def greedy_sampling_params(rollout: RolloutConfig, seed: int) -> SamplingParams:
 
 
 def connect_servers(rollout: RolloutConfig) -> list[InferenceServer]:
-    """Return a client for each server of the run, without sending anything. Empty for the local engine.
-
-    Raises:
-        ConfigError: An API key is missing, or a URL is invalid.
-    """
+    """Return a client for each server of the run, without sending anything. Empty for the local engine."""
     if rollout.engine == "local":
         return []
     servers, key = rollout.servers, _key(rollout)
@@ -140,14 +132,7 @@ def _client_processes(
 
 @contextmanager
 def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
-    """Yield the user's ``rollout.generate`` or the agent of ``[agent]``, and close the agent at the end.
-
-    Yields:
-        None if neither is configured.
-
-    Raises:
-        GenerateError: The function cannot be loaded.
-    """
+    """Yield the user's ``rollout.generate`` or the agent of ``[agent]``, and close the agent at the end; or None."""
     if config.agent.is_set:
         # Read at the first episode: the folder of the run is opened after the agent.
         now = partial(first_start, Path(config.run.output_dir))
@@ -175,15 +160,6 @@ def build_engine(
 ) -> RolloutEngine | None:
     """Return the engine that samples for this rank.
 
-    Args:
-        rollout: ``[rollout]``.
-        train: ``[train]``.
-        inputs: Tokenizer and sizes of the model.
-        trainer: Policy of this rank.
-        platform: Platform of the local engine.
-        servers: Result of ``connect_servers``.
-        function: Result of ``open_generate_function``.
-
     Returns:
         None on ranks that receive their rollouts from the leader of their replica. With ``rollout.batch_invariant`` all
         ranks of a replica sample together, and every rank has an engine.
@@ -209,14 +185,7 @@ def build_sampling_engine(
 ) -> LocalEngine | ServerEngine:
     """Return an engine that has no weights yet and needs no trainer.
 
-    Args:
-        rollout: ``[rollout]``.
-        hf_config: Transformers configuration of the model.
-        tokenizer: Tokenizer of the model.
-        device: Device of the local engine.
-        servers: Result of ``connect_servers``.
-        function: Result of ``open_generate_function``.
-        ranks: Data-parallel index of this rank, and number of ranks that send requests to the servers.
+    ``ranks`` are the data-parallel index of this rank and the number of ranks that send requests to the servers.
     """
     if rollout.engine == "local":
         return LocalEngine(
@@ -257,14 +226,7 @@ def _request_spread(rollout: RolloutConfig, servers: int, rank: int, ranks: int)
 def build_weight_sync(
     config: Config, hf_config: HfConfig, device: torch.device, sharing: MemorySharing | None = None
 ) -> WeightSync:
-    """Return the sync that sends weights to the servers, with separate clients.
-
-    Args:
-        config: Configuration of the run.
-        hf_config: Transformers configuration of the model.
-        device: Device of the buckets.
-        sharing: Memory sharing of the method ``ipc``. None for the other methods.
-    """
+    """Return the sync that sends weights to the servers, with separate clients."""
     settings = config.rollout.weight_sync
     return WeightSync(
         connect_servers(config.rollout),

@@ -82,11 +82,7 @@ class PartialModelInputs:
 
 
 def read_inputs(config: Config, world_size: int) -> Inputs:
-    """Read model folder and data, and check that everything fits together.
-
-    Raises:
-        UserError: All problems at once.
-    """
+    """Read model folder and data, and check that everything fits together."""
     problems = ErrorCollector()
     model = read_model(config, world_size, problems)
     data = read_data(config, model, problems)
@@ -164,12 +160,6 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
 
     Afterwards every rank holds all prompts, packed: the leaders use the prompts of their rollouts, and all ranks count
     positions in the same stream.
-
-    Args:
-        config: Configuration, the same on all ranks.
-        model: Inputs that this rank has read.
-        inputs: Inputs that rank 0 has read, data included. None on the other ranks.
-        group: CPU group of all ranks.
     """
 
     def read() -> tuple[PromptDataset, dict[str, PromptDataset], Pairs | None, str]:
@@ -328,9 +318,6 @@ class PromptReader:
     Without a tokenizer or a context length it reads the files only to find their problems.
 
     Args:
-        config: Configuration of the run.
-        tokenizer: Tokenizer of the model. None if it could not be loaded.
-        context_length: Positions of the model. None if its configuration could not be read.
         now: Date that the chat template sees. None is that of the run that this start begins or resumes.
 
     Attributes:
@@ -349,11 +336,7 @@ class PromptReader:
     def read(
         self, source: str | Sequence[str], split: Split, name: str, *, in_order: bool = False
     ) -> PromptDataset | None:
-        """Return the prompts of a source. Prompts of ``train`` are shuffled with ``run.seed`` unless ``in_order``.
-
-        Raises:
-            DataError: See ``load_rows`` and ``PromptDataset``.
-        """
+        """Return the prompts of a source. Prompts of ``train`` are shuffled with ``run.seed`` unless ``in_order``."""
         config, data = self._config, self._config.data
         listed = [source] if isinstance(source, str) else list(source)
         names = name_sources([*listed, *data.names])
@@ -427,13 +410,7 @@ class PromptReader:
 
 
 def _describe_numbers(loaded: LoadedRows, num_used: int, prompts: PromptDataset) -> str:
-    """Return the numbers of prompts, and of rows that were left out or cut.
-
-    Args:
-        loaded: Rows of the source.
-        num_used: Rows of these that became prompts.
-        prompts: The prompts.
-    """
+    """Return the numbers of prompts, and of rows that were left out or cut."""
     parts = [f"{len(prompts)} prompts"]
     if repeated := loaded.num_read - len(loaded.rows):
         parts.append(f"{repeated} repeated rows dropped")

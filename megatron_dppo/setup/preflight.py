@@ -178,11 +178,7 @@ def _reward(start: Start) -> Iterable[UserError]:
 
 
 def check_flags(model: ModelConfig, train: TrainConfig) -> None:
-    """Check that Megatron has the flags of ``model.transformer``.
-
-    Raises:
-        ConfigError: A flag does not exist.
-    """
+    """Check that Megatron has the flags of ``model.transformer``."""
     if model.transformer:
         from megatron_dppo.mcore.shims import apply_shims
 
@@ -373,11 +369,6 @@ def find_problems(start: Start) -> list[UserError]:
 
 def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGroup | None = None) -> Inputs:
     """Return the inputs of the run, with the data sets of rank 0, if no rank has a problem.
-
-    Args:
-        start: State after ``find_problems``.
-        errors: Result of ``find_problems`` on this rank.
-        group: CPU group of all ranks; the call is a collective then. None checks this process alone.
 
     Raises:
         UserError: On every rank, the problems of all ranks.

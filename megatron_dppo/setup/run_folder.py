@@ -92,14 +92,7 @@ class OpenFolder:
 
 @contextmanager
 def open_folder(config: Config) -> Iterator[OpenFolder]:
-    """Lock the output folder and prepare it for the run, and unlock it at the end. A collective of all ranks.
-
-    Yields:
-        The folder.
-
-    Raises:
-        ConfigError: On every rank: the folder is in use, cannot be written, or holds files that are not a run's.
-    """
+    """Lock the output folder and prepare it for the run, and unlock it at the end. A collective of all ranks."""
     folder = Path(config.run.output_dir)
     lock: list[FolderLock] = []
 
@@ -122,12 +115,7 @@ def open_folder(config: Config) -> Iterator[OpenFolder]:
 
 
 def check_output_dir(config: Config) -> None:
-    """Check that a run may write to its output folder. Creates and changes nothing.
-
-    Raises:
-        ConfigError: The folder is the root or the home folder, is a file, or holds the model or the data under a name
-            that the run writes.
-    """
+    """Check that a run may write to its output folder. Creates and changes nothing."""
     folder = Path(config.run.output_dir)
     resolved = folder.resolve()
     if resolved in (Path(resolved.anchor), Path(os.path.expanduser("~")).resolve()):

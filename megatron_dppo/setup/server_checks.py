@@ -60,16 +60,9 @@ def find_stopped(urls: Sequence[str]) -> list[str]:
 def check_servers(
     config: Config, inputs: Inputs | None, *, generating: bool, skipped: Collection[str] = ()
 ) -> ServerCheckResult:
-    """Check every inference server against the requirements of the run.
+    """Check every inference server against the requirements of the run, but for those in ``skipped``.
 
-    Args:
-        config: Configuration of the run.
-        inputs: Model and data. None if they have problems.
-        generating: Also send a generation request.
-        skipped: URLs of servers that are not checked.
-
-    Returns:
-        No problems for the local engine.
+    With ``generating`` it also sends a generation request. The local engine has no problems.
     """
     if config.rollout.engine == "local":
         return ServerCheckResult([], usable=True)
@@ -192,11 +185,7 @@ _COMPARED_KEYS = ("vocab_size", "hidden_size", "tie_word_embeddings", "architect
 
 
 def served_quantization(rollout: RolloutConfig) -> Quantization | None:
-    """Return the quantization of ``rollout.servers.model``. None if the servers have the model's own weights.
-
-    Raises:
-        ConfigError: The folder is missing, is not quantized, or has an unsupported format.
-    """
+    """Return the quantization of ``rollout.servers.model``. None if the servers have the model's own weights."""
     path = rollout.servers.model
     if path is None:
         return None
@@ -216,11 +205,7 @@ def served_quantization(rollout: RolloutConfig) -> Quantization | None:
 
 
 def check_served_model(rollout: RolloutConfig, model: ModelConfig) -> None:
-    """Check that ``rollout.servers.model`` is a copy of the model in a supported quantization.
-
-    Raises:
-        ConfigError: It is another model, or its quantization is not supported.
-    """
+    """Check that ``rollout.servers.model`` is a copy of the model in a supported quantization."""
     path = rollout.servers.model
     if served_quantization(rollout) is None or path is None:
         return

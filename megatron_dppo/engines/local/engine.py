@@ -39,16 +39,8 @@ class LocalEngine:
     is split for its memory. A user function has to be deterministic too.
 
     Args:
-        hf_config: Transformers config of the model.
-        tokenizer: Decodes responses and has the end-of-sequence and padding tokens.
         dtype: Dtype of this copy of the weights; another one than training's gives a real engine mismatch.
-        device: Device of the copy.
         max_batch: Maximum number of sequences that are decoded together.
-        function: User function ``rollout.generate``; None for one response per prompt.
-        perturbation: Deliberate differences between the engine and the policy.
-
-    Raises:
-        ConfigError: The perturbation needs a package that is not installed.
     """
 
     def __init__(
@@ -93,18 +85,7 @@ class LocalEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, stop_token_ids: tuple[int, ...] = ()
     ) -> list[Completion]:
-        """Sample one response per prompt.
-
-        Args:
-            prompts: One for each response.
-            params: Sampling parameters of all responses.
-            stop_token_ids: End tokens in addition to the model's own, without a user function.
-
-        Raises:
-            RuntimeError: ``update_weights`` was never called.
-            ValueError: ``params`` ask a dense model for routed experts.
-            GenerateError: The user function failed.
-        """
+        """Sample one response per prompt."""
         columns = requested_columns(params)
         samples = [self._sample(prompt, params, columns) for prompt in prompts]
         for sample in samples:
@@ -339,18 +320,7 @@ class _PartCallback:
 def build_generation(
     decoded: Decoded, row: int, request: GenerateRequest, end_tokens: Collection[int], version: int
 ) -> Generation:
-    """Return one decoded row as the response to its request.
-
-    Args:
-        decoded: The batch.
-        row: Row of the request.
-        request: The request.
-        end_tokens: Tokens that end any response, besides those of the request.
-        version: Version of the weights.
-
-    Raises:
-        TrainingStopped: The logits were not finite, so that no token was sampled from them.
-    """
+    """Return one decoded row as the response to its request."""
     limit = request.params.max_new_tokens
     stops = {*end_tokens, *request.stop_token_ids}
     tokens = decoded.tokens[row, :limit].tolist()

@@ -64,13 +64,6 @@ class LockstepRunner:
 
     A round begins when every run that has not ended has a pending turn. So the same function gives the same rounds,
     whatever else it waits for and for how long.
-
-    Args:
-        function: User function ``rollout.generate``.
-        params: Sampling parameters of complete responses.
-        tokenizer: Tokenizer of the model.
-        decode: Samples the turns of a round.
-        target: When to stop, checked between rounds; None to complete all responses.
     """
 
     def __init__(
@@ -92,11 +85,7 @@ class LockstepRunner:
         self._is_stopping = False
 
     async def run(self, samples: Sequence[PendingResponse]) -> None:
-        """Complete the samples, or extend them until the target is reached.
-
-        Raises:
-            GenerateError: The function failed; its other runs have been canceled.
-        """
+        """Complete the samples, or extend them until the target is reached."""
         tasks = [asyncio.create_task(self._complete(i, sample)) for i, sample in enumerate(samples)]
         for task in tasks:
             # The end of a run may be what a round waits for.

@@ -116,11 +116,7 @@ def _trained(tokens: TrainedTokens) -> dict[str, object]:
 
 
 def groups_from_rows(rows: Sequence[StepRow]) -> tuple[list[RolloutGroup], list[int]]:
-    """Return the recorded groups in their order, and their ages.
-
-    Args:
-        rows: Rows of complete groups, as ``files.read_rows`` returns them.
-    """
+    """Return the recorded groups in their order, and their ages."""
     groups: dict[int, list[Rollout]] = {}
     baselines: dict[int, GreedyResponse | None] = {}
     ages: dict[int, int] = {}
