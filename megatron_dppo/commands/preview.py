@@ -23,7 +23,6 @@ from megatron_dppo.types import Prompt
 _SHOWN_CHARACTERS = 240
 """Longest text of a prompt or an answer in one line."""
 _ASKS_SERVERS = ("reward_model", "judge")
-"""Built-in reward functions that send requests."""
 
 
 class RewardTrial(NamedTuple):

@@ -160,10 +160,7 @@ def _server_node(options: argparse.Namespace) -> ServerNode | None:
 
 
 def _network_variables(rollout: RolloutConfig, node: ServerNode | None) -> dict[str, str]:
-    """Return the variables of the network of ``rollout.servers.host``.
-
-    They name its interface, for the group of trainer and servers, and this node's address in a vLLM server over nodes.
-    """
+    """Return the variables that name the interface of ``rollout.servers.host``, and this node in a vLLM server."""
     from megatron_dppo.engines.serving.environment import shares_communicator
     from megatron_dppo.parallel.network import find_interface, interface_variables, is_loopback, source_address
 

@@ -30,7 +30,6 @@ _PATHS = (
 )
 """Keys whose values are paths or data sources."""
 
-
 _FUNCTIONS = (
     ("reward", "function"),
     ("rollout", "generate"),
@@ -96,10 +95,7 @@ def _resolve_rewards(reward: object, folder: Path) -> None:
 
 
 def _resolve(value: Any, folder: Path) -> Any:
-    """Return a path that exists in ``folder`` or the working directory as absolute, and anything else unchanged.
-
-    Lists and tables are resolved element by element.
-    """
+    """Return a path that exists in ``folder`` or the working directory as absolute; lists and tables part by part."""
     if isinstance(value, list):
         return [_resolve(part, folder) for part in value]
     if isinstance(value, dict):

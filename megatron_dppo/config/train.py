@@ -64,7 +64,6 @@ class LayerNoiseConfig(Section):
 ROUTER_REPLAY_ALIASES = {"R3": "rollout", "R2": "recorded", "disabled": "off"}
 """Names of the modes in verl and in the papers, mapped to ours."""
 
-
 ENGINE_REPLAY_MODES = ("rollout", "compare")
 """Modes of ``train.router_replay`` that need the rollout engine's routing."""
 

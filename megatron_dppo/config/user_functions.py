@@ -179,10 +179,7 @@ def load_user_function(
     positional: Sequence[str] = ("inputs",),
     optional: Sequence[str] = (),
 ) -> UserFunction:
-    """Return a user function, loaded again if its file has changed, after a check of its arguments.
-
-    Keyword arguments in ``optional`` are passed only if the function has such a parameter.
-    """
+    """Return a user function, loaded again if its file has changed; it may lack parameters in ``optional``."""
     user_function = reload_if_changed(name, setting)
     extra = dict.fromkeys(key for key in optional if has_parameter(user_function.function, key))
     check_arguments(user_function.function, name, setting, positional, {**extra, **options})

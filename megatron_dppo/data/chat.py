@@ -44,7 +44,6 @@ class ChatOptions:
     system_prompt: str | None = None
     """Added in front of messages that have none. None adds nothing."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template."""
     now: datetime = field(default_factory=datetime.now)
     """Date and time that the template sees (``strftime_now``). A run gives that of its first start."""
 
@@ -80,7 +79,8 @@ class ChatOptions:
                 f"{row.location}: data.{name} is set, but the prompt is a plain string, to which no chat template is "
                 f"applied. Set data.apply_chat_template = true, or remove data.{name}"
             )
-        _check_tools(row, tools, row.prompt, "the prompt is a plain string, to which no chat template is applied")
+        if any(tool["function"]["name"] not in row.prompt for tool in tools):
+            raise DataError(_unprinted(row, "the prompt is a plain string, to which no chat template is applied"))
         return row.prompt, False
 
     def _needs_template(self, row: DataRow, tokenizer: Any) -> bool:
@@ -122,12 +122,6 @@ class ChatOptions:
             raise DataError(_unprinted(row, "the model's chat template writes no tools"))
         _check_complete(row.location, messages, text)
         return _continue_answer(text, begun)
-
-
-def _check_tools(row: DataRow, tools: list[dict[str, Any]], text: str, reason: str) -> None:
-    """Check that a prompt without template names the row's tools."""
-    if any(tool["function"]["name"] not in text for tool in tools):
-        raise DataError(_unprinted(row, reason))
 
 
 def _unprinted(row: DataRow, reason: str) -> str:

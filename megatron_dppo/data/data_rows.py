@@ -92,13 +92,9 @@ def iter_rows(
 ) -> Iterator[DataRow]:
     """Yield the rows of one source, each checked.
 
-    Args:
-        source: An embedded task (``task:NAME``), the path of a JSONL or Parquet file, or
-            ``hf:owner/name[/configuration][:split]``.
-        split: Part of a task. Other sources are read completely.
-        prompt_key: Column of the prompt, ``a.b`` for a field inside a column. None detects it.
-        label_key: Column of the reference answer, likewise. Empty: the data has no labels.
-        name: Name of the source in ``location``. None is its name among no others (``name_sources``).
+    A source is an embedded task (``task:NAME``), of which ``split`` is a part, the path of a JSONL or Parquet file, or
+    ``hf:owner/name[/configuration][:split]``. A key ``a.b`` is a field inside a column; None detects the column, and an
+    empty label key means that the data has no labels. Without ``name`` a source has its name among no others.
     """
     if source.startswith(TASK):
         yield from (DataRow(*row) for row in load_task(source).rows(split))
@@ -240,7 +236,6 @@ def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout, *, i
 
 
 _Key = tuple[str, str]
-"""Name of the key and its value."""
 
 
 def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], int]:

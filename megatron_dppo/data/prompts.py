@@ -149,18 +149,10 @@ class PromptDataset:
     """Rows as tokenized prompts; epoch e is a reshuffle by ``(seed, e)``, so that a cursor is one integer.
 
     With weights each source has epochs of its own, and the position in the stream gives the source (``SourceMix``).
+    Without a seed the rows keep their order (for evaluation). ``are_tasks`` makes tasks of an agent, with messages.
 
     Each prompt is made anew when it is asked for. ``num_dropped`` and ``num_truncated`` rows were too long; the longest
     prompt that is there has ``longest`` tokens.
-
-    Args:
-        max_new_tokens_key: The setting that it comes from, for messages.
-        are_tasks: True if the prompts are tasks of an agent (``Prompt.is_task``), which have messages.
-        seed: Order of the stream; None keeps the order of the rows (for evaluation).
-        overlong: Handling of a prompt that is too long: ``error``, ``drop``, or ``truncate_left``, which keeps its
-            last tokens.
-        weights: Weight of each source by its name (``PromptLimits.source``), for all rows. Needs a seed. Empty: one
-            epoch takes each row once.
     """
 
     def __init__(

@@ -16,9 +16,6 @@ def with_all_routes(
 
     The contents were checked when the engine sent them. Here the shapes are: the length of the sample, and the layers
     of the model or of this rank (``rank_shape``).
-
-    Raises:
-        ValueError: Not one sample has routes, or some are of another model or length.
     """
     if samples and all(sample.routed_experts is None for sample in samples):
         raise ValueError(

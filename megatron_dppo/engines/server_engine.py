@@ -8,7 +8,12 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from megatron_dppo.engines.client_processes import ClientProcesses
-from megatron_dppo.engines.responder import InFlightResponse, LoopThread, PromptRoutes, Responder
+from megatron_dppo.engines.responder import (
+    InFlightResponse,
+    LoopThread,
+    PromptRoutes,
+    Responder,
+)
 from megatron_dppo.hf.folder import end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
@@ -50,12 +55,7 @@ class ServerEngine:
     reproducible to the bit.
 
     A response that is stopped continues later, also under new weights. Its ``policy_versions`` record which weights
-    sampled which token.
-
-    Args:
-        servers: Clients that were not used in another event loop; ``close`` closes them.
-        siblings_per_server: See ``RequestSpread``. None sends all siblings to one server.
-        client_processes: Processes that send the requests; ``close`` closes them. None sends them from this process.
+    sampled which token. ``close`` closes the servers, which no other event loop has used, and the client processes.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ class _ScoringRequest(NamedTuple):
     """Tokens whose log-probabilities are requested."""
 
     token_ids: list[int]
-    """The complete sequence."""
     first: int
     """Index of the first token whose log-probability is requested; at least 1."""
 
@@ -30,13 +29,9 @@ class _ScoringRequest(NamedTuple):
 
 
 class TeacherServers:
-    """SGLang or vLLM servers with the teacher's weights, used in turn. They only score tokens and sample none.
+    """SGLang or vLLM servers with the teacher's weights, used in turn from ``first`` on. They only score tokens.
 
     Their log-probabilities are those at temperature 1 over the complete vocabulary.
-
-    Args:
-        timeout_seconds: Deadline of one response, including the time in the server's queue.
-        first: Index of the server that gets the first request.
     """
 
     def __init__(

@@ -36,6 +36,17 @@ def load(point: EntryPoint) -> Any:
         ) from error
 
 
+def load_only(group: str, name: str, setting: str) -> Any:
+    """Import what the entry point ``name`` of a group names, which ``setting`` needs."""
+    points = installed(group)
+    if name not in points:
+        raise ConfigError(
+            f"{setting} needs a package with the entry point {name} of {group}, got {', '.join(points) or 'none'}. "
+            f"Fix: {INSTALL}"
+        )
+    return load(points[name])
+
+
 def package_name(point: EntryPoint) -> str:
     """Return the name of the package that offers an entry point."""
     return point.dist.name if point.dist is not None else "an unknown package"

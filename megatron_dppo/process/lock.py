@@ -57,11 +57,6 @@ def claim(folder: Path) -> None:
     file.replace(folder / CLAIM)
 
 
-def withdraw_claim(folder: Path) -> None:
-    """Delete the claim file, once this process has the lock."""
-    (folder / CLAIM).unlink(missing_ok=True)
-
-
 def exit_if_claimed(folder: Path) -> None:
     """Exit at once, like ``kill -9``, if a later attempt of this job has claimed the folder."""
     ours = slurm_attempt()
@@ -139,9 +134,7 @@ _RUN_MESSAGES = LockMessages()
 class FolderLock:
     """Lock of a folder, held until ``release`` or until this process exits.
 
-    Attributes:
-        path: Lock file.
-        note: Message about a previous owner that did not release the lock. Empty if there was none.
+    ``note`` is about a previous owner that did not release the lock. Empty if there was none.
     """
 
     def __init__(
@@ -195,7 +188,7 @@ class FolderLock:
                 break
             os.close(self._file)  # its owner deleted the file after it was opened here and before it was locked
             self._file = self._open()
-        withdraw_claim(self.path.parent)
+        (self.path.parent / CLAIM).unlink(missing_ok=True)
         if owner is not None:
             self.note = (
                 f"the {self._messages.owner} that held this folder ({_describe_owner(owner)}) exited without releasing "

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_dppo.process import time_limit
 
 STOPPED_BY_HAND = 130
-"""Exit code after a second SIGINT."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TIME_LIMIT = 1000
 """Number of the request by the time limit, beside those of signals."""

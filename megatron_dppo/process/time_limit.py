@@ -54,10 +54,7 @@ class TimeLimit:
         self._has_evaluated |= has_evaluated
 
     def leaves_no_step(self, *, save_seconds: float | None, evaluates_next: bool) -> bool:
-        """Return True if another step and its save may not fit; call it before the save of a step.
-
-        A save or an evaluation that was not measured may take as long as a step.
-        """
+        """Return True if another step and its save may not fit. What was not measured may take as long as a step."""
         if self._end is None:
             return False
         now = self._clock()

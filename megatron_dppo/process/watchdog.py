@@ -35,7 +35,6 @@ from megatron_dppo.config.run import RunConfig
 from megatron_dppo.report.clock import PROGRESS
 
 EXIT_CODE = 4
-"""Exit code of a run that hangs."""
 _SHARE_OF_TIMEOUT = 0.9
 _ALONE = {"start", "rollout", "reward", "prefetch_wait", "publish", "evaluate", "save", "export"}
 """Phases in which a rank works alone for as long as it needs, while others wait over the CPU."""
@@ -51,9 +50,7 @@ class Heartbeat:
     """Last heartbeat of a rank."""
 
     count: int
-    """Number of heartbeats sent."""
     changes: int
-    """Number of phase changes since the start."""
     step: int
     phase: str
     entered: float
@@ -95,10 +92,7 @@ class RankStatus:
 
 
 def find_behind(ranks: dict[int, RankStatus], now: float, limit: float, interval: float) -> list[int]:
-    """Return the ranks that the others wait for; none if one has progressed within ``limit`` seconds.
-
-    ``interval`` are the seconds between two heartbeats.
-    """
+    """Return the ranks that the others wait for; none if one has progressed within ``limit`` seconds."""
     if now - max(status.progressed_at for status in ranks.values()) < limit:
         return []
     silent = [rank for rank, status in ranks.items() if now - status.received_at > max(limit / 2, 4 * interval)]

@@ -46,7 +46,6 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Progress of this process."""
 
 
 class Clock:

@@ -260,9 +260,7 @@ class LearningWarnings:
         >>> [bool(warnings.check_step({"rollout/groups_without_signal": 1.0})) for _ in range(5)]
         [False, False, True, False, False]
 
-    Args:
-        has_reward_signal: False if the run does not learn from rewards (but from a teacher), which disables the
-            warnings.
+    Without ``has_reward_signal`` there are none: the run learns from a teacher.
     """
 
     def __init__(self, *, has_reward_signal: bool = True) -> None:

@@ -12,7 +12,6 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.files import read_regular_file, write_synced
 
 Record = dict[str, Any]
-"""One line of a JSONL file of the run."""
 
 DAMAGED = ".damaged"
 """End of the name of the file that gets the damaged lines."""
@@ -28,13 +27,8 @@ RENAMED_METRICS: Mapping[str, str] = {
 }
 """Name of each renamed metric, by its name in runs of older versions."""
 
-
 Check = Callable[[Record], str]
 """Function that returns what is wrong with a record, or an empty text."""
-
-
-def _no_problem(record: Record) -> str:
-    return ""
 
 
 def metric_problem(record: Record) -> str:
@@ -49,7 +43,7 @@ def metric_problem(record: Record) -> str:
     return ""
 
 
-def read_records(path: Path, check: Check = _no_problem, *, skip_damaged: bool = False) -> list[Record]:
+def read_records(path: Path, check: Check = lambda record: "", *, skip_damaged: bool = False) -> list[Record]:
     """Return the objects of a file; none if the file does not exist. An incomplete last line is ignored.
 
     With ``skip_damaged`` lines are left out that are not such objects. A run reads its own logs this way, since a log
@@ -73,11 +67,7 @@ def read_metrics(path: Path, *, skip_damaged: bool = False) -> list[Record]:
 
 
 def set_damaged_lines_aside(path: Path, check: Check) -> str:
-    """Move the damaged lines of a file to the end of ``NAME.damaged``, so that a run can append to the file.
-
-    Returns:
-        A warning; empty if no line is damaged, or there is no file.
-    """
+    """Move damaged lines to the end of ``NAME.damaged``, so that a run can append; return a warning, or no text."""
     records, damaged = _read_lines(path, check)
     if not damaged:
         return ""

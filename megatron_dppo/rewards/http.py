@@ -95,17 +95,13 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 _QuestionT = TypeVar("_QuestionT")
 _ResultT = TypeVar("_ResultT")
 _PendingQuestion = tuple[_QuestionT, "asyncio.Future[_ResultT]"]
-"""A question and the future of its result."""
 
 
 class RequestBatcher(Generic[_QuestionT, _ResultT]):
     """Collects the questions of one event-loop iteration and sends them in requests of at most ``size``.
 
-    A request with a bad response is split in two and each half is sent again, until the question at fault is alone. A
-    request is canceled when nobody waits for any of its results.
-
-    Args:
-        send: Function that sends several questions at once and returns one result each, or raises BadResponse.
+    A request with a bad response (``BadResponse`` of ``send``) is split in two and each half is sent again, until the
+    question at fault is alone. A request is canceled when nobody waits for any of its results.
     """
 
     def __init__(self, send: Callable[[Sequence[_QuestionT]], Awaitable[Sequence[_ResultT]]], size: int) -> None:

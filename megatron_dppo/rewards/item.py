@@ -69,10 +69,7 @@ class RewardResult:
 def soft_overlong_penalty(length: int, longest: int, buffer: int) -> float:
     """Return DAPO's soft overlong punishment, from 0 to -1 (arXiv 2503.14476, equation 13).
 
-    Args:
-        length: Tokens of the response.
-        longest: Hard limit L_max.
-        buffer: L_cache. The punishment grows linearly over the last ``buffer`` tokens.
+    ``longest`` is L_max; over the last ``buffer`` tokens before it, L_cache, the punishment grows linearly.
     """
     return min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 

@@ -166,36 +166,38 @@ def build_scorer(
     is_only_source: bool,
     started_at: datetime,
 ) -> RewardScorer:
-    """Build the scorer of ``[reward]``. No process starts before the first sample.
-
-    With ``is_only_source`` only the functions give rewards: no agent, no ``rollout.generate``.
-    """
+    """Build the scorer of ``[reward]``. With ``is_only_source`` no agent and no ``rollout.generate`` gives rewards."""
     shaping = Shaping(
         max_new_tokens=rollout.max_new_tokens,
         format=reward.format,
         overlong_buffer_tokens=reward.overlong_buffer_tokens,
         overlong_penalty=reward.overlong_penalty,
     )
-    run_info = _run_info(rollout, label_key, started_at)
+    slime_args: dict[str, object] = {
+        "rollout_max_response_len": rollout.max_new_tokens,
+        "rollout_temperature": rollout.temperature,
+        "n_samples_per_prompt": rollout.samples_per_prompt,
+        "reward_key": None,
+    }
+    run_info = RunInfo(label_key=label_key or "label", slime_args=slime_args, started_at=started_at)
     # An agent or rollout.generate may give the rewards itself, so missing labels are no error then.
     has_labels = label_key != "" or not is_only_source
-    if reward.functions:
-        functions = [
-            WeightedFunction(
-                name,
-                _pool(reward, run_info, f"reward.functions.{name}", each, has_labels=has_labels),
-                each.weight,
-                each.eval,
-                each.sources,
-            )
-            for name, each in reward.functions.items()
-        ]
-        return RewardScorer.from_functions(functions, shaping)
-    options = reward.options | ({"partial_credit": True} if reward.partial_credit else {})
-    one = RewardFunctionConfig(function=reward.function, signature=reward.signature, options=options)
-    return RewardScorer.from_functions(
-        [WeightedFunction("", _pool(reward, run_info, "reward", one, has_labels=has_labels))], shaping
-    )
+    tables = {f"reward.functions.{name}": (name, each) for name, each in reward.functions.items()}
+    if not tables:
+        options = reward.options | ({"partial_credit": True} if reward.partial_credit else {})
+        one = RewardFunctionConfig(function=reward.function, signature=reward.signature, options=options)
+        tables = {"reward": ("", one)}
+    functions = [
+        WeightedFunction(
+            name,
+            _pool(reward, run_info, table, each, has_labels=has_labels),
+            each.weight,
+            each.eval,
+            each.sources,
+        )
+        for table, (name, each) in tables.items()
+    ]
+    return RewardScorer.from_functions(functions, shaping)
 
 
 def _pool(
@@ -220,13 +222,3 @@ def _pool(
         one.num_workers or reward.num_workers,
         async_concurrency=one.async_concurrency or reward.async_concurrency,
     )
-
-
-def _run_info(rollout: RolloutConfig, label_key: str | None, started_at: datetime) -> RunInfo:
-    slime_args: dict[str, object] = {
-        "rollout_max_response_len": rollout.max_new_tokens,
-        "rollout_temperature": rollout.temperature,
-        "n_samples_per_prompt": rollout.samples_per_prompt,
-        "reward_key": None,
-    }
-    return RunInfo(label_key=label_key or "label", slime_args=slime_args, started_at=started_at)

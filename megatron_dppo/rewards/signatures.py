@@ -95,7 +95,6 @@ class CallConvention:
     signature: str
     """Value of ``reward.signature`` that selects it."""
     template: str
-    """Its signature, for messages."""
     marker_names: frozenset[str]
     """Parameter names that identify it."""
     arguments: Callable[[Sequence[RewardItem], RunInfo], Arguments]
@@ -103,7 +102,6 @@ class CallConvention:
     keywords: frozenset[str] | None
     """Names of the keyword arguments. None passes positional arguments."""
     is_batched: bool = False
-    """True if one call scores several samples."""
     passes_columns: bool = False
     """True if any other parameter name is a column of the data."""
 
@@ -143,7 +141,6 @@ CONVENTIONS = (
     ),
     CallConvention("trl", "f(prompts, completions, **columns)", _TRL, _trl, _TRL, is_batched=True, passes_columns=True),
 )
-"""Known conventions."""
 
 
 def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
@@ -248,10 +245,7 @@ def call(
     run_info: RunInfo,
     options: Mapping[str, object] | None = None,
 ) -> Any:
-    """Call the function and return its result, which is awaitable for an async one.
-
-    A convention that is not batched gets one item.
-    """
+    """Call the function with one item, or with several if it is batched; the result of an async one is awaitable."""
     positional, named = convention.arguments(items, run_info)
     parameters = _parameters(function)
     if not any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):

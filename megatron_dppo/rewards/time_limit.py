@@ -43,7 +43,6 @@ class CpuUse(NamedTuple):
     """CPU use of a process's main thread since its start."""
 
     ran: float = 0.0
-    """Seconds on a CPU."""
     waited: float = 0.0
     """Seconds of completed waits for a CPU."""
     is_runnable: bool = False

@@ -164,10 +164,7 @@ class RolloutScheduler:
         return [group for group in groups if group is not None]
 
     def wait_before_update(self, clock: Clock) -> None:
-        """Wait until the engine may receive new weights.
-
-        Returns at once if requests continue with the new weights, and otherwise when nothing is in flight.
-        """
+        """Wait until nothing is in flight and the engine may get new weights; not at all if requests survive that."""
         if self._survives_updates:
             return
         for submission in self._submissions:

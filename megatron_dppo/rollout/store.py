@@ -51,7 +51,6 @@ class StoredRollouts(NamedTuple):
     """A prompt of the stream and everything that was sampled for it."""
 
     position: int
-    """Index in the prompt stream."""
     prompt: Prompt
     content: RolloutGroup | GroupState | None
     """Scored group, or the responses of an incomplete one. None: nothing was sampled."""

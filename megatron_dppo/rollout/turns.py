@@ -54,15 +54,10 @@ class Turn:
     finish_reason: FinishReason
     """Reason of the end. ``length``: the limit of this turn or ``rollout.max_new_tokens`` is reached."""
     stop_match: StopMatch | None = None
-    """Stop string that ended it; None for another end."""
 
 
 class ResponseBranch:
-    """One sequence of tokens. The response of an agent may have several, other responses have one.
-
-    Args:
-        params: Sampling parameters; ``max_new_tokens`` limits the sequence, added tokens included.
-    """
+    """One sequence of tokens: of an agent's response one of several. Added tokens count to ``max_new_tokens``, too."""
 
     def __init__(
         self, response: GrowingResponse, params: SamplingParams, tokenizer: Tokenizer, sample: SampleTokens
@@ -178,11 +173,7 @@ class ResponseBranch:
 
 
 class Turns:
-    """One response in progress, as a user function sees it.
-
-    Args:
-        params: Sampling parameters; ``max_new_tokens`` limits the whole response, added tokens included.
-    """
+    """One response in progress, as a user function sees it. Added tokens count to ``max_new_tokens``, too."""
 
     def __init__(
         self,
@@ -277,11 +268,7 @@ class Turns:
 
 
 def check_reward(value: object) -> float:
-    """Return a reward as a float.
-
-    Raises:
-        ValueError, TypeError: It is no number, or not finite in float32, in which advantages are computed.
-    """
+    """Return a reward as a float, which must be finite in float32, in which advantages are computed."""
     if isinstance(value, Mapping):
         raise TypeError(f"the reward must be a number, got {short_repr(value)}")
     return read_reward(value)[0]
@@ -304,20 +291,45 @@ def load_generate(name: str) -> GenerateFunction:
     return function
 
 
-async def call_generate(function: GenerateFunction, turns: Turns) -> Completion:
-    """Run a user function."""
+async def run_user_function(
+    function: GenerateFunction,
+    prompt: Prompt,
+    response: GrowingResponse,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    sample_tokens: SampleTokens,
+) -> Completion | None:
+    """Run a user function; ``sample_tokens`` samples its turns. None if one of them was canceled.
+
+    Raises:
+        GenerateError: It raised an exception, or did not return ``turns.finish()``.
+    """
+    was_canceled = False
+
+    async def sample_turn(
+        sequence: GrowingResponse, limit: int, stop_token_ids: tuple[int, ...]
+    ) -> FinishReason | None:
+        nonlocal was_canceled
+        reason = await sample_tokens(sequence, limit, stop_token_ids)
+        was_canceled = was_canceled or reason is None
+        return reason
+
+    turns = Turns(prompt, response, params, tokenizer, sample_turn)
     name = f"rollout.generate: {getattr(function, '__name__', function)}"
     try:
-        result = await function(turns.prompt, turns)
+        result = await function(prompt, turns)
+    except TurnsStopped:
+        return None
     # Errors of this package already say what to do.
     except UserError:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise GenerateError(
-            f"{name} failed on prompt {turns.prompt.prompt_id}: {type(error).__name__}: {error} "
+            f"{name} failed on prompt {prompt.prompt_id}: {type(error).__name__}: {error} "
             f"({frame.filename}, line {frame.lineno})"
         ) from error
     if result is not turns.completion or result is None:
         raise GenerateError(f"{name} returned {result!r:.200}; expected the result of turns.finish()")
-    return result
+    # A function that catches every exception may return a completion of a response that was canceled.
+    return None if was_canceled else result

@@ -104,11 +104,7 @@ class GuardState:
         return unreported
 
     def exclude(self, servers: Mapping[str, str], in_use: frozenset[str]) -> None:
-        """Use servers no more. ``servers`` has the reason by URL, ``in_use`` the servers of this step.
-
-        Raises:
-            TrainingStopped: No server of the step is left.
-        """
+        """Use servers no more. ``servers`` has the reason by URL, ``in_use`` the servers of this step."""
         self.excluded |= servers
         # "" stands for an engine without servers, which cannot be left out.
         if in_use <= self.excluded.keys() or "" in servers:

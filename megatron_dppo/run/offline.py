@@ -50,7 +50,6 @@ from megatron_dppo_engines.server import ServerInfo
 
 _VERSION = 0
 
-
 _TRAINER_METHODS = {"ipc": "the memory of a trainer", "adapter": "the adapters of a trainer"}
 """Weight sync methods that need a trainer, and the data that they send."""
 
@@ -235,11 +234,7 @@ def evaluate(offline: Offline) -> OfflineEvaluation:
 
 
 def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, Any]]:
-    """Sample ``rollout.samples_per_prompt`` responses to each prompt of a source, in order.
-
-    Yields:
-        A row for each response: the prompt, the response, its tokens and their log-probabilities.
-    """
+    """Sample ``rollout.samples_per_prompt`` responses to each prompt of a source; yield a row for each, in order."""
     prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
     assert prompts is not None
     config = offline.config

@@ -37,12 +37,7 @@ SampleRecords = dict[tuple[int, int], SampleRecord]
 
 
 class StepRecord:
-    """Samples of one step and the results of the updates for their tokens, on this rank.
-
-    Attributes:
-        watch: Collects the tokens of the updates.
-        policy_version: Policy version before the first update of the step.
-    """
+    """Samples of one step and the results of the updates for their tokens, on this rank."""
 
     def __init__(self, policy_version: int) -> None:
         self.watch = TokenRecorder()
@@ -69,10 +64,7 @@ class StepRecord:
         return samples
 
     def build_rank_part(self, collected: CollectedRollouts, dp_rank: int, sample_records: SampleRecords) -> RankSamples:
-        """Return the samples of one data-parallel rank.
-
-        ``sample_records`` has the records of all ranks: balancing moves samples between them.
-        """
+        """Return the samples of this rank, with the records of all ranks: balancing moves samples between them."""
         completions = [rollout.completion for group in collected.groups for rollout in group.rollouts]
         trained = []
         for completion, indices in zip(completions, group_segments(self._samples), strict=True):
@@ -217,10 +209,7 @@ def join_records(records: SampleRecords, number: int, lengths: Sequence[int]) ->
 
 
 def _response_rows(column: Tensor, count: int) -> Tensor:
-    """Return the last ``count`` rows of a column of labels ``[T]``, the response tokens.
-
-    An agent's first token has no label, so it has no row in ``column`` and gets 0.
-    """
+    """Return the last ``count`` rows of labels ``[T]``; an agent's first token has no label and no row, and gets 0."""
     result = column.new_zeros(count)
     rows = column[-count:]
     result[count - len(rows) :] = rows

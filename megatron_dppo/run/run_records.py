@@ -25,12 +25,18 @@ from megatron_dppo.report.findings import LearningWarnings
 from megatron_dppo.report.metrics import MetricsWriter, add_prefix, reduce_over_samples
 from megatron_dppo.report.printable import printable
 from megatron_dppo.report.records import before_after_table, compare_responses, list_output_files, summarize
-from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.rewards.item import MAX_PARTS
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.run.evaluation import read_sample_responses
-from megatron_dppo.types import FinishReason, Metric, Rollout, RolloutGroup, StepResult, TrainingSample
+from megatron_dppo.types import (
+    FinishReason,
+    Metric,
+    Rollout,
+    RolloutGroup,
+    StepResult,
+    TrainingSample,
+)
 from megatron_dppo_engines.sampling_sums import RankSums
 from megatron_dppo_engines.servers.pool import PoolCounts
 from megatron_dppo_engines.servers.response_times import find_slowest
@@ -105,10 +111,7 @@ def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int)
 
 
 def take_counts(engine: RolloutEngine | None) -> PoolCounts:
-    """Return the counts of an engine over servers since the last call, and print their messages.
-
-    On every rank, not on rank 0 alone: each sees the answers to its own requests.
-    """
+    """Return an engine's counts since the last call, and print its messages on every rank: each has its own answers."""
     counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
     slowest = find_slowest(counts.times)
     notes = [slowest.text] if slowest is not None and slowest.text else []
@@ -128,11 +131,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 class Records:
-    """Reports of a run: metrics to files and trackers, lines to the console, a summary at the end.
-
-    Args:
-        started: ``time.time()`` at the start of the program.
-    """
+    """Reports of a run: metrics to files and trackers, lines to the console, a summary at the end."""
 
     def __init__(
         self, config: Config, layout: Layout, groups: ParallelGroups, console: Console, started: float
@@ -151,22 +150,8 @@ class Records:
         """Open the metrics' files and trackers on rank 0; records of steps after ``resumed_step`` are dropped."""
         if dist.get_rank() != 0:
             return
-        log = self._config.log
-        self.writer = MetricsWriter(
-            self._folder,
-            self._config.model_dump(),
-            tensorboard=log.tensorboard,
-            wandb_project=log.wandb_project,
-            trackers=log.trackers,
-            labels=RunLabels(
-                project=log.project or log.wandb_project or "megatron_dppo",
-                name=log.name or self._folder.resolve().name,
-                group=log.group,
-                tags=tuple(log.tags),
-                offline=log.offline,
-            ),
-            resumed_step=resumed_step,
-        )
+        config = self._config
+        self.writer = MetricsWriter(self._folder, config.model_dump(), config.log, resumed_step=resumed_step)
 
     def log(self, step: int, values: dict[str, float], agent_error: str = "") -> None:
         """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing."""
@@ -301,10 +286,7 @@ def _agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def first_agent_error(groups: Sequence[RolloutGroup], failed_fraction: float, world: ProcessGroup | None) -> str:
-    """Return the first error of a step's failed episodes, on rank 0; a collective of all ranks.
-
-    A ``failed_fraction`` of 0, that of all ranks, needs no communication.
-    """
+    """Return the first error of a step's failed episodes, on rank 0; a collective unless ``failed_fraction`` is 0."""
     if not failed_fraction:
         return ""
     failures = [rollout.completion.failure for group in groups for rollout in group.rollouts]

@@ -47,10 +47,8 @@ class _NextTokenLogits(NamedTuple):
 class BatchInvariantEngine:
     """``RolloutEngine`` whose calls are collectives of all ranks and return when all responses are complete.
 
-    The ranks of a replica make the same calls. Different data-parallel ranks may pass different prompts, or none.
-
-    Attributes:
-        policy_version: Version of the weights. Set by the publisher; -1 before the first one.
+    The ranks of a replica make the same calls. Different data-parallel ranks may pass different prompts, or none. The
+    publisher sets ``policy_version``, which is -1 before the first weights.
     """
 
     def __init__(self, trainer: PolicyTrainer, hf_config: HfConfig, tokenizer: Tokenizer, budget: int) -> None:

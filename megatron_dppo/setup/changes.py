@@ -81,7 +81,6 @@ KEY_KINDS: dict[str, ChangeKind] = {
 }
 """Patterns of ``section.key``. The first match decides; a key without a match counts as ``results``."""
 
-
 ServedModels = Mapping[str, Mapping[str, Sequence[str]]]
 """Description of the models behind URLs, by ``section.key`` and field. Several servers may have several values."""
 SERVED_WEIGHTS = "weights"
@@ -230,7 +229,10 @@ def _is_harmless(key: str, old: Mapping[str, object], new: Mapping[str, object])
 
 def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool | Collection[str]) -> None:
     """Refuse to continue a run with other settings or files."""
-    refused = [change for change in changes if change.kind == "results" and not is_accepted(change, accepted)]
+    if accepted is True:
+        return
+    keys_accepted = accepted or ()
+    refused = [change for change in changes if change.kind == "results" and change.key not in keys_accepted]
     if refused:
         listed = "\n".join(f"  {change}" for change in refused)
         keys = ",".join(dict.fromkeys(change.key for change in refused))
@@ -240,11 +242,6 @@ def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool | C
             "Fix: restore the old ones, or use another run.output_dir. To resume with the new ones: --allow-changed "
             f"{keys}"
         )
-
-
-def is_accepted(change: Change, accepted: bool | Collection[str]) -> bool:
-    """Return True if ``checkpoint.accept_changes`` accepts a change."""
-    return accepted if isinstance(accepted, bool) else change.key in accepted
 
 
 def _shown(value: object) -> str:

@@ -46,7 +46,7 @@ def read_contents(values: Mapping[str, object]) -> ReadContents:
     contents: dict[str, dict[str, str]] = {}
     notes = []
     for key, value in flatten(values):
-        if not _is_read(key):
+        if key.startswith(("run.", "log.", "checkpoint.", "rollout.weight_sync.")):
             continue
         if is_function_key(key) and isinstance(value, str) and is_function_name(value):
             contents[key], elsewhere = _function_files(value)
@@ -118,10 +118,6 @@ def _digest_or_none(file: Path) -> str | None:
         return None if is_program else _file_digest(file)
     except OSError:
         return None
-
-
-def _is_read(key: str) -> bool:
-    return not key.startswith(("run.", "log.", "checkpoint.", "rollout.weight_sync."))
 
 
 def same_value(

@@ -29,10 +29,9 @@ from megatron_dppo.parallel.platform import Platform, count_local_processes, req
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
 from megatron_dppo.setup.agents import load_agent_package
-from megatron_dppo.setup.engines import connect_servers, open_generate_function, open_scorer
+from megatron_dppo.setup.engines import connect_servers, open_generate_function, open_perturbation, open_scorer
 from megatron_dppo.setup.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.setup.output_checks import output_problems, space_problems
-from megatron_dppo.setup.perturbation import open_perturbation
 from megatron_dppo.setup.run_folder import check_output_dir, foreign_files
 from megatron_dppo.setup.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
 from megatron_dppo.setup.teacher_setup import teacher_problems, teacher_servers
@@ -285,9 +284,7 @@ def _space(start: Start) -> Iterable[UserError]:
 
 def _sinks(start: Start) -> Iterable[UserError]:
     log = start.config.log
-    require_sinks(
-        tensorboard=log.tensorboard, wandb_project=log.wandb_project, offline=log.offline, trackers=log.trackers
-    )
+    require_sinks(log)
     if log.rollouts_every:
         require_pyarrow(f"log.rollouts_every = {log.rollouts_every}")
     return ()

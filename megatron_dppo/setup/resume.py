@@ -204,7 +204,8 @@ def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, co
     """Return the configuration keys and files that differ from the run that wrote a checkpoint."""
     folder = state.get("cwd")
     if folder is None:  # written by an older version
-        before = [start for start in read_starts(checkpoint.parent.parent) if _resumed_step(start) < state["step"]]
+        starts = read_starts(checkpoint.parent.parent)
+        before = [start for start in starts if (start.get("resumed_step") or 0) < state["step"]]
         folder = before[-1].get("cwd") if before else None
     saved = state.get("contents", {})
     changes = find_changes(state["config"], config, Path(folder or ""), saved, contents)
@@ -220,10 +221,6 @@ def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, co
         for change in changes
     ]
     return sorted(changes, key=lambda change: (change.key, change.file))
-
-
-def _resumed_step(start: Mapping[str, Any]) -> int:
-    return int(start.get("resumed_step") or 0)
 
 
 def _world() -> ProcessGroup | None:
@@ -258,10 +255,7 @@ CANNOT_RESHARD = {
 def find_usable_checkpoint(
     folder: Path, *, accept_unverified: bool = False
 ) -> tuple[Path | None, list[SkippedCheckpoint]]:
-    """Return the checkpoint to resume from, and the newer ones that are skipped; a collective of all ranks.
-
-    The ranks share the reading. The checkpoint is None if the folder has none at all.
-    """
+    """Return the checkpoint to resume from, None without any, and the newer ones that are skipped; a collective."""
     import torch.distributed as dist
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints

@@ -88,10 +88,7 @@ def check_servers(
 
 
 def find_sync_host_problem(rollout: RolloutConfig) -> str | None:
-    """Return why servers cannot reach rank 0, which runs here, at ``rollout.weight_sync.host``; None if they may.
-
-    They need it for the method ``distributed`` only.
-    """
+    """Return why servers cannot reach rank 0 at ``rollout.weight_sync.host``, as ``distributed`` needs; or None."""
     if not shares_communicator(rollout):
         return None
     host = rollout.weight_sync.host
@@ -160,14 +157,12 @@ _SUPPORTED = (
     "(pack-quantized), whose scales depend on the weights alone; megatron-dppo convert quantize writes both"
 )
 
-
 _FP8 = {
     "weight_block_size": ([BLOCK, BLOCK],),
     "activation_scheme": ("dynamic",),
     "fmt": (None, "e4m3"),
     "scale_fmt": (None, "float"),
 }
-
 
 _INT4 = {
     "num_bits": (4,),
@@ -179,7 +174,6 @@ _INT4 = {
     "actorder": (None,),
 }
 """Supported values of each key. None: the key may be missing."""
-
 
 _COMPARED_KEYS = ("vocab_size", "hidden_size", "tie_word_embeddings", "architectures")
 

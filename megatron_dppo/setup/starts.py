@@ -40,8 +40,7 @@ def record_start(
 ) -> str:
     """Add a line to ``starts.jsonl`` and write the configuration of this start to ``config.toml`` (rank 0).
 
-    Returns:
-        Message about an edited ``config.toml`` that was renamed. Empty if there was none.
+    Return a message about an edited ``config.toml`` that was renamed; empty if there was none.
     """
     config = _with_absolute_folders(config)
     text = dump_toml(config)
@@ -96,10 +95,7 @@ def changes_since_last_start(folder: Path, config: Config, contents: Contents) -
 
 
 def load_run_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
-    """Return the configuration of the run in a folder. Relative paths start at the folder where it was started last.
-
-    ``overrides`` and ``with_functions`` are as for ``load_config``.
-    """
+    """Return the configuration of the run in a folder. Relative paths start at the folder where it was started last."""
     if not (folder / CONFIG).is_file() or not (folder / MARKER).is_file():
         raise ConfigError(f"{str(folder)!r} is not the folder of a run: {CONFIG} or {MARKER} is missing")
     starts = read_starts(folder)

@@ -42,10 +42,7 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
 
 
 def teacher_servers(distillation: DistillationConfig, *, rank: int = 0, ranks: int = 1) -> TeacherServers | None:
-    """Return the teacher servers of ``distillation.teacher_urls``. None without URLs.
-
-    Ranks start with servers that are evenly spaced.
-    """
+    """Return the servers of ``distillation.teacher_urls``; ranks start with evenly spaced ones. None without URLs."""
     if not distillation.teacher_urls:
         return None
     return TeacherServers(

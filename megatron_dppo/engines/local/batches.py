@@ -10,7 +10,6 @@ from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.types.model_folder import HfConfig
 
 MAX_BATCH = 512
-"""Largest number of sequences that are decoded together."""
 MAX_VALUES = 1 << 30
 """Largest number of values in memory for a batch: 4 GiB in fp32. A constant, so that all machines split equally."""
 _DELTA_CHUNK = 64

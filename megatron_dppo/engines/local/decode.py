@@ -208,19 +208,8 @@ def decode(
 
     Long because one loop changes the whole state of the batch: rows, mask, positions and cache.
 
-    Args:
-        model: A transformers causal language model.
-        prompts: Token ids of at least one prompt; equal prompts share their first forward pass.
-        sampler: Samples the tokens.
-        max_new_tokens: Longest response, for all rows or for each row.
-        end_tokens: Tokens after which a response is complete.
-        pad_token: Any valid token; pads prompts on the left.
-        extra_end_tokens: Further end tokens of each row.
-        topk: K of the recorded Top-K; 0 records none.
-        return_sampling_mask: Record the ids that the filters allow, see ``SamplingParams``.
-        columns: Columns on request to record.
-        recorder: Recorder of the model's routers; None records no routes.
-        should_stop: Called with the rows that have just ended; True stops all other rows.
+    Equal prompts share their first forward pass; ``pad_token``, any valid token, pads shorter ones on the left. After
+    each step ``should_stop`` is called with the rows that have just ended, and True stops all other rows.
     """
     device = next(model.parameters()).device
     criteria = StopCriteria(end_tokens, max_new_tokens, extra_end_tokens, should_stop, device)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -38,9 +38,7 @@ class LocalEngine:
     batch, and the tokens that the responses of the call had before. They do not depend on the parts into which a batch
     is split for its memory. A user function has to be deterministic too.
 
-    Args:
-        dtype: Dtype of this copy of the weights; another one than training's gives a real engine mismatch.
-        max_batch: Maximum number of sequences that are decoded together.
+    Another ``dtype`` than training's gives a real engine mismatch.
     """
 
     def __init__(
@@ -86,8 +84,7 @@ class LocalEngine:
         self, prompts: Sequence[Prompt], params: SamplingParams, stop_token_ids: tuple[int, ...] = ()
     ) -> list[Completion]:
         """Sample one response per prompt."""
-        columns = requested_columns(params)
-        samples = [self._sample(prompt, params, columns) for prompt in prompts]
+        samples = [self._sample(prompt, params) for prompt in prompts]
         for sample in samples:
             sample.stop_token_ids = stop_token_ids
         # Waits behind rollouts that were submitted before.
@@ -153,9 +150,7 @@ class LocalEngine:
         self._held.clear()
         del self._model
 
-    def _sample(
-        self, prompt: Prompt, params: SamplingParams, columns: Mapping[str, tuple[int, ...]]
-    ) -> PendingResponse:
+    def _sample(self, prompt: Prompt, params: SamplingParams) -> PendingResponse:
         if self.policy_version < 0:
             raise RuntimeError("LocalEngine is to sample before the first update_weights")
         if params.routed_experts and self._routing is None:
@@ -163,18 +158,13 @@ class LocalEngine:
         routing = None
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
-        response = GrowingResponse(
-            prompt.context_ids,
-            routing=routing,
-            sampling_mask=self._reveals_hidden_filter,
-            columns=columns,
-        )
-        return PendingResponse(prompt, response)
+        has_mask = params.return_sampling_mask or self._reveals_hidden_filter
+        columns = requested_columns(replace(params, return_sampling_mask=has_mask))
+        return PendingResponse(prompt, GrowingResponse(prompt.context_ids, routing=routing, columns=columns))
 
     def _restored_samples(self, request: GroupRequest, params: SamplingParams) -> list[PendingResponse]:
         """Return the responses of a group, with the tokens that are held of them."""
-        columns = requested_columns(params)
-        samples = [self._sample(request.prompt, params, columns) for _ in range(request.siblings)]
+        samples = [self._sample(request.prompt, params) for _ in range(request.siblings)]
         held = self._held.get(request.key)
         if held is not None and len(held) != request.siblings:
             raise ValueError(f"group {request.key} is held with {len(held)} responses, not {request.siblings}")
@@ -304,16 +294,16 @@ class LocalEngine:
             ).cpu()
 
 
+@dataclass
 class _PartCallback:
     """``should_stop`` of a part of a batch, called with rows of the part."""
 
-    def __init__(self, should_stop: Callable[[list[int]], bool], first_row: int) -> None:
-        self._should_stop = should_stop
-        self._first_row = first_row
-        self.has_stopped = False
+    should_stop: Callable[[list[int]], bool]
+    first_row: int
+    has_stopped: bool = False
 
     def __call__(self, rows: list[int]) -> bool:
-        self.has_stopped = self._should_stop([self._first_row + row for row in rows])
+        self.has_stopped = self.should_stop([self.first_row + row for row in rows])
         return self.has_stopped
 
 

@@ -43,16 +43,12 @@ class Sampler:
 
     It does not use the global generator: a rollout in a background thread must not change the random state that the
     trainer reads and sets (dropout, recomputation, checkpoints). Each step draws numbers for the complete batch, so
-    that the tokens of a row do not depend on when other rows finish.
+    that the tokens of a row do not depend on when other rows finish. ``first_row`` is the index in this batch of the
+    first row, if the logits are those of a part of the batch.
 
-    Args:
-        params: Sampling parameters. At temperature 0 the sampler returns the most probable token and the
-            log-probabilities of the unchanged logits. Otherwise it applies temperature, top-k, top-p and min-p, in this
-            order.
-        first_row: Index in this batch of the first row, if the logits are those of a part of the batch.
-        unrecorded_top_p: Top-p filter that the log-probabilities do not include (``rollout.perturbation``).
-        unrecorded_temperature: Factor of the temperature that the log-probabilities do not include.
-        reveals_hidden_filter: Include this filter in the log-probabilities after all; the samples stay the same.
+    At temperature 0 it returns the most probable token and the log-probabilities of the unchanged logits. Otherwise it
+    applies temperature, top-k, top-p and min-p, in this order. Log-probabilities do not include the unrecorded filter
+    and factor of the temperature, but for the filter with ``reveals_hidden_filter``: the samples stay the same.
     """
 
     def __init__(

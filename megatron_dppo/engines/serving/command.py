@@ -100,7 +100,7 @@ def plan_servers(
                 servers.host,
                 "--port",
                 str(servers.port + i),
-                *_arguments(rollout.engine, options),
+                *(part for key, value in options.items() for part in _argument(rollout.engine, key, value)),
                 *node_options,
             ),
             env=env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus_by_server[i])} if gpus_by_server else {}),
@@ -264,10 +264,6 @@ def _adapter_options(engine: str, lora: LoraConfig) -> dict[str, Any]:
     return options | {"max-lora-rank": ranks[0], "max-loras": 1}
 
 
-def _arguments(engine: str, options: Mapping[str, object]) -> list[str]:
-    return [part for key, value in options.items() for part in _argument(engine, key, value)]
-
-
 def _argument(engine: str, key: str, value: object) -> list[str]:
     """Return ``--key value`` as arguments of a command line."""
     match value:
@@ -292,11 +288,8 @@ class _Keys:
     """The API keys of a server, in the form that its engine accepts. Never arguments, which any user can read."""
 
     env: dict[str, str]
-    """Environment variables."""
     config_file: dict[str, str]
-    """Options of a configuration file."""
     secrets: tuple[str, ...]
-    """The keys themselves."""
 
 
 def _read_keys(rollout: RolloutConfig, environ: Mapping[str, str]) -> _Keys:

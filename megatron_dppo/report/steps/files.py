@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ class StepMeta(NamedTuple):
     policy_version: int
     """Version of the weights at the start of its first update."""
     dp: int
-    """Data-parallel size."""
     world_size: int
     layout: str
     loss: str
@@ -117,11 +116,11 @@ def _checked(meta: StepMeta) -> StepMeta:
 _MAX_COUNT = 10**9
 
 
-def read_rows(file: Path, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the samples of a file, in order."""
     opened = _open(file)
     try:
-        return opened.read(None if names is None else list(names)).to_pylist()
+        return opened.read().to_pylist()
     except (require_pyarrow("reading rollouts").ArrowException, OSError, KeyError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 

@@ -27,7 +27,6 @@ from megatron_dppo.types import (
 from megatron_dppo.types.token_columns import response_from_record, response_to_record
 
 StepRow = dict[str, Any]
-"""One sample of a step's file: its columns by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
