@@ -241,8 +241,8 @@ _Key = tuple[str, str]
 def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], int]:
     """Return the first row of each problem, in order, and the number of rows read.
 
-    The mode is ``auto`` or ``prompt`` (same prompt), ``off``, or a column whose value names the problem (``a.b`` for a
-    field inside a column). Only the returned rows stay in memory.
+    The mode is ``auto`` or ``prompt`` (same prompt), ``off``, or a column whose value names the problem. Only the
+    returned rows stay in memory.
     """
     unique: list[DataRow] = []
     by_key: dict[_Key, DataRow] = {}

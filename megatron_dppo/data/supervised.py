@@ -23,11 +23,8 @@ _CACHE_SIZE = 100_000
 class SupervisedDataset:
     """An endless stream of supervised samples; sample ``i`` depends on the seed and ``i`` alone.
 
-    Args:
-        source: An embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
-            ``hf:`` name (see ``read_records``) with ``prompt`` and ``response`` strings.
-        pairs: ``pairs`` of the rank that has read the source; None = it is read here.
-        name: Name of the source in messages. None is its name among no others (``name_sources``).
+    The source is an embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
+    ``hf:`` name with ``prompt`` and ``response`` strings. It is read here unless ``pairs`` are given.
     """
 
     def __init__(

@@ -137,8 +137,7 @@ class _Process:
 class ClientProcesses:
     """Clients of the servers in separate processes. Belongs to the event loop that first uses it.
 
-    A process that exits, for example because the machine is out of memory, is started again. Its requests fail with
-    ``ResponseLost`` and are sent again by the pool.
+    A process that exits (out of memory) is started again; the pool sends its lost requests (``ResponseLost``) again.
     """
 
     def __init__(self, count: int, settings: ClientProcessSettings) -> None:

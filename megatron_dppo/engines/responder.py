@@ -77,8 +77,7 @@ async def _cancel_all() -> None:
 class PromptRoutes:
     """Routes of a prompt, which its siblings share. Belongs to one event loop.
 
-    A request for one token returns the routes before the siblings are requested. It also brings the prompt into the
-    server's prefix cache.
+    A request for one token returns them before the siblings are requested, and fills the server's prefix cache.
     """
 
     def __init__(
@@ -101,8 +100,7 @@ class PromptRoutes:
     async def get(self, version: int, request_id: str, affinity: str) -> Tensor | None:
         """Return the routes ``[P - 1, L, k]`` under one version of the weights, for siblings with one ``affinity``.
 
-        The prompt's last token is not included: each response reads it anew. None if the version is no longer current
-        or the request was aborted.
+        Each response reads the prompt's last token anew. None if the version is not current or the request was aborted.
         """
         async with self._lock:  # the first sibling sends the request, the others wait for its result
             if version not in self._routes_by_version and version == self._pool.version:
@@ -223,8 +221,7 @@ class Responder:
     ) -> Generation:
         """Send one request for up to ``limit`` tokens.
 
-        Returns:
-            The generation; an empty abort if weights that are no longer current read a prompt without its routes.
+        It is an empty abort if weights that are no longer current read a prompt without its routes.
         """
         affinity = f"{sample.prompt.prompt_id}/{sample.params.seed}"
         if self.siblings_per_server is not None:

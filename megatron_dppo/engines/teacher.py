@@ -54,8 +54,7 @@ class TeacherServers:
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
         """Return float32 log-probabilities ``[T]`` of each sample, 0 before the first token of its loss mask.
 
-        Raises:
-            ServerError: No server could score a sample, or a response is for other tokens.
+        A ServerError if no server could score a sample, or a response is for other tokens.
         """
         return asyncio.run(self._score_all(samples))
 

@@ -160,11 +160,7 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
 
 
 def read_batch(values: object, count: int) -> list[object]:
-    """Return the values of a batch, one per sample.
-
-    Raises:
-        TypeError, ValueError: The value is not a list, or has another length.
-    """
+    """Return the values of a batch, one per sample; a TypeError or ValueError if it is no list of this length."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"expected a list of rewards from a batch function, got {short_repr(values)}")
     result = list(islice(values, count + 1))  # The iterator may be endless.

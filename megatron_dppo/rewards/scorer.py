@@ -40,15 +40,8 @@ class RewardScorer:
 
     Samples of an async function run concurrently, ``async_concurrency`` per worker. A batch function gets an equal
     share of the samples in each worker. A batch that raises, hangs, or returns anything but one value per sample is
-    split in two and each half is retried, until the samples at fault are alone.
-
-    Args:
-        function: Reward function, or its name.
-        timeout_seconds: Time limit for one sample, or for one call of a batch function. The worker is killed at the
-            limit.
-        num_workers: Number of processes.
-        async_concurrency: Concurrent samples of an async function in one worker.
-        shaping: Additions to the score.
+    split in two and each half is retried, until the samples at fault are alone. The worker is killed at the time limit
+    of one sample, or of one call of a batch function.
 
     Raises:
         RewardError: The function cannot be loaded, its signature is unknown, or its options are wrong.

@@ -71,10 +71,8 @@ class TrainerConnection:
     def receive(self) -> Sequence[RewardItem]:
         """Return the samples of the next chunk, and report that their time limit begins.
 
-        Unpickling imports what the samples refer to, torch for example. That is not the function's time.
-
-        Raises:
-            EOFError: The trainer has exited.
+        Unpickling imports what the samples refer to, torch for example. That is not the function's time. An EOFError if
+        the trainer has exited.
         """
         self._check()
         self._chunk, items = self._connection.recv()

@@ -155,10 +155,8 @@ def score_completions(
 ) -> list[RolloutGroup]:
     """Return the scored group of each prompt.
 
-    A completion that has a reward keeps it: the reward function and its shaping apply to the others only.
-
-    Every prompt has the same number of completions, siblings side by side. ``on_failure`` is called with the failed
-    results and the number of all results.
+    Every prompt has the same number of completions, siblings side by side. One that has a reward keeps it, unshaped.
+    ``on_failure`` is called with the failed results and the number of all results.
     """
     # A collective engine is called without prompts, too.
     siblings = len(completions) // max(1, len(prompts))

@@ -39,11 +39,8 @@ if TYPE_CHECKING:
 class RolloutScheduler:
     """Submits prompts, has them sampled and scored, and returns the groups of each step.
 
-    Args:
-        engine: None on ranks that receive their rollouts from the leader of their model-parallel group.
-        num_steps: Number of steps of the run; nothing is sampled for later ones.
-        reward_parts: Parts of a reward that decide whether a group has a signal, see ``has_signal``.
-        greedy: Sampling of one more, greedy response for each group that a step takes. None samples none.
+    Ranks that receive their rollouts from the leader of their model-parallel group have no engine. Nothing is sampled
+    for steps from ``num_steps`` on. ``greedy`` samples one more response for each group that a step takes.
     """
 
     def __init__(
@@ -268,9 +265,8 @@ class RolloutScheduler:
     def _take_single_groups(self, step: int, clock: Clock) -> list[RolloutGroup]:
         """Return the groups that are due and as many later ones as the step lacks; submit replacements for those.
 
-        Due are the groups of this step; with the order ``completed``, the remaining groups of the step before. The
-        later ones come in the order of the stream, or of completion. So each group is trained on in its step, or one
-        later.
+        Due are the groups of this step; with the order ``completed``, the remaining groups of the step before. So each
+        group is trained on in its step, or one later.
         """
         # Which groups are scored by now is a matter of timing, so one rank of the replica decides for all.
         positions = broadcast_object(lambda: self._wait_for_positions(step, clock), self._groups.replica)

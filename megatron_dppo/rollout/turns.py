@@ -207,10 +207,7 @@ class Turns:
     async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Sample until an end token, a token of ``stop_token_ids`` (it stays in the response), or the limit.
 
-        Returns an empty turn with ``length`` if no token is left.
-
-        Raises:
-            ServerError: No server responded.
+        An empty turn with ``length`` if no token is left; a ServerError if no server responded.
         """
         return await self._branch.sample(max_new_tokens, stop_token_ids)
 
@@ -249,11 +246,7 @@ class Turns:
         return ResponseBranch(response, self.params, self.tokenizer, self._sample)
 
     def finish(self, reward: float | None = None, **fields: Any) -> Completion:
-        """Return the response.
-
-        Args:
-            reward: Reward of the response. None: the reward function is called.
-            fields: Other fields of ``Completion``.
+        """Return the response, with other fields of ``Completion``. Without a reward the reward function is called.
 
         Raises:
             ValueError, TypeError: Nothing was sampled, or the reward is no finite float32.
@@ -301,8 +294,7 @@ async def run_user_function(
 ) -> Completion | None:
     """Run a user function; ``sample_tokens`` samples its turns. None if one of them was canceled.
 
-    Raises:
-        GenerateError: It raised an exception, or did not return ``turns.finish()``.
+    A GenerateError if it raised an exception, or did not return ``turns.finish()``.
     """
     was_canceled = False
 

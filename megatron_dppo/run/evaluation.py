@@ -82,8 +82,7 @@ def pass_at_k(n: int, solved: int, k: int) -> float:
 def majority_score(rollouts: Sequence[Rollout]) -> float:
     r"""Return the mean score of the responses that give the most frequent answer. In a tie the first answer wins.
 
-    An answer is the last box or ``Answer:`` line; without either, the whole response. ``\frac12`` and ``1/2`` are one
-    answer (``answer_key``).
+    An answer is the last box or ``Answer:`` line, else the whole response; ``\frac12`` and ``1/2`` are one answer.
     """
     # sympy takes a second to import, and a run without several responses a prompt does not need it.
     from megatron_dppo_answers.equality import answer_key

@@ -235,10 +235,8 @@ class FirstUpdateGuard:
     def __call__(self, metrics: Mapping[str, float], sums: SumsBySource | None = None) -> dict[str, str]:
         """Check the reduced metrics of the first update before it is applied. They are the same on every rank.
 
-        Without a token in the loss there is nothing to check. Without ``sums`` the servers are not told apart.
-
-        Returns:
-            The reasons of the servers that must be left out, by URL. Empty if all of them are right.
+        Without a token in the loss there is nothing to check. Without ``sums`` the servers are not told apart. Return
+        the reasons of the servers that must be left out, by URL.
 
         Raises:
             TrainingStopped: A limit is exceeded, and no server without a problem is left.

@@ -69,8 +69,7 @@ class GuardState:
     ) -> FirstUpdateGuard:
         """Test how the servers sampled, and return the guard of the step's first update; a collective of all ranks.
 
-        Raises:
-            TrainingStopped: A server does not sample from what it reports, and there is no other one.
+        A TrainingStopped if a server does not sample from what it reports, and there is no other one.
         """
         if self.sampling is not None:
             self._test_sampling(self.sampling, groups, collected, ranks)

@@ -99,8 +99,7 @@ def single_prompt_template(data: DataConfig, model: str | Path) -> tuple[bool, s
 def open_offline(config: Config, *, run: Path | None, model: Path | None, step: int | None) -> Iterator[Offline]:
     """Yield an engine that has the weights, and close it at the end.
 
-    They are those of the folder ``model``, of a checkpoint of ``run`` (None for ``step``: the newest), or in
-    ``model.path``.
+    They are those of the folder ``model``, of a checkpoint of ``run`` (the newest without ``step``), or ``model.path``.
     """
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})

@@ -54,8 +54,7 @@ class StepRecord:
     def pop_sample_records(self, trainer: PolicyTrainer) -> SampleRecords:
         """Return the results of the updates since the last call, by ``TrainingSample.number`` and ``segment``.
 
-        Tensor- and context-parallel ranks compute the same loss: the first of them on the last pipeline stage returns
-        it, the others return nothing.
+        Tensor- and context-parallel ranks compute the same loss: only the first on the last pipeline stage returns it.
         """
         groups = trainer.groups
         is_first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))

@@ -187,8 +187,7 @@ def _short_digest(digest: str | None) -> str:
 def find_served_changes(before: ServedModels, now: ServedModels) -> list[Change]:
     """Return every field of a served model that differs, sorted.
 
-    Fields are compared that both starts know, and only the weights if both have the same kind of digest. A server that
-    is not reachable any more is no change.
+    Compared: fields that both starts know, weights with one kind of digest. An unreachable server is no change.
     """
     changes = []
     for key in sorted(before.keys() & now.keys()):

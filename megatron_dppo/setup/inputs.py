@@ -153,8 +153,7 @@ def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollecto
 def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, group: ProcessGroup) -> Inputs:
     """Return the inputs of this rank with the data sets of rank 0. A collective of all ranks.
 
-    Afterwards every rank holds all prompts, packed: the leaders use the prompts of their rollouts, and all ranks count
-    positions in the same stream.
+    Every rank holds all prompts, packed: leaders use those of their rollouts, and all count positions in one stream.
     """
 
     def read() -> tuple[PromptDataset, dict[str, PromptDataset], Pairs | None, str]:

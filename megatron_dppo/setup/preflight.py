@@ -365,11 +365,7 @@ def find_problems(start: Start) -> list[UserError]:
 
 
 def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGroup | None = None) -> Inputs:
-    """Return the inputs of the run, with the data sets of rank 0, if no rank has a problem.
-
-    Raises:
-        UserError: On every rank, the problems of all ranks.
-    """
+    """Return the inputs with the data sets of rank 0; a UserError on every rank if one has a problem."""
     texts_by_rank = all_gather_objects([str(error) for error in errors], group)
     if len(texts_by_rank) > 1:
         by_text = {str(error): error for error in errors}

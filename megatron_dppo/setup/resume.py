@@ -105,8 +105,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return the newest checkpoint with intact files and finite weights; a collective of all ranks.
 
-    Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``. None if there is none at all.
-    ``contents`` and ``served`` are the files and the models behind URLs of this start, as rank 0 read them.
+    Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``. ``contents`` and ``served`` are of
+    this start, as rank 0 read them.
     """
     from megatron_dppo.mcore.checkpoint.save_load import read_state
     from megatron_dppo.parallel.objects import broadcast_object, run_on_leader

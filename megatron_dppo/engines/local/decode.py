@@ -165,8 +165,7 @@ class StopCriteria:
     def update(self, step: int, rows: Tensor, sampled: Tensor, is_active: Tensor) -> tuple[Tensor, int]:
         """Return which rows continue after the tokens of ``step``, [b], and the number of rows to decode further.
 
-        ``is_active`` is True for rows that had not ended before, [b]. The number is 0 also if ``should_stop`` stops the
-        others.
+        ``is_active`` [b]: rows that had not ended before. The number is 0 also if ``should_stop`` stops the others.
         """
         is_continuing = is_active & self._continues(step, rows, sampled)
         # Waits for the device, once a step.
@@ -267,9 +266,7 @@ def _prefill(
 ) -> tuple[Tensor, Any, Tensor, list[Tensor] | None]:
     """Read each distinct prompt once.
 
-    Returns:
-        Logits after the last token [B, V], the key-value cache, the attention mask [B, width], and the routes of each
-        row.
+    Return the logits after the last token [B, V], the key-value cache, the mask [B, width], and the routes by row.
     """
     distinct = {tuple(p): i for i, p in enumerate(dict.fromkeys(tuple(p) for p in prompts))}
     width = max(len(p) for p in distinct)

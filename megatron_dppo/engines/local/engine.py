@@ -236,8 +236,7 @@ class LocalEngine:
     ) -> Iterator[Generation]:
         """Decode a batch of requests, in parts that memory has room for.
 
-        The random numbers of a row do not depend on the parts. Those that ``should_stop`` stops (see ``decode``) are
-        aborted, and later parts are left out.
+        Requests that ``should_stop`` stops (see ``decode``) are aborted, and later parts are left out.
         """
         limits = [request.params.max_new_tokens for request in requests]
         initial_state = generator.get_state()

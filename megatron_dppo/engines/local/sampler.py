@@ -157,12 +157,10 @@ def routers_by_layer(model: Any, shape: RoutingShape) -> dict[int, Module]:
 
 
 class RouteRecorder:
-    """Recorder of the experts that the routers choose in a forward pass.
+    """Recorder of the experts that the routers of a transformers model choose in a forward pass.
 
-    Args:
-        model: A transformers causal language model. Its routers (``routers_by_layer``) return
-            ``(logits, weights [tokens, k], experts [tokens, k])``, as those of Qwen3-MoE and Qwen2-MoE do. The outputs
-            of the experts are multiplied by the weights.
+    The routers (``routers_by_layer``) return ``(logits, weights [tokens, k], experts [tokens, k])``, as those of
+    Qwen3-MoE and Qwen2-MoE do. The outputs of the experts are multiplied by the weights.
     """
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
@@ -193,9 +191,7 @@ class RouteRecorder:
     def pop_routes(self, batch: int) -> Tensor:
         """Return the routes of the latest forward pass over ``batch`` rows, and forget them.
 
-        Returns:
-            Shape [batch, tokens, L, k], or [batch, tokens, L, width] with combine weights. Dense layers are marked as
-            missing.
+        [batch, tokens, L, k], or [batch, tokens, L, width] with combine weights. Dense layers are marked as missing.
         """
         if idle := self._routers.keys() - self._routes_by_layer.keys():
             raise RuntimeError(f"no choice of experts was seen in layers {sorted(idle)}; their routers did not run")
@@ -213,8 +209,7 @@ class RouteRecorder:
 def combine_weights(shape: RoutingShape, logits: Tensor, experts: Tensor) -> Tensor:
     """Return the combine weights of given experts by the model's rule, fp32 [tokens, k].
 
-    A router with a bias (``e_score_correction_bias``) chooses experts with the bias, and weighs them by sigmoids
-    without it.
+    A router with a bias (``e_score_correction_bias``) chooses with it, and weighs by sigmoids without it.
     """
     scores = logits.float()
     scores = scores.sigmoid() if shape.has_sigmoid else scores.softmax(-1)
